@@ -1,0 +1,170 @@
+"""One or several traces as a DuckDB database: views and macros over the files, nothing copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+
+import duckdb
+import pyarrow as pa
+
+from ..schemas.layout import TABLES
+from ..schemas.sums import KINDS, SEQUENCE_SUMS
+from ..schemas.tables import TABLES as TABLE_SPECS
+from ..schemas.tables import Table
+from .source import Pair, Source, open_source
+
+Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
+
+
+class Database:
+    """Traces that are open for questions."""
+
+    def __init__(self, traces: Traces):
+        """Look at the traces and define the views. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+        self.sources = _open(traces)
+        self.connection = duckdb.connect()
+        self._superseded: set[Pair] = set()
+        _register_filesystems(self.connection, self.sources)
+        for table in TABLES:
+            _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
+        _define_passes(self.connection, self.sources)
+        _define_computed(self.connection)
+        self.define_sums(set())
+        for name in ("macros", "pair", "sums", "views"):
+            self.connection.execute(sql_file(name))
+        # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
+        self.covered = set.intersection(*(source.covered for source in self.sources))
+        self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
+        self._define_lookup()
+        self.connection.execute(sql_file("statistics"))
+
+    def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
+        """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
+        self._superseded.add(pair)
+        self.define_sums(self._superseded)
+        self.covered.add(pair)
+        if run_quantiles:
+            self.run_covered.add(pair)
+        self._define_lookup()
+
+    def _define_lookup(self) -> None:
+        columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
+        self.connection.execute(
+            sql_file("lookup").format(
+                covered=_pairs(self.covered), run_covered=_pairs(self.run_covered), sum_columns=columns
+            )
+        )
+
+    def define_sums(self, superseded: set[Pair]) -> None:
+        """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
+        for spec in KINDS.values():
+            columns = ", ".join(column.name for column in spec.columns)
+            parts = [
+                f"SELECT {quoted(source.run)} AS run, {columns} FROM read_parquet({_list([path])})"
+                for source in self.sources
+                for pair, path in source.sums.get(spec.name, {}).items()
+                if pair not in superseded
+            ]
+            parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
+            _define_view(self.connection, spec.name, parts, columns, spec.schema)
+
+
+def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
+    """Open one trace or several for SQL.
+
+    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
+    `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
+    nats. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    return Database(traces).connection
+
+
+def sql_file(name: str) -> str:
+    """Read one of the .sql files of this package."""
+    return (files(__package__) / "sql" / f"{name}.sql").read_text(encoding="utf-8")
+
+
+def _open(traces: Traces) -> list[Source]:
+    urls = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
+    sources: list[Source] = []
+    names: set[str] = set()
+    for url in urls:
+        source = open_source(os.fspath(url))
+        name, number = source.run, 1
+        while source.run in names:
+            number += 1
+            source.run = f"{name}-{number}"
+        for contract in source.passes:
+            contract["run"] = source.run
+        names.add(source.run)
+        sources.append(source)
+    return sources
+
+
+def _register_filesystems(connection: duckdb.DuckDBPyConnection, sources: list[Source]) -> None:
+    registered: set[str] = set()
+    for source in sources:
+        if source.store.is_local:
+            continue
+        protocol = source.store.filesystem.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        if not names & registered:
+            connection.register_filesystem(source.store.filesystem)
+            registered |= names
+
+
+def _define_table(connection: duckdb.DuckDBPyConnection, name: str, spec: Table, sources: list[Source]) -> None:
+    columns = ", ".join(f'"{column.name}"' for column in spec.columns)
+    parts = []
+    for index, source in enumerate(sources):
+        run = quoted(source.run)
+        if source.files[name]:
+            parts.append(f"SELECT {run} AS run, {columns} FROM read_parquet({_list(source.files[name])})")
+        if name in source.journals:
+            journal = f"journal_{index}_{name}"
+            connection.register(journal, source.journals[name])
+            parts.append(f"SELECT {run} AS run, {columns} FROM {journal}")
+    _define_view(connection, name, parts, columns, spec.schema)
+
+
+def _define_computed(connection: duckdb.DuckDBPyConnection) -> None:
+    """Tables for sums that are computed while the database is open."""
+    for spec in KINDS.values():
+        columns = ", ".join(column.name for column in spec.columns)
+        connection.register(f"empty_{spec.name}", spec.schema.empty_table())
+        connection.execute(
+            f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {columns} FROM empty_{spec.name}"
+        )
+
+
+def _define_passes(connection: duckdb.DuckDBPyConnection, sources: list[Source]) -> None:
+    rows = [contract for source in sources for contract in source.passes]
+    connection.register("contracts", pa.Table.from_pylist(rows, _PASSES))
+    connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
+
+
+def _define_view(
+    connection: duckdb.DuckDBPyConnection, name: str, parts: list[str], columns: str, schema: pa.Schema
+) -> None:
+    if not parts:
+        connection.register(f"empty_{name}", schema.empty_table())
+        parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
+    connection.execute(f"CREATE OR REPLACE VIEW {name} AS {' UNION ALL '.join(parts)}")
+
+
+def _list(paths: list[str]) -> str:
+    return f"[{', '.join(quoted(path) for path in paths)}]"
+
+
+def _pairs(pairs: set[Pair]) -> str:
+    return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "NULL"
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

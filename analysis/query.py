@@ -1,0 +1,84 @@
+"""SQL over traces, kept from writing anything and from reading anything else."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import duckdb
+
+from ..schemas.errors import InvalidQuery
+from .database import Database, Traces, quoted
+from .rows import Rows
+
+_READING = {
+    duckdb.StatementType.SELECT,
+    duckdb.StatementType.MULTI,  # PIVOT
+}
+_EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
+
+
+def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
+    """Answer a query over one trace or several; `connect` says which views and macros there are.
+
+    Without `unsafe` a query can only read, and nothing but the traces. Raises InvalidQuery with DuckDB's own words when
+    the query is wrong.
+    """
+    return Session(traces, unsafe=unsafe).ask(query)
+
+
+class Session:
+    """Traces that are open for several queries."""
+
+    def __init__(self, traces: Traces, *, unsafe: bool = False):
+        self._database = Database(traces)
+        self._unsafe = unsafe
+        if not unsafe:
+            _confine(self._database)
+
+    def ask(self, query: str) -> Rows:
+        """Run one query; of several statements the last one's rows are given."""
+        connection = self._database.connection
+        try:
+            statements = connection.extract_statements(query)
+            if not statements:
+                raise InvalidQuery("sql: the query is empty; try: SELECT * FROM steps")
+            if not self._unsafe:
+                for statement in statements:
+                    _check_reads(connection, statement)
+            result: Any = None
+            for statement in statements:
+                result = connection.execute(statement)
+            columns = tuple(column[0] for column in result.description or ())
+            return Rows(columns, result.fetchall() if columns else [])
+        except duckdb.Error as error:
+            raise InvalidQuery(_explained(str(error))) from error
+
+
+def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
+    """Raise InvalidQuery for a statement that does more than read; EXPLAIN ANALYZE would run what it explains."""
+    kind = statement.type
+    if kind == duckdb.StatementType.EXPLAIN:
+        inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
+        if all(part.type in _READING for part in inner):
+            return
+    elif kind in _READING:
+        return
+    raise InvalidQuery(f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with --unsafe")
+
+
+def _confine(database: Database) -> None:
+    """Let the connection read the traces' own files and nothing else, and see none of this process's variables."""
+    connection = database.connection
+    own = [path for source in database.sources for paths in source.files.values() for path in paths]
+    own += [path for source in database.sources for pairs in source.sums.values() for path in pairs.values()]
+    connection.execute(f"SET allowed_paths = [{', '.join(quoted(path) for path in own)}]")
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _explained(message: str) -> str:
+    if "file system operations are disabled" in message or "extensions is disabled" in message:
+        return f"sql: {message.splitlines()[0]}; a query reads the trace and nothing else, allow more with --unsafe"
+    return f"sql: {message.strip()}"

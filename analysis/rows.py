@@ -1,0 +1,135 @@
+"""A table of results, and the ways to write it out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table of results."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """Each row as column -> value."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def to_json(value: Any) -> str:
+    """Write a value as JSON. NaN and infinities, which JSON has no numbers for, become the strings `NaN`, `Infinity`
+    and `-Infinity`; null stays "not recorded"."""
+    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def to_csv(rows: Rows) -> Iterator[str]:
+    """Write a table as CSV, a line at a time: numbers with all their digits, an empty field for NULL."""
+    for row in (rows.columns, *rows.rows):
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow([_csv_cell(value) for value in row])
+        yield line.getvalue()
+
+
+def to_text(rows: Rows, width: int | None = None) -> str:
+    """Write a table for reading: numbers with six digits, one row as a list of names and values, wide tables in blocks."""
+    if not rows.columns:
+        return ""
+    if len(rows) == 1 and len(rows.columns) > 8:
+        return _vertical(rows)
+    cells = [[_cell(value) for value in row] for row in rows.rows]
+    right = [all(_is_number(row[i]) or row[i] is None for row in rows.rows) and len(rows) > 0 for i in range(len(rows.columns))]
+    widths = [max(len(name), *(len(row[i]) for row in cells), 1) for i, name in enumerate(rows.columns)]
+    blocks = _blocks(widths, width)
+    return "\n\n".join(_block(rows.columns, cells, widths, right, block) for block in blocks)
+
+
+def _vertical(rows: Rows) -> str:
+    name_width = max(len(name) for name in rows.columns)
+    values = [_cell(value) for value in rows.rows[0]]
+    value_width = max(len(value) for value, raw in zip(values, rows.rows[0], strict=True) if len(value) < 40 or _is_number(raw))
+    lines = [
+        f"{name:<{name_width}}  {value:>{value_width}}" for name, value in zip(rows.columns, values, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _blocks(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Cut columns into blocks that fit the width; the first two columns lead each."""
+    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
+        return [list(range(len(widths)))]
+    lead = [0, 1] if len(widths) > 3 and widths[0] + widths[1] < width // 2 else [0]
+    blocks: list[list[int]] = []
+    used = width + 1
+    for column in range(len(lead), len(widths)):
+        if used + 2 + widths[column] > width and (not blocks or len(blocks[-1]) > len(lead)):
+            blocks.append(list(lead))
+            used = sum(widths[i] for i in lead) + 2 * (len(lead) - 1)
+        blocks[-1].append(column)
+        used += 2 + widths[column]
+    return blocks
+
+
+def _block(
+    columns: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    widths: Sequence[int],
+    right: Sequence[bool],
+    chosen: Sequence[int],
+) -> str:
+    def line(values: Sequence[str]) -> str:
+        parts = [f"{values[i]:>{widths[i]}}" if right[i] else f"{values[i]:<{widths[i]}}" for i in chosen]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(columns), "  ".join("-" * widths[i] for i in chosen), *(line(row) for row in cells)])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    # A cell is one line, and control characters of a model's output must not reach the terminal.
+    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _csv_cell(value: Any) -> Any:
+    if isinstance(value, (list, tuple, dict)):
+        return json.dumps(_jsonable(value), ensure_ascii=False)
+    return repr(value) if isinstance(value, float) else value
+
+
+def _jsonable(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "NaN"
+        return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Rows):
+        return [_jsonable(row) for row in value.dicts()]
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, (date, datetime)):
+        return value.isoformat()
+    return str(value)

@@ -1,0 +1,13 @@
+-- Sums and quantiles of a range of steps of one run.
+INSERT INTO computed_sequence_sums
+    SELECT run, {a}, {b}, {sum_columns}
+    FROM sums_of_tokens({a}, {b}, {run}, {first_step}, {last_step});
+
+INSERT INTO computed_step_quantiles
+    SELECT {run}, {a}, {b}, step, num_tokens, cuts[1], cuts[2], cuts[3]
+    FROM (
+        SELECT step, count(*) AS num_tokens, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
+        FROM pair_tokens({a}, {b}, {run}, {first_step}, {last_step})
+        WHERE d IS NOT NULL
+        GROUP BY step
+    );

@@ -1,0 +1,55 @@
+-- Sums and quantiles of a pair: kept ones where the trace has them for every sequence of the pair, else computed here.
+-- {covered} and {run_covered} list these pairs; a constant condition on the pair's names lets DuckDB drop the other branch unread.
+
+CREATE OR REPLACE MACRO is_covered(a, b) AS (a || ' ' || b) IN ({covered});
+CREATE OR REPLACE MACRO is_run_covered(a, b) AS (a || ' ' || b) IN ({run_covered});
+
+CREATE OR REPLACE MACRO pair_sums(a, b) AS TABLE
+    SELECT {sum_columns}
+    FROM sequence_sums
+    WHERE pass_a = CASE WHEN is_covered(a, b) THEN a END AND pass_b = b
+    UNION ALL
+    SELECT {sum_columns}
+    FROM sums_of_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b, NULL, NULL, NULL);
+
+CREATE OR REPLACE MACRO step_cuts(a, b) AS TABLE
+    SELECT run, step, p50_abs_d, p95_abs_d, p99_abs_d
+    FROM step_quantiles
+    WHERE pass_a = CASE WHEN is_covered(a, b) THEN a END AND pass_b = b
+    UNION ALL
+    SELECT run, step, cuts[1], cuts[2], cuts[3]
+    FROM (
+        SELECT run, step, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
+        FROM pair_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b, NULL, NULL, NULL)
+        WHERE d IS NOT NULL
+        GROUP BY run, step
+    );
+
+CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
+    SELECT run, NULL::BIGINT AS step, p50_abs_d, p95_abs_d, p99_abs_d
+    FROM run_quantiles
+    WHERE pass_a = CASE WHEN is_run_covered(a, b) THEN a END AND pass_b = b
+    UNION ALL
+    SELECT run, NULL::BIGINT, cuts[1], cuts[2], cuts[3]
+    FROM (
+        SELECT run, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
+        FROM pair_tokens(CASE WHEN NOT is_run_covered(a, b) THEN a END, b, NULL, NULL, NULL)
+        WHERE d IS NOT NULL
+        GROUP BY run
+    );
+
+CREATE OR REPLACE MACRO group_cuts(a, b, by_step) AS TABLE
+    SELECT * FROM step_cuts(CASE WHEN by_step THEN a END, b)
+    UNION ALL
+    SELECT * FROM run_cuts(CASE WHEN NOT by_step THEN a END, b);
+
+-- Quantiles of single sequences are not kept.
+CREATE OR REPLACE MACRO sequence_cuts(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b,
+           cuts[1] AS p50_abs_d, cuts[2] AS p95_abs_d, cuts[3] AS p99_abs_d
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
+        FROM pair_tokens(a, b, NULL, NULL, NULL)
+        WHERE d IS NOT NULL
+        GROUP BY run, step, seq_id, iteration_a, iteration_b
+    );

@@ -1,0 +1,23 @@
+-- missing_steps: the steps in which a pair's kept sums and the scores do not name the same rows.
+CREATE OR REPLACE TEMP TABLE keys AS
+    SELECT run, step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b});
+
+CREATE OR REPLACE TEMP TABLE kept_keys AS
+    SELECT run, step, seq_id, iteration_a, iteration_b FROM sequence_sums WHERE pass_a = {a} AND pass_b = {b};
+
+CREATE OR REPLACE TEMP TABLE missing_steps AS
+    SELECT DISTINCT run, step
+    FROM ((FROM keys EXCEPT FROM kept_keys) UNION ALL (FROM kept_keys EXCEPT FROM keys));
+
+-- What is kept of the other steps stays right.
+INSERT INTO computed_sequence_sums
+    SELECT * FROM sequence_sums
+    WHERE pass_a = {a} AND pass_b = {b} AND (run, step) NOT IN (SELECT (run, step) FROM missing_steps);
+
+INSERT INTO computed_step_quantiles
+    SELECT * FROM step_quantiles
+    WHERE pass_a = {a} AND pass_b = {b} AND (run, step) NOT IN (SELECT (run, step) FROM missing_steps);
+
+INSERT INTO computed_run_quantiles
+    SELECT * FROM run_quantiles
+    WHERE pass_a = {a} AND pass_b = {b} AND run NOT IN (SELECT run FROM missing_steps);

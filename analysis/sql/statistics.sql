@@ -1,0 +1,99 @@
+-- From sums to statistics. Units: d in nats; k1, k2, k3 in nats; the rest has no unit unless its name says so.
+--   k1 = mean(-d), k2 = mean(d^2 / 2), k3 = mean(exp(d) - 1 - d)       http://joschu.net/blog/kl-approx.html
+--   share_outside = share of tokens with exp(d) outside [0.8, 1.25]
+--   log_ppl_abs_diff_sum = mean over sequences of |sum d|               arXiv 2602.01826, eq. 8
+--   log_ppl_abs_diff_mean = mean over sequences of |mean d|             verl, rollout_corr/log_ppl_abs_diff
+--   ess_token = (sum w)^2 / (n sum w^2) with w = exp(d); ess_sequence the same with w = exp(sum d) of a sequence
+--   chi2_token = mean(exp(2 d)) - 1; chi2_sequence = mean(exp(2 sum d)) - 1, neither clamped
+-- Sequence means are over the sequences that have a token to compare.
+
+CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
+    CASE WHEN n * xx - x * x > 0 AND n * yy - y * y > 0
+         THEN (n * xy - x * y) / sqrt((n * xx - x * x) * (n * yy - y * y))
+    END;
+
+-- One row of statistics a sequence: pair_sequences(a, b).
+CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
+    SELECT sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b,
+           1 AS num_sequences, sums.num_tokens, num_nan, num_inf,
+           -sum_d / sums.num_tokens AS k1,
+           sum_d2 / 2 / sums.num_tokens AS k2,
+           sum_k3 / sums.num_tokens AS k3,
+           sum_abs_d / sums.num_tokens AS mean_abs_d,
+           sqrt(sum_d2 / sums.num_tokens) AS rms_d,
+           p50_abs_d, p95_abs_d, p99_abs_d, max_abs_d,
+           num_outside / sums.num_tokens AS share_outside,
+           sum_prob_diff / sums.num_tokens AS prob_diff_mean,
+           max_prob_diff AS prob_diff_max,
+           correlation(sums.num_tokens, sum_prob_a, sum_prob_b, sum_prob_a2, sum_prob_b2, sum_prob_ab) AS prob_pearson,
+           abs(sum_d) AS log_ppl_abs_diff_sum,
+           abs(sum_d) / sums.num_tokens AS log_ppl_abs_diff_mean,
+           (sums.num_tokens + sum_expm1_d) ** 2 / (sums.num_tokens * (sums.num_tokens + sum_expm1_2d)) AS ess_token,
+           CASE WHEN sum_d IS NOT NULL THEN 1.0::DOUBLE END AS ess_sequence,
+           sum_expm1_2d / sums.num_tokens AS chi2_token,
+           expm1(2 * sum_d) AS chi2_sequence
+    FROM pair_sums(a, b) AS sums
+    LEFT JOIN sequence_cuts(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
+    ORDER BY sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b;
+
+-- One row of statistics a step, or a run with step NULL: pair_groups(a, b, by_step).
+CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
+    SELECT grouped.run, grouped.step, num_sequences, grouped.num_tokens, num_nan, num_inf,
+           -total_d / grouped.num_tokens AS k1,
+           total_d2 / 2 / grouped.num_tokens AS k2,
+           total_k3 / grouped.num_tokens AS k3,
+           total_abs_d / grouped.num_tokens AS mean_abs_d,
+           sqrt(total_d2 / grouped.num_tokens) AS rms_d,
+           p50_abs_d, p95_abs_d, p99_abs_d, max_abs_d,
+           total_outside / grouped.num_tokens AS share_outside,
+           total_prob_diff / grouped.num_tokens AS prob_diff_mean,
+           prob_diff_max,
+           correlation(grouped.num_tokens, total_prob_a, total_prob_b, total_prob_a2, total_prob_b2, total_prob_ab)
+               AS prob_pearson,
+           log_ppl_abs_diff_sum, log_ppl_abs_diff_mean,
+           (grouped.num_tokens + total_expm1_d) ** 2 / (grouped.num_tokens * (grouped.num_tokens + total_expm1_2d)) AS ess_token,
+           ess_sequence,
+           total_expm1_2d / grouped.num_tokens AS chi2_token,
+           chi2_sequence
+    FROM (
+        SELECT run, grouped_step AS step,
+               count(sum_d) AS num_sequences,
+               sum(num_tokens)::BIGINT AS num_tokens,
+               sum(num_nan)::BIGINT AS num_nan,
+               sum(num_inf)::BIGINT AS num_inf,
+               fsum(sum_d) AS total_d,
+               fsum(sum_abs_d) AS total_abs_d,
+               fsum(sum_d2) AS total_d2,
+               fsum(sum_k3) AS total_k3,
+               max(max_abs_d) AS max_abs_d,
+               fsum(sum_expm1_d) AS total_expm1_d,
+               fsum(sum_expm1_2d) AS total_expm1_2d,
+               sum(num_outside)::BIGINT AS total_outside,
+               fsum(sum_prob_diff) AS total_prob_diff,
+               max(max_prob_diff) AS prob_diff_max,
+               fsum(sum_prob_a) AS total_prob_a,
+               fsum(sum_prob_b) AS total_prob_b,
+               fsum(sum_prob_a2) AS total_prob_a2,
+               fsum(sum_prob_b2) AS total_prob_b2,
+               fsum(sum_prob_ab) AS total_prob_ab,
+               favg(abs(sum_d)) AS log_ppl_abs_diff_sum,
+               favg(abs(sum_d) / num_tokens) AS log_ppl_abs_diff_mean,
+               fsum(exp(sum_d - peak)) ** 2 / (count(sum_d) * fsum(exp(2 * (sum_d - peak)))) AS ess_sequence,
+               favg(expm1(2 * sum_d)) AS chi2_sequence
+        FROM (
+            SELECT *, max(sum_d) OVER (PARTITION BY run, grouped_step) AS peak
+            FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
+        )
+        GROUP BY run, grouped_step
+    ) AS grouped
+    LEFT JOIN group_cuts(a, b, by_step) AS quantiles
+           ON quantiles.run = grouped.run AND quantiles.step IS NOT DISTINCT FROM grouped.step
+    ORDER BY grouped.run, grouped.step;
+
+-- One row of statistics a step.
+CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
+    SELECT * FROM pair_groups(a, b, true);
+
+-- One row of statistics a run.
+CREATE OR REPLACE MACRO pair_runs(a, b) AS TABLE
+    SELECT * EXCLUDE (step) FROM pair_groups(a, b, false);

@@ -1,0 +1,77 @@
+"""Statistics of a pair of passes, by run, step or sequence."""
+
+from __future__ import annotations
+
+from ..schemas.errors import InvalidOption, NothingToCompare
+from .database import Database, Traces, quoted
+from ..tracer.progress import Progress, no_progress
+from .rows import Rows
+from .source import Pair
+from .sums import ensure, keep
+
+BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences"}
+
+
+def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progress: Progress = no_progress) -> Rows:
+    """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence.
+
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
+    value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
+    `pair_sequences`, where each formula is written out. Sums of a finished, writable trace are kept in it for the next
+    time.
+
+    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    if by not in BY:
+        raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
+    database = Database(traces)
+    if ensure(database, names, of_run=by == "run", progress=progress):
+        keep(database, names)
+    # One thread adds in one order: the last digits are the same every time.
+    database.connection.execute("SET threads = 1")
+    cursor = database.connection.execute(f"SELECT * FROM {BY[by]}({quoted(names[0])}, {quoted(names[1])})")
+    columns = tuple(column[0] for column in cursor.description)
+    result = Rows(columns, cursor.fetchall())
+    if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
+        raise NothingToCompare(_why_nothing(database, names))
+    return result
+
+
+def parse_pair(text: str) -> Pair:
+    """Read `a:b`."""
+    a, colon, b = text.partition(":")
+    if not (a and colon and b) or ":" in b:
+        raise InvalidOption(f"pair: got {text!r}; write two passes as a:b, as train:rollout")
+    return a, b
+
+
+def _why_nothing(database: Database, pair: Pair) -> str:
+    """Say which pass is missing, and what can be compared instead."""
+    counts = dict(
+        database.connection.execute(
+            'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
+        ).fetchall()
+    )
+    where = ", ".join(source.run for source in database.sources)
+    lacking = [name for name in pair if name not in counts]
+    if lacking:
+        problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
+    else:
+        problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
+    others = [name for name in counts if name not in lacking]
+    advice = f"compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}" if len(others) > 1 else (
+        f"the only pass with logprobs is {others[0]!r}" if others else "the trace has no scores at all"
+    )
+    return f"{where}: {problem}; {advice}"
+
+
+def _note(database: Database, passes: list[str]) -> str:
+    """What the contract says of a pass that has no scores."""
+    for name in passes:
+        row = database.connection.execute(
+            "SELECT json_extract_string(contract_json, '$.logprobs_note') FROM passes WHERE \"pass\" = ?", [name]
+        ).fetchone()
+        if row and row[0]:
+            return f" ({row[0]})"
+    return ""

@@ -1,0 +1,245 @@
+"""The command line: each command is one call and one print.
+
+stdout is data, stderr is progress and warnings. Exit codes: 0 done, 1 a finding, 2 wrong use or an unreadable trace.
+Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from . import __version__
+from .schemas.errors import TimTraceError
+
+SECTIONS = {
+    "get a trace": ("record", "import"),
+    "look": ("info", "sql", "stats"),
+}
+"""The question that a verb answers -> the verbs."""
+
+
+class Commands(click.Group):
+    """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TimTraceError as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = error.exit_code
+            raise failure from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in SECTIONS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
+
+
+def _example(text: str) -> Callable[[click.Command], click.Command]:
+    """End a command's help with an example that is run by a test."""
+
+    def add(command: click.Command) -> click.Command:
+        command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
+        return command
+
+    return add
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="tim-trace")
+def main() -> None:
+    """Record, replay and query the training-inference mismatch of LLM RL runs.
+
+    RUN is the folder that `record -o` or `import -o` wrote, or its URL (s3://... and all that fsspec knows).
+    """
+
+
+@_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
+@click.option(
+    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits",
+    help="What to keep of each token's distribution.",
+)  # fmt: skip
+@click.option(
+    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
+def record(output: str, capture: str, capture_fraction: float, force: bool, command: Sequence[str]) -> None:
+    """Run COMMAND and record what TRL's trainers and vLLM do in it.
+
+    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
+    """
+    from .analysis.sums import summarize
+    from .tracer.launch import record as run
+
+    _tell(f"recording to {os.path.abspath(output)}")
+    recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, force=force)
+    if recording.num_sequences:
+        summarize(recording.folder, progress=_progress)
+    _tell(_recorded(output, recording))
+    sys.exit(recording.exit_code)
+
+
+@_example("tim-trace import parquet dump.parquet -o runs/imported")
+@main.command("import")
+@click.argument("format", type=click.Choice(["parquet"]))
+@click.argument("path")
+@click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
+@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
+def import_(format: str, path: str, output: str, force: bool) -> None:
+    """Make a trace of another tool's files.
+
+    FORMAT parquet is the neutral way in: one row a sequence, in Parquet or JSON lines, with the columns step,
+    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
+    PATH is a file, a folder or a pattern.
+    """
+    from .analysis.sums import summarize
+    from .tracer.importers.neutral import import_parquet
+
+    imported = import_parquet(path, output=output, force=force, progress=_progress)
+    summarize(imported.folder, progress=_progress)
+    _tell(_brought_in(output, imported))
+
+
+@_example("tim-trace info runs/demo")
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(traces: Sequence[str], as_json: bool) -> None:
+    """Say what a trace holds, who wrote it, what is missing and what is damaged."""
+    from dataclasses import asdict
+
+    from .analysis.info import info as look
+    from .analysis.info_text import info_text
+    from .analysis.rows import to_json
+
+    found = [look(trace) for trace in traces]
+    if as_json:
+        click.echo(to_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0])))
+    else:
+        click.echo("\n\n".join(info_text(trace, _width()) for trace in found))
+
+
+@_example('tim-trace sql runs/demo "SELECT step, k3, max_abs_d FROM pair_steps(\'train\', \'rollout\')"')
+@main.command("sql")
+@click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
+@click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) -> None:
+    """Answer a query in DuckDB SQL over one trace or several.
+
+    Views: sequences, scores, passes, metrics, steps, tokens. Table macros: pair('a', 'b'), pair_sequences, pair_steps,
+    pair_runs, with d = logprob(a) - logprob(b) in nats. Without QUERY it is read from stdin, or asked for.
+    """
+    from .analysis.prompt import prompt, split_arguments
+    from .analysis.query import Session
+
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other; choose one")
+    traces, query = split_arguments(arguments)
+    session = Session(traces, unsafe=unsafe)
+    if query is None and sys.stdin.isatty():
+        prompt(session, lambda rows: _print(rows, as_json, as_csv))
+    else:
+        _print(session.ask(sys.stdin.read() if query is None else query), as_json, as_csv)
+
+
+@_example("tim-trace stats runs/demo --by step")
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option(
+    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "sequence"]), help="What a row stands for."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with every digit.")
+def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool) -> None:
+    """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis.stats import stats as compare
+
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other; choose one")
+    _print(compare(list(traces), pair=pair, by=by, progress=_progress), as_json, as_csv)
+
+
+def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
+    from .analysis.rows import to_csv, to_json, to_text
+
+    if as_json:
+        click.echo(to_json(rows))
+    elif as_csv:
+        for line in to_csv(rows):
+            click.echo(line)
+    else:
+        click.echo(to_text(rows, _width()))
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None when the output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _tell(sentence: str) -> None:
+    click.echo(f"tim-trace: {sentence}", err=True)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Draw a bar on stderr when somebody watches."""
+    if not sys.stderr.isatty() or not total:
+        yield lambda units: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda units: bar.update(task, advance=units)
+
+
+def _recorded(output: str, recording: Any) -> str:
+    if not recording.num_sequences:
+        return (
+            f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "
+            "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
+            "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
+        )
+    waited = sum(writer.waited_s for writer in recording.writers)
+    slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
+    return (
+        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
+        f"next: tim-trace info {output}\n      tim-trace stats {output}"
+    )
+
+
+def _brought_in(output: str, imported: Any) -> str:
+    holes, parts = imported.placeholders, []
+    if holes.total:
+        parts.append(
+            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside of "
+            f"the mask, {holes.all_zero:,} in lists of zeros)"
+        )
+    if imported.num_above_zero:
+        parts.append(f"{imported.num_above_zero:,} logprobs lie above 0 and were kept: they are no log-probabilities")
+    if imported.ignored_columns:
+        parts.append(f"columns passed over: {', '.join(imported.ignored_columns)}")
+    lines = [
+        f"imported {imported.num_sequences:,} sequences, {imported.num_tokens:,} response tokens, "
+        f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes)}",
+        *parts,
+        f"next: tim-trace stats {output}",
+    ]
+    return "\n".join(lines)

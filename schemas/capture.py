@@ -1,0 +1,60 @@
+"""What is kept of each distribution, and of which sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from .errors import InvalidOption
+
+LEVELS = ("logprobs", "topk", "logits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """How much of a token's distribution is kept, and for what share of the sequences."""
+
+    level: str = "logprobs"
+    """`logprobs` (the sampled token's alone), `topk` or `logits`."""
+    k: int | None = None
+    """How many of the most probable tokens `topk` keeps; None for the other levels."""
+    fraction: float = 1.0
+    """Share of the sequences in [0, 1] whose distributions are kept; `logprobs` are kept for all."""
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise InvalidOption(f"capture: got {self.level!r}; use logprobs, topk:K or logits")
+        if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
+            raise InvalidOption(f"capture: got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20")
+        if not 0.0 <= self.fraction <= 1.0:
+            raise InvalidOption(f"capture fraction: got {self.fraction}; use a share between 0 and 1, as 0.05")
+
+    @classmethod
+    def parse(cls, text: str, fraction: float = 1.0) -> Capture:
+        """Read `logprobs`, `topk:K` or `logits`.
+
+        >>> Capture.parse("topk:20", 0.1)
+        Capture(level='topk', k=20, fraction=0.1)
+        """
+        level, _, k = text.partition(":")
+        if k and not k.isdecimal():
+            raise InvalidOption(f"capture: got {text!r}; write topk:K with a whole number, as topk:20")
+        return cls(level=level, k=int(k) if k else None, fraction=fraction)
+
+    def __str__(self) -> str:
+        return self.level if self.k is None else f"{self.level}:{self.k}"
+
+    @property
+    def dense(self) -> bool:
+        """Whether more than the sampled token's logprob is kept for some sequence."""
+        return self.level != "logprobs" and self.fraction > 0.0
+
+    def selects(self, step: int, seq_id: str) -> bool:
+        """Whether this sequence's distributions are kept: the same answer in every process and every run.
+
+        The choice hashes (step, seq_id), so it never draws from a random state that training uses.
+        """
+        if not self.dense:
+            return False
+        digest = blake2b(f"{step}/{seq_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.fraction * 2.0**64

@@ -1,0 +1,39 @@
+"""The contract of a pass: everything that decides its numbers, as JSON with a hash."""
+
+from __future__ import annotations
+
+import json
+import math
+from hashlib import sha256
+from typing import Any
+
+Contract = dict[str, Any]
+
+
+def canonical_json(value: Any) -> str:
+    """Write `value` as the one JSON text that the same content always gives: sorted keys, no spaces."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def contract_hash(contract: Contract) -> str:
+    """Identify a contract by the SHA-256 of its canonical JSON, 64 hexadecimal digits.
+
+    >>> contract_hash({"dtype": "float32", "engine": "trl"}) == contract_hash({"engine": "trl", "dtype": "float32"})
+    True
+    """
+    return sha256(canonical_json(contract).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Reduce to what JSON can say; an object of another library becomes its text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=str)
+    return str(value)

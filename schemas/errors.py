@@ -1,0 +1,47 @@
+"""Every error that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
+
+
+class TimTraceError(Exception):
+    """A condition that the message explains: what, where, what was found, and the way out."""
+
+    exit_code = 2
+
+
+class TraceNotFound(TimTraceError, FileNotFoundError):
+    """No trace lies at this path."""
+
+
+class TraceExists(TimTraceError, FileExistsError):
+    """Something lies where a trace should be written."""
+
+
+class NewerTrace(TimTraceError, ValueError):
+    """The trace has a format version that this build does not know."""
+
+
+class DamagedTrace(TimTraceError, ValueError):
+    """A file of the trace cannot be read."""
+
+
+class StorageError(TimTraceError, OSError):
+    """The trace's folder cannot be written."""
+
+
+class InvalidRecord(TimTraceError, ValueError):
+    """What was handed to the recorder contradicts itself or what was recorded before."""
+
+
+class ImportFailed(TimTraceError, ValueError):
+    """The file to import does not hold what the format asks for."""
+
+
+class InvalidQuery(TimTraceError, ValueError):
+    """The query is not valid, or asks for what a query may not do."""
+
+
+class NothingToCompare(TimTraceError, ValueError):
+    """The two passes share no token."""
+
+
+class InvalidOption(TimTraceError, ValueError):
+    """An option has a value that it cannot take."""

@@ -1,0 +1,30 @@
+"""The names that a pass may have."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import InvalidRecord
+
+ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
+STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
+REPLAY_PREFIX = "replay/"
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
+
+
+def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> str:
+    """Return `name` when it is a standard pass, a replay, or one that was declared with its contract."""
+    if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
+        return name
+    known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
+    raise InvalidRecord(
+        f"pass {name!r} is unknown; use one of {known}, or declare it first with add_contract({name!r}, {{...}})"
+    )
+
+
+def check_pass_name(name: str) -> str:
+    """Return `name` when it can name a pass: letters, digits and `_.+=-`, with `/` between parts."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, as replay/fp16")
+    return name

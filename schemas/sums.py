@@ -1,0 +1,74 @@
+"""The columns of sums/: what the statistics of a pair need of each sequence, so that a run is read without its tokens."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from .tables import Column, Table
+
+
+def _count(name: str, doc: str) -> Column:
+    return Column(name=name, type=pa.int64(), doc=doc, unit="tokens", null="")
+
+
+def _sum(name: str, doc: str, unit: str = "") -> Column:
+    return Column(name=name, type=pa.float64(), doc=doc, unit=unit, null="no finite token")
+
+
+_PAIR = (
+    Column(name="pass_a", type=pa.string(), doc="pass a of the pair: d = logprob(a) - logprob(b)", null=""),
+    Column(name="pass_b", type=pa.string(), doc="pass b of the pair", null=""),
+)
+
+SEQUENCE_SUMS = Table(
+    name="sequence_sums",
+    doc="One row a (pair, step, sequence, iterations). Sums run over the tokens that count in the loss and have a "
+    "finite logprob in both passes.",
+    columns=(
+        *_PAIR,
+        Column(name="step", type=pa.int64(), doc="the sequence's step", null=""),
+        Column(name="seq_id", type=pa.string(), doc="the sequence", null=""),
+        Column(name="iteration_a", type=pa.int32(), doc="iteration of the row of pass a", null=""),
+        Column(name="iteration_b", type=pa.int32(), doc="iteration of the row of pass b", null=""),
+        _count("num_tokens", "tokens with a finite logprob in both passes"),
+        _count("num_nan", "tokens with NaN in either pass; in no sum"),
+        _count("num_inf", "tokens with an infinity in either pass and NaN in none; in no sum"),
+        _sum("sum_d", "sum of d", "nats"),
+        _sum("sum_abs_d", "sum of |d|", "nats"),
+        _sum("sum_d2", "sum of d squared", "nats^2"),
+        _sum("sum_k3", "sum of exp(d) - 1 - d", "nats"),
+        _sum("max_abs_d", "largest |d|", "nats"),
+        _sum("sum_expm1_d", "sum of exp(d) - 1"),
+        _sum("sum_expm1_2d", "sum of exp(2 d) - 1"),
+        _count("num_outside", "tokens with exp(d) below 0.8 or above 1.25"),
+        _sum("sum_prob_diff", "sum of |exp(a) - exp(b)|"),
+        _sum("max_prob_diff", "largest |exp(a) - exp(b)|"),
+        _sum("sum_prob_a", "sum of exp(a)"),
+        _sum("sum_prob_b", "sum of exp(b)"),
+        _sum("sum_prob_a2", "sum of exp(a) squared"),
+        _sum("sum_prob_b2", "sum of exp(b) squared"),
+        _sum("sum_prob_ab", "sum of exp(a) exp(b)"),
+    ),
+)
+
+_CUTS = (
+    _count("num_tokens", "tokens that the quantiles are of"),
+    _sum("p50_abs_d", "median of |d|", "nats"),
+    _sum("p95_abs_d", "95th percentile of |d|", "nats"),
+    _sum("p99_abs_d", "99th percentile of |d|", "nats"),
+)
+
+STEP_QUANTILES = Table(
+    name="step_quantiles",
+    doc="One row a (pair, step): quantiles do not follow from sums.",
+    columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_CUTS),
+)
+
+RUN_QUANTILES = Table(
+    name="run_quantiles",
+    doc="One row a pair: quantiles over the whole run.",
+    columns=(*_PAIR, *_CUTS),
+)
+
+KINDS = {table.name: table for table in (SEQUENCE_SUMS, STEP_QUANTILES, RUN_QUANTILES)}
+"""What sums/ holds: the first part of a file's name -> its columns."""

@@ -1,0 +1,220 @@
+"""The columns of a trace's Parquet tables, each with its meaning, unit, alignment and neutral value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from .layout import METRICS, SCORES, SEQUENCES
+
+TOKENS = pa.list_(pa.int32())
+FLOATS = pa.list_(pa.float32())
+FLAGS = pa.list_(pa.bool_())
+
+PER_RESPONSE_TOKEN = "one element a response token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    type: pa.DataType
+    doc: str
+    """What the value says."""
+    unit: str = ""
+    """Unit of the value; empty where it has none."""
+    alignment: str = "one value a row"
+    """What the elements of a list stand for."""
+    null: str = "not recorded"
+    """What NULL says; empty where the column is never NULL."""
+
+    @property
+    def field(self) -> pa.Field:
+        return pa.field(self.name, self.type, nullable=bool(self.null))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of the trace."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([column.field for column in self.columns])
+
+
+_STEP = Column(
+    name="step",
+    type=pa.int64(),
+    doc="training step that first trained on the sequence, as the framework numbers it in its logs (the first is 1)",
+    null="",
+)
+_SEQ_ID = Column(
+    name="seq_id", type=pa.string(), doc="name of the sequence; (step, seq_id) is unique in the trace", null=""
+)
+_WRITER = Column(name="writer", type=pa.string(), doc="the process that recorded the row: a file in writers/", null="")
+
+SEQUENCES_TABLE = Table(
+    name=SEQUENCES,
+    doc="One row a sequence: a sampled prompt and response.",
+    columns=(
+        _STEP,
+        _SEQ_ID,
+        Column(
+            name="group_id",
+            type=pa.string(),
+            doc="sequences with the same group_id and step share a prompt and a baseline",
+        ),
+        Column(
+            name="policy_version",
+            type=pa.int64(),
+            doc="optimizer updates that the sampling weights had seen",
+            unit="updates",
+        ),
+        Column(name="prompt_ids", type=TOKENS, doc="token ids of the prompt", alignment="one element a prompt token"),
+        Column(
+            name="response_ids", type=TOKENS, doc="token ids of the response", alignment=PER_RESPONSE_TOKEN, null=""
+        ),
+        Column(
+            name="response_mask",
+            type=FLAGS,
+            doc="true where the token counts in the loss, false for tool output and masked parts",
+            alignment=PER_RESPONSE_TOKEN,
+            null="every response token counts",
+        ),
+        Column(name="num_prompt_tokens", type=pa.int32(), doc="length of prompt_ids", unit="tokens"),
+        Column(
+            name="num_response_tokens", type=pa.int32(), doc="length of response_ids", unit="tokens", null=""
+        ),
+        Column(name="reward", type=pa.float64(), doc="the weighted sum of the reward functions, before baselines"),
+        Column(
+            name="rewards",
+            type=pa.map_(pa.string(), pa.float64()),
+            doc="each reward function's own value; NaN where the function gave none",
+            alignment="one entry a reward function",
+        ),
+        Column(name="advantage", type=pa.float64(), doc="the advantage, where one value serves the whole response"),
+        Column(
+            name="advantages",
+            type=FLOATS,
+            doc="the advantage of each token, where it differs by token",
+            alignment=PER_RESPONSE_TOKEN,
+            null="the same for every token: see advantage",
+        ),
+        Column(name="temperature", type=pa.float64(), doc="sampling temperature; neutral: 1.0"),
+        Column(name="top_p", type=pa.float64(), doc="nucleus mass that sampling kept; neutral: 1.0"),
+        Column(name="top_k", type=pa.int32(), doc="most probable tokens that sampling kept; neutral: 0 (all)"),
+        Column(name="min_p", type=pa.float64(), doc="lowest share of the top probability that sampling kept; neutral: 0.0"),
+        Column(
+            name="repetition_penalty", type=pa.float64(), doc="divisor of the logits of repeated tokens; neutral: 1.0"
+        ),
+        Column(name="max_tokens", type=pa.int32(), doc="most tokens that sampling could give", unit="tokens"),
+        Column(
+            name="finish_reason",
+            type=pa.string(),
+            doc="why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
+        ),
+        _WRITER,
+    ),
+)
+
+SCORES_TABLE = Table(
+    name=SCORES,
+    doc="One row a (pass, step, sequence, iteration): what one pass gave each token of one sequence.",
+    columns=(
+        Column(
+            name="pass",
+            type=pa.string(),
+            doc="`rollout` (what the engine returned), `train` (the trainer's own at the sampling weights), "
+            "`current` (inside the loss), `reference` (of the KL term), or `replay/<arm>`",
+            null="",
+        ),
+        Column(name="step", type=pa.int64(), doc="the step of the sequence that was scored", null=""),
+        Column(name="seq_id", type=pa.string(), doc="the sequence that was scored", null=""),
+        Column(
+            name="iteration",
+            type=pa.int32(),
+            doc="how often the loss had used this sequence before; 0 for every pass but `current`",
+            null="",
+        ),
+        Column(
+            name="policy_version",
+            type=pa.int64(),
+            doc="optimizer updates that the scoring weights had seen",
+            unit="updates",
+        ),
+        Column(name="contract", type=pa.string(), doc="hash of the pass's contract: a file in passes/"),
+        Column(
+            name="logprobs",
+            type=FLOATS,
+            doc="log-probability of each taken token, as the framework held it; an element is NULL where the pass "
+            "gave the token none (tool output, masked parts)",
+            unit="nats",
+            alignment=PER_RESPONSE_TOKEN,
+        ),
+        Column(
+            name="entropy",
+            type=FLOATS,
+            doc="entropy of the distribution that the token was drawn from",
+            unit="nats",
+            alignment=PER_RESPONSE_TOKEN,
+        ),
+        Column(
+            name="top2_gap",
+            type=FLOATS,
+            doc="logprob of the most probable token minus that of the second",
+            unit="nats",
+            alignment=PER_RESPONSE_TOKEN,
+        ),
+        Column(
+            name="forward_id",
+            type=pa.int64(),
+            doc="rows with the same (writer, pass, forward_id) went through the model together",
+        ),
+        Column(name="forward_row", type=pa.int32(), doc="the row's place in that forward, from 0"),
+        Column(name="forward_rows", type=pa.int32(), doc="rows of that forward", unit="rows"),
+        Column(
+            name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"
+        ),
+        Column(
+            name="pad_right",
+            type=pa.int32(),
+            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right",
+            unit="tokens",
+        ),
+        Column(
+            name="dense",
+            type=pa.string(),
+            doc="Zarr group below dense/ that holds this row's distributions",
+            null="none were captured",
+        ),
+        Column(
+            name="dense_start",
+            type=pa.int64(),
+            doc="first row of this sequence in that group's arrays; its response tokens follow each other",
+            unit="rows",
+            null="none were captured",
+        ),
+        _WRITER,
+    ),
+)
+
+METRICS_TABLE = Table(
+    name=METRICS,
+    doc="One row a (step, name): what the trainer logged. Hyperparameters have step 0 and names under `hyperparameter/`.",
+    columns=(
+        Column(name="step", type=pa.int64(), doc="the step that the framework logged the value at", null=""),
+        Column(name="name", type=pa.string(), doc="the framework's own name", null=""),
+        Column(name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"),
+        Column(name="text", type=pa.string(), doc="the value, where it is not a number", null="the value is a number"),
+        Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
+        _WRITER,
+    ),
+)
+
+TABLES = {table.name: table for table in (SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE)}

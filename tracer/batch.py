@@ -1,0 +1,71 @@
+"""Sequences that were recorded together, and which passes have scored them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..schemas.errors import InvalidRecord
+from ..schemas.passes import CURRENT
+from .ragged import Padding
+
+
+class Batch:
+    """What `add_sequences` returns and `add_scores` takes; its rows are numbered as they were given."""
+
+    def __init__(self, step: int, seq_ids: list[str], policy_version: Any = None):
+        self.step = step
+        self.seq_ids = seq_ids
+        self.policy_version = policy_version
+        self._padding: Padding | None = None
+        self._lengths: np.ndarray | None = None
+        self._rounds: dict[str, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the responses' lengths are on the host already."""
+        return self._lengths is not None
+
+    def resolve(self, lengths: np.ndarray, padding: Padding | None) -> None:
+        """Set the responses' lengths [B], and the padding of the batch that they came in."""
+        self._lengths, self._padding = lengths, padding
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Response tokens of some rows."""
+        assert self._lengths is not None
+        return self._lengths[rows]
+
+    def padding(self, rows: np.ndarray) -> Padding | None:
+        """Padding of some rows; None for a batch that was given ragged."""
+        return None if self._padding is None else self._padding.take(rows)
+
+    def rows(self, rows: Any) -> np.ndarray:
+        """Check row numbers, all of them for None."""
+        if rows is None:
+            return np.arange(len(self))
+        numbers = np.asarray(rows, dtype=np.int64)
+        if numbers.ndim != 1 or len(np.unique(numbers)) != len(numbers):
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
+        if len(numbers) and not (0 <= numbers.min() and numbers.max() < len(self)):
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80} for a batch of {len(self)} sequences")
+        return numbers
+
+    def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
+        """Count one more scoring of these rows, and return how many there were: the iteration of each.
+
+        Only `current` may score a sequence twice: the loss sees it once an inner iteration.
+        """
+        counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
+        iteration = counts[rows].copy()
+        if pass_name != CURRENT and iteration.any():
+            row = int(rows[np.flatnonzero(iteration)[0]])
+            raise InvalidRecord(
+                f"step {self.step}, sequence {self.seq_ids[row]!r}: scores of pass {pass_name!r} were added before; a "
+                f"pass scores a sequence once, and only {CURRENT!r} once an inner iteration"
+            )
+        counts[rows] += 1
+        return iteration

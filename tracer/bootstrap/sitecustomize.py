@@ -1,0 +1,42 @@
+"""Python imports this at its start, since `tim-trace record` puts its folder first on PYTHONPATH.
+
+It turns recording on and then gives way to the sitecustomize that would have been imported without it.
+"""
+
+import os
+import sys
+
+
+def _activate():
+    try:
+        from tim_trace.tracer.hooks.activate import activate
+    except ImportError as error:
+        print(
+            f"tim-trace: nothing that {sys.executable} does is recorded: it cannot import tim_trace ({error}); "
+            f"install it there: {sys.executable} -m pip install tim-trace",
+            file=sys.stderr,
+        )
+        return
+    activate()
+
+
+def _give_way():
+    here = os.path.dirname(os.path.abspath(__file__))
+    kept = sys.path[:]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    mine = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if mine is not None:
+            sys.modules["sitecustomize"] = mine
+    finally:
+        sys.path[:] = kept
+
+
+try:
+    _activate()
+finally:
+    _give_way()

@@ -1,0 +1,181 @@
+"""Captured distributions: top-K with the tail's mass, or full logits, in Zarr v3 arrays.
+
+Shapes: N rows (one a response token of a captured sequence), K kept tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..schemas.errors import DamagedTrace, InvalidRecord
+from ..schemas.layout import DENSE, Segment
+from .journal import DENSE_SCHEMA, DENSE_TABLE, journaled_segments, read_journal
+from .store import Store
+
+TOKEN_IDS, LOGPROBS, TAIL, LOGITS = "token_ids", "logprobs", "tail_logprob", "logits"
+BFLOAT16 = "bfloat16"
+
+CHUNK_BYTES = 1 << 20
+CHUNKS_A_SHARD = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """The K most probable tokens of each position, most probable first, and what is left.
+
+    Neutral: a tail of -inf says that the K tokens hold all the mass.
+    """
+
+    token_ids: Any
+    """[N, K] int32"""
+    logprobs: Any
+    """[N, K] float32, nats"""
+    tail_logprob: Any
+    """[N] float32, nats: log of the probability of all other tokens."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {TOKEN_IDS: self.token_ids, LOGPROBS: self.logprobs, TAIL: self.tail_logprob}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """The whole distribution of each position, up to a constant a row: logits, or logprobs where an engine gives those.
+
+    Before temperature and truncation where they are logits; as the engine processed them where they are logprobs.
+    """
+
+    logits: Any
+    """[N, V] in the dtype that the framework had."""
+    kind: str = LOGITS
+    """`logits` or `logprobs`: the name of the Zarr array."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {self.kind: self.logits}
+
+
+Distribution = TopK | Logits
+
+
+def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
+    """Pack rows of one array for the journal; `dtype` names what the bits mean (bfloat16 comes as uint16)."""
+    row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
+    columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
+    return pa.record_batch(columns, schema=DENSE_SCHEMA)
+
+
+def _typed(dtype: str, values: np.ndarray) -> str:
+    return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
+
+
+def _parsed(typed: str) -> tuple[str, np.dtype, tuple[int, ...]]:
+    dtype, _, shape = typed.rstrip("]").partition("[")
+    return dtype, np.dtype("uint16" if dtype == BFLOAT16 else dtype), tuple(int(n) for n in shape.split(",") if n)
+
+
+def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
+    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows."""
+    import zarr
+
+    root = zarr.open_group(path, mode="w", zarr_format=3)
+    by_array: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for batch in blocks:
+        for row in range(batch.num_rows):
+            entry = {name: batch[name][row] for name in batch.schema.names}
+            by_array.setdefault((entry["group"].as_py(), entry["array"].as_py()), []).append(entry)
+    for (group, name), entries in by_array.items():
+        dtype, storage, trailing = _parsed(entries[0]["dtype"].as_py())
+        _write_array(root, f"{group.partition('/')[2]}/{name}", dtype, storage, trailing, entries)
+
+
+def _write_array(
+    root: Any, name: str, dtype: str, storage: np.dtype, trailing: tuple[int, ...], entries: list[dict[str, Any]]
+) -> None:
+    from zarr.codecs import BloscCodec
+
+    num_rows = sum(entry["rows"].as_py() for entry in entries)
+    row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
+    chunk = max(1, min(num_rows, CHUNK_BYTES // row_bytes))
+    shard = chunk * min(CHUNKS_A_SHARD, -(-num_rows // chunk))
+    array = root.create_array(
+        name,
+        shape=(num_rows, *trailing),
+        dtype=storage,
+        chunks=(chunk, *trailing),
+        shards=(shard, *trailing),
+        compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
+        attributes={"dtype": dtype},
+    )
+    # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
+    pending: list[np.ndarray] = []
+    written = waiting = 0
+    for entry in sorted(entries, key=lambda e: e["start"].as_py()):
+        pending.append(np.frombuffer(entry["data"].as_buffer(), storage).reshape(-1, *trailing))
+        waiting += len(pending[-1])
+        while waiting >= shard:
+            rows = np.concatenate(pending)
+            array[written : written + shard] = rows[:shard]
+            written, waiting, pending = written + shard, waiting - shard, [rows[shard:]]
+    if waiting:
+        array[written:] = np.concatenate(pending)
+
+
+def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
+    """Read the distributions of one row of scores: array name -> [rows, ...], bfloat16 widened to float32.
+
+    `group` and `start` are the score's columns `dense` and `dense_start`; `rows` is its number of response tokens.
+    Arrays: `token_ids`, `logprobs`, `tail_logprob` of a top-K capture, or `logits` (or `logprobs` [rows, V] from an
+    engine that gives no logits). Raises DamagedTrace when they are not there.
+    """
+    segment = Segment.parse(group.partition("/")[0])
+    if segment is None:
+        raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
+    if store.exists(f"{segment.dense}/zarr.json"):
+        return _read_sealed(store, group, start, rows)
+    if DENSE_TABLE in journaled_segments(store).get(segment, ()):
+        return _read_journaled(store, segment, group, start, rows)
+    raise DamagedTrace(
+        f"{store.shown(f'{DENSE}/{group}')}: is not there; scores name it, so the trace was copied without dense/ "
+        "or the folder was removed"
+    )
+
+
+def _read_sealed(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
+    import zarr
+
+    location: Any = store.path(f"{DENSE}/{group}")
+    if not store.is_local:
+        location = zarr.storage.FsspecStore.from_url(store.shown(f"{DENSE}/{group}"))
+    arrays = zarr.open_group(location, mode="r")
+    found = {}
+    for name, array in arrays.arrays():
+        values = np.asarray(array[start : start + rows])
+        found[name] = widen(values, str(array.attrs["dtype"]))
+    return found
+
+
+def _read_journaled(store: Store, segment: Segment, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
+    found = {}
+    for batch in read_journal(store, segment, DENSE_TABLE).batches:
+        for row in range(batch.num_rows):
+            begins = batch["start"][row].as_py()
+            if batch["group"][row].as_py() != group or not begins <= start < begins + batch["rows"][row].as_py():
+                continue
+            dtype, storage, trailing = _parsed(batch["dtype"][row].as_py())
+            values = np.frombuffer(batch["data"][row].as_buffer(), storage).reshape(-1, *trailing)
+            found[batch["array"][row].as_py()] = widen(values[start - begins : start - begins + rows], dtype)
+    return found
+
+
+def widen(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Turn the bits of bfloat16 into the float32 of the same value; leave every other dtype alone."""
+    if dtype != BFLOAT16:
+        return values
+    return (values.astype(np.uint32) << 16).view(np.float32)

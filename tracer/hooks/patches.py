@@ -1,0 +1,38 @@
+"""Wrapping other libraries' functions, and putting the originals back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """Functions that were wrapped; `restore` puts every original back, last one first."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
+        """Make `owner.name(...)` call `wrapper(original, ...)`; False when there is no such function."""
+        original = getattr(owner, name, None)
+        if not callable(original):
+            return False
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, wrapped)
+        return True
+
+    def restore(self) -> None:
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

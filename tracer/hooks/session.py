@@ -1,0 +1,119 @@
+"""One process under `tim-trace record`: its recorder, opened when there is something to record."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...schemas.capture import Capture
+
+ENVIRONMENT = "TIM_TRACE_RECORD"
+"""Environment variable by which `tim-trace record` tells its children what to record, and where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What `tim-trace record` asks of the processes that it starts."""
+
+    run: str
+    """The trace's folder, absolute."""
+    capture: str = "logprobs"
+    capture_fraction: float = 1.0
+
+    def to_environment(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls) -> Order | None:
+        """The order that this process was started with, or None."""
+        text = os.environ.get(ENVIRONMENT)
+        return cls(**json.loads(text)) if text else None
+
+
+class Session:
+    """This process's part in a recording.
+
+    Whatever goes wrong here ends the recording of this process and never reaches the program that is recorded.
+    """
+
+    def __init__(self, order: Order):
+        self.order = order
+        self.capture = Capture.parse(order.capture, order.capture_fraction)
+        self.hooks: dict[str, str] = {}
+        self.generation: Any = None
+        self._recorder: Any = None
+        self._pid = os.getpid()
+        self._told: set[str] = set()
+        self._exit_registered = False
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is added still goes into the trace."""
+        return self._recorder is None or self._pid != os.getpid() or self._recorder.writer.is_open
+
+    @property
+    def recorder(self) -> Any:
+        """This process's recorder; a forked child gets one of its own."""
+        if self._recorder is None or self._pid != os.getpid():
+            from ..recorder import Recorder
+            from ..writer import TraceWriter
+
+            self._pid = os.getpid()
+            writer = TraceWriter(Path(self.order.run), hooks=dict(self.hooks))
+            self._recorder = Recorder.of_writer(writer, self.capture)
+            self._close_at_exit()
+        return self._recorder
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Keep an error of recording from the program; `what` names what is not recorded from here on."""
+        try:
+            yield
+        except Exception as error:
+            self.stop(what, error)
+
+    def stop(self, what: str, error: Exception) -> None:
+        """End this process's recording and say why."""
+        try:
+            error.add_note(f"while recording {what}")
+            self.recorder.writer.state.not_recorded += (f"{what}: {type(error).__name__}: {error}",)
+            self.recorder.writer.stop(error)
+        except Exception as second:
+            self.tell(f"RECORDING STOPPED in process {os.getpid()}, training goes on: {what}: {error} ({second})")
+
+    def note(self, sentence: str) -> None:
+        """Say once that something is not recorded, and why, and keep it in the trace."""
+        if sentence not in self._told:
+            self.tell(sentence)
+            with self.guard("notes"):
+                self.recorder.writer.state.not_recorded += (sentence,)
+                self.recorder.writer.submit(self.recorder.writer.save_state, 0)
+
+    def tell(self, sentence: str) -> None:
+        """Print a sentence on stderr, once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Seal what this process recorded."""
+        if self._recorder is not None and self._pid == os.getpid():
+            with self.guard("the end"):
+                self._recorder.close()
+
+    def _close_at_exit(self) -> None:
+        if not self._exit_registered:
+            atexit.register(self.close)
+            self._exit_registered = True
+        # A child of multiprocessing leaves by os._exit, past atexit, and runs its own finalizers before.
+        if "multiprocessing.util" in sys.modules:
+            from multiprocessing import util
+
+            util.Finalize(None, self.close, exitpriority=0)

@@ -1,0 +1,138 @@
+"""The contracts of a TRL trainer's passes, read off the trainer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ...schemas.contract import Contract
+from .. import environment
+
+
+def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
+    """What decides the trainer's own logprobs.
+
+    `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward).
+    """
+    model = _unwrapped(trainer)
+    args, accelerator = trainer.args, trainer.accelerator
+    scorer = type(trainer)._get_per_token_logps_and_entropies
+    return {
+        "engine": "trl",
+        "source": source,
+        "scoring_function": f"{scorer.__module__}.{scorer.__qualname__}",
+        "fused_lm_head": _fused_lm_head(scorer),
+        "grad_enabled": grad,
+        "training_mode": bool(trainer.model.training),
+        "autocast": accelerator.mixed_precision,
+        "cast_lm_head_to_fp32": bool(getattr(args, "cast_lm_head_to_fp32", False)),
+        "gradient_checkpointing": bool(args.gradient_checkpointing),
+        "torch_compile": bool(args.torch_compile),
+        "temperature": trainer.temperature,
+        "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
+        "prompt_padding_side": "left",
+        "response_padding_side": "right",
+        "rows_a_forward": args.per_device_train_batch_size,
+        "device": environment.device_name(accelerator.device),
+        "parallelism": {
+            "world_size": accelerator.num_processes,
+            "distributed_type": str(accelerator.distributed_type).rpartition(".")[2],
+        },
+        "model": _numerics(model),
+        "torch": environment.torch_settings() | {"autocast_dtype": str(_autocast_dtype(accelerator))},
+        "versions": environment.numeric_versions(),
+    }
+
+
+def reference_contract(trainer: Any) -> Contract:
+    """What decides the reference logprobs of the KL term."""
+    contract = scoring_contract(trainer, source="recomputed", grad=False)
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None:
+        return contract | {"weights": "the trained model with its adapter off"}
+    return contract | {"weights": "the reference model", "model": _numerics(trainer.accelerator.unwrap_model(reference))}
+
+
+def generation_contract(trainer: Any) -> Contract:
+    """What decides rollouts that transformers generates: it returns no logprobs, and the contract says so."""
+    continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
+    return {
+        "engine": "transformers",
+        "function": "generate_batch" if continuous else "generate",
+        "logprobs": None,
+        "logprobs_note": "transformers' generation returns none, so this pass has no scores",
+        "sampling": sampling(trainer),
+        "device": environment.device_name(trainer.accelerator.device),
+        "model": _numerics(_unwrapped(trainer)),
+        "torch": environment.torch_settings(),
+        "versions": environment.numeric_versions(),
+    }
+
+
+def server_contract(trainer: Any) -> Contract:
+    """What decides rollouts of a vLLM server, as far as it tells."""
+    client = getattr(trainer.vllm_generation, "vllm_client", None)
+    return {
+        "engine": "vllm",
+        "function": "a server, through trl.generation.vllm_client.VLLMClient.generate",
+        "server": None if client is None else client.get_server_info(),
+        "sampling": sampling(trainer),
+        "versions": environment.numeric_versions(),
+    }
+
+
+def sampling(trainer: Any) -> dict[str, Any]:
+    """The sampling settings that the trainer asks its engine for."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
+    settings = {name: getattr(trainer, name, None) for name in names}
+    return settings | dict(getattr(trainer.args, "generation_kwargs", None) or {})
+
+
+def model_identity(trainer: Any) -> dict[str, Any]:
+    """Which model is trained."""
+    model = _unwrapped(trainer)
+    return {
+        "name": getattr(model, "name_or_path", None),
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtypes": _dtypes(model),
+        "config": model.config.to_dict(),
+    }
+
+
+def _unwrapped(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+def _numerics(model: Any) -> dict[str, Any]:
+    return {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "dtypes": _dtypes(model),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "experts": getattr(model.config, "_experts_implementation", None),
+        "quantization": str(getattr(model.config, "quantization_config", None) or "") or None,
+        "adapters": sorted(getattr(model, "peft_config", None) or {}),
+    }
+
+
+def _dtypes(model: Any) -> dict[str, int]:
+    """Dtype -> parameters that have it."""
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return dict(sorted(counts.items()))
+
+
+def _autocast_dtype(accelerator: Any) -> Any:
+    import torch
+
+    with accelerator.autocast():
+        kind = accelerator.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _fused_lm_head(scorer: Any) -> str | None:
+    """The function that gives TRL's model its fused head, where this TRL has one: replaying calls the same."""
+    import trl.trainer.utils as utils
+
+    return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

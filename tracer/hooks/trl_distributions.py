@@ -1,0 +1,125 @@
+"""The distributions that TRL never materialises: read off the hidden states that its own forward made.
+
+Shapes: N response tokens of the captured rows, H hidden width, V vocabulary, K kept tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...schemas.capture import Capture
+from ..dense import Distribution, Logits, TopK
+
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+
+
+class HeadTap:
+    """Listens to the model's last hidden states during one scoring call and projects those of the captured rows.
+
+    It adds a forward hook that only reads; the trainer's own numbers are left as they are.
+    """
+
+    def __init__(self, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray, capture: Capture):
+        self.rows = rows
+        self._trainer = trainer
+        self._capture = capture
+        self._lengths = lengths
+        self._model = _language_model(trainer, call["model"])
+        self._prompt_width = call["input_ids"].shape[1] - call["logits_to_keep"]
+        self._rows_a_forward = call.get("batch_size") or len(call["input_ids"])
+        self._hidden: dict[int, Any] = {}
+        self._num_forwards = 0
+        self._handle: Any = None
+
+    @staticmethod
+    def problem(trainer: Any, model: Any) -> str | None:
+        """Why this model's head cannot be read from here, or None."""
+        weight = _language_model(trainer, model).get_output_embeddings().weight
+        if type(weight).__name__ == "DTensor" or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
+            return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
+        return None
+
+    def __enter__(self) -> HeadTap:
+        self._handle = self._model.base_model.register_forward_hook(self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
+        first = self._num_forwards * self._rows_a_forward
+        self._num_forwards += 1
+        hidden_BTH = getattr(outputs, "last_hidden_state", None)
+        if hidden_BTH is None:
+            hidden_BTH = outputs[0]
+        for row in self.rows[(self.rows >= first) & (self.rows < first + len(hidden_BTH))]:
+            # The token at position t is predicted from the hidden state at t - 1.
+            begin = self._prompt_width - 1
+            self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
+
+    def distribution(self) -> Distribution | None:
+        """The captured rows' distributions, rows end to end; None when no forward was heard."""
+        import torch
+
+        if len(self._hidden) != len(self.rows):
+            return None
+        with torch.no_grad():
+            logits = [self._logits(self._hidden[int(row)]) for row in self.rows]
+            if self._capture.level == "logits":
+                return Logits(logits=torch.cat(logits))
+            parts = [top_k_with_tail(rows, self._capture.k or 1, self._trainer.temperature) for rows in logits]
+            ids, logprobs, tail = (torch.cat(column) for column in zip(*parts, strict=True))
+        return TopK(token_ids=ids, logprobs=logprobs, tail_logprob=tail)
+
+    def _logits(self, hidden_TH: Any) -> Any:
+        """Project as the trainer's fused head does: in its compute dtype, then scaled and capped; before temperature."""
+        import torch
+
+        head = self._model.get_output_embeddings()
+        kind = hidden_TH.device.type
+        dtype = hidden_TH.dtype
+        if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
+            dtype = torch.float32
+        else:
+            with self._trainer.accelerator.autocast():
+                if torch.is_autocast_enabled(kind):
+                    dtype = torch.get_autocast_dtype(kind)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        logits_TV = torch.nn.functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
+        return _scaled(logits_TV, self._model.config.get_text_config())
+
+
+def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
+    """The K most probable tokens of each row, their logprobs, and the log of the probability of all others.
+
+    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; a tail of -inf where K is the whole
+    vocabulary.
+    """
+    import torch
+
+    k = min(k, logits_TV.shape[-1])
+    logprobs_TV = torch.log_softmax(logits_TV.float() / temperature, dim=-1)
+    top = logprobs_TV.topk(k, dim=-1)
+    rest_TV = logprobs_TV.scatter(-1, top.indices, float("-inf"))
+    return top.indices.to(torch.int32), top.values, torch.logsumexp(rest_TV, dim=-1)
+
+
+def _language_model(trainer: Any, model: Any) -> Any:
+    unwrapped = trainer.accelerator.unwrap_model(model)
+    return unwrapped.get_base_model() if hasattr(unwrapped, "peft_config") else unwrapped
+
+
+def _scaled(logits_TV: Any, config: Any) -> Any:
+    """Apply the multiplier and soft cap that some models put on their logits."""
+    import torch
+
+    scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
+    divisor = getattr(config, "logits_scaling", None)
+    if scale is None and divisor is not None:
+        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    if scale is not None:
+        logits_TV = logits_TV * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap

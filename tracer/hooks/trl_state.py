@@ -1,0 +1,100 @@
+"""What a TRL trainer is doing: the generation under way, the passes it has made, the loss under way.
+
+Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..batch import Batch
+from ..dense import Distribution
+from ..rows import Forward
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring:
+    """One call of the trainer's scoring function."""
+
+    logprobs: Any
+    """[rows, T] tensor"""
+    entropy: Any
+    """[rows, T] tensor, or None."""
+    is_reference: bool
+    rows_a_forward: int
+    distribution: Distribution | None = None
+    captured_rows: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSample:
+    """What the engine returned for one row."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: str | None
+    distribution: dict[str, np.ndarray] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """A generation batch on its way."""
+
+    step: int
+    policy_version: int
+    seq_ids: list[str]
+    group_ids: list[str]
+    captured: np.ndarray
+    """[B] bool: rows whose distributions are kept."""
+    prompt_lengths: np.ndarray | None = None
+    response_lengths: np.ndarray | None = None
+    last_tokens: list[int | None] = field(default_factory=list)
+    """[B] the response's last token; None for an empty one."""
+    rewards_per_func: Any = None
+    """[all processes' rows, F] tensor"""
+    scorings: list[Scoring] = field(default_factory=list)
+    engine_calls: list[list[EngineSample]] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorded:
+    """A recorded generation batch that the loss will go through."""
+
+    batch: Batch
+    policy_version: int
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    prompt_width: int
+    response_width: int
+    train_scored: np.ndarray
+    """[B] bool: rows that have a `train` pass already."""
+    captured: np.ndarray
+    masks_attention: bool
+    """Whether rows may be masked out of attention, so that they have no score."""
+
+    def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
+        """How these rows ran through the model, `rows_a_forward` at a time."""
+        place = np.arange(len(rows))
+        forward = place // rows_a_forward
+        sizes = np.bincount(forward, minlength=1)
+        return Forward(
+            ids=(first_id + forward).astype(np.int64),
+            places=(place % rows_a_forward).astype(np.int32),
+            rows=sizes[forward].astype(np.int32),
+            pad_left=(self.prompt_width - self.prompt_lengths[rows]).astype(np.int32),
+            pad_right=(self.response_width - self.response_lengths[rows]).astype(np.int32),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Loss:
+    """A loss on its way."""
+
+    recorded: Recorded
+    rows: np.ndarray
+    """Rows of the generation batch, in the loss's order."""
+    scored_mask: Any
+    scorings: list[Scoring] = field(default_factory=list)

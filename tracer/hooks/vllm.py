@@ -1,0 +1,245 @@
+"""Recording what vLLM returns, from the process that calls `LLM.generate` or `LLM.chat`.
+
+Shapes: T response tokens, K kept tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ...schemas.capture import Capture
+from ...schemas.contract import Contract
+from ...schemas.passes import ROLLOUT
+from .. import environment
+from .patches import Patches
+from .session import Session
+from .tokenizer import tokenizer_identity
+from .trl_state import EngineSample, Generation
+from .versions import version_sentence
+from .vllm_contract import engine_contract, sampling_settings
+from .vllm_logprobs import Requested, as_requested, distribution, gathered, sampled_logprobs
+
+POINTS = {
+    "generate": "rollouts of LLM.generate",
+    "chat": "rollouts of LLM.chat",
+    "__init__": "vLLM's engine arguments, and room for captured distributions",
+}
+
+ALL_LOGPROBS = -1
+ROOM_FOR_ALL = 1 << 30
+"""`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
+
+
+def install(session: Session, module: Any) -> Patches:
+    """Hook vLLM's offline engine."""
+    import vllm
+
+    session.hooks["vllm"] = vllm.__version__
+    patches = Patches()
+    hooks = EngineHooks(session)
+    wrappers: dict[str, Callable[..., Any]] = {
+        "__init__": hooks.init,
+        "generate": hooks.generate,
+        "chat": hooks.generate,
+    }
+    missing = {
+        f"LLM.{name}": POINTS[name] for name, wrapper in wrappers.items() if not patches.wrap(module.LLM, name, wrapper)
+    }
+    sentence = version_sentence("vllm", vllm.__version__, missing)
+    if sentence:
+        session.note(sentence)
+    return patches
+
+
+class EngineHooks:
+    """What runs around an engine's functions. The caller gets what it would have got without."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self._arguments: dict[int, dict[str, Any]] = {}
+        self._contracts: dict[Any, Contract] = {}
+        self._num_calls = 0
+
+    def init(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.session.guard("vLLM's engine arguments"):
+            capture = self.session.capture
+            if capture.dense:
+                needed = ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1
+                kwargs["max_logprobs"] = max(needed, kwargs.get("max_logprobs", 20))
+        result = original(llm, *args, **kwargs)
+        with self.session.guard("vLLM's engine arguments"):
+            self._arguments[id(llm)] = _bound(original, llm, *args, **kwargs)
+        return result
+
+    def generate(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.session.is_recording:
+            return original(llm, *args, **kwargs)
+        requested: list[Requested] = []
+        with self.session.guard("vLLM's rollouts"):
+            prepared, requested = self._ask(original, llm, args, kwargs)
+            if requested:
+                args, kwargs = (), prepared
+        outputs = original(llm, *args, **kwargs)
+        if requested:
+            given = [[completion.logprobs for completion in output.outputs] for output in outputs]
+            _put_back(outputs, requested)
+            with self.session.guard("vLLM's rollouts"):
+                samples = [self._samples(*row) for row in zip(outputs, given, requested, strict=True)]
+                self._record(llm, outputs, samples, requested)
+        return outputs
+
+    def _ask(
+        self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Requested]]:
+        """Ask the engine for the sampled tokens' logprobs, and for the distributions of captured rows."""
+        call = _bound(original, llm, *args, **kwargs)
+        prompts_name = "prompts" if "prompts" in call else "messages"
+        rows = _num_prompts(call[prompts_name])
+        params = call.get("sampling_params")
+        params = llm.get_default_sampling_params() if params is None else params
+        each = list(params) if isinstance(params, Sequence) else [params] * rows
+        if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
+            return {}, []
+        captured = self._captured(rows)
+        asked = [_asking(p, self.session.capture if keep else None) for p, keep in zip(each, captured, strict=True)]
+        requested = [
+            Requested.of(old, changed=new is not old, captured=keep)
+            for old, new, keep in zip(each, asked, captured, strict=True)
+        ]
+        call["sampling_params"] = asked if any(wish.changed for wish in requested) else params
+        return call, requested
+
+    def _captured(self, rows: int) -> list[bool]:
+        """Which of a call's prompts are to have their distributions kept."""
+        capture = self.session.capture
+        generation: Generation | None = self.session.generation
+        if not capture.dense:
+            return [False] * rows
+        if generation is None:
+            return [capture.selects(self._num_calls + 1, f"{row}-0") for row in range(rows)]
+        if generation.engine_calls or len(generation.captured) != rows:
+            self.session.note(
+                "rollout distributions are captured only where one engine call gives a process's own rows: not with "
+                "tools, several turns, or vLLM's tensor parallelism"
+            )
+            return [False] * rows
+        return [bool(keep) for keep in generation.captured]
+
+    def _samples(self, output: Any, given: Sequence[Any], wish: Requested) -> list[EngineSample]:
+        """Read one request's completions; `given` holds their logprobs as the engine returned them."""
+        return [
+            EngineSample(
+                token_ids=list(completion.token_ids),
+                logprobs=None if logprobs is None else sampled_logprobs(logprobs, completion.token_ids),
+                finish_reason=completion.finish_reason,
+                distribution=distribution(logprobs, self.session.capture) if wish.captured else None,
+            )
+            for completion, logprobs in zip(output.outputs, given, strict=True)
+        ]
+
+    def _contract(self, llm: Any, params: Any) -> Contract:
+        """The engine's contract; the same object for as long as nothing in it changes."""
+        key = (id(llm), sampling_settings(params), environment.torch_settings_key())
+        if key not in self._contracts:
+            self._contracts[key] = engine_contract(llm, self._arguments.get(id(llm), {}), params)
+        return self._contracts[key]
+
+    def _describe(self, llm: Any) -> None:
+        recorder, config = self.session.recorder, llm.llm_engine.vllm_config.model_config
+        tokenizer = llm.get_tokenizer()
+        recorder.describe(
+            model={"name": config.model, "config": config.hf_config.to_dict()},
+            tokenizer=tokenizer_identity(tokenizer),
+        )
+        recorder.save_tokenizer(tokenizer)
+
+    def _record(
+        self, llm: Any, outputs: Sequence[Any], samples: list[list[EngineSample]], requested: list[Requested]
+    ) -> None:
+        recorder = self.session.recorder
+        recorder.add_contract(ROLLOUT, self._contract(llm, requested[0].params))
+        generation: Generation | None = self.session.generation
+        if generation is not None:
+            generation.engine_calls.append([sample for row in samples for sample in row])
+            return
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._describe(llm)
+        flat = [(index, number, sample) for index, row in enumerate(samples) for number, sample in enumerate(row)]
+        params = [requested[index].params for index, _, _ in flat]
+        batch = recorder.add_sequences(
+            step=self._num_calls,
+            seq_ids=[f"{index}-{number}" for index, number, _ in flat],
+            group_ids=[str(index) for index, _, _ in flat],
+            prompt_ids=[list(outputs[index].prompt_token_ids or []) for index, _, _ in flat],
+            response_ids=[sample.token_ids for _, _, sample in flat],
+            finish_reason=[sample.finish_reason for _, _, sample in flat],
+            temperature=[p.temperature for p in params],
+            top_p=[p.top_p for p in params],
+            top_k=[p.top_k for p in params],
+            min_p=[p.min_p for p in params],
+            repetition_penalty=[p.repetition_penalty for p in params],
+            max_tokens=[p.max_tokens for p in params],
+        )
+        scored = [place for place, (_, _, sample) in enumerate(flat) if sample.logprobs is not None]
+        if scored:
+            captured = [place for place in scored if flat[place][2].distribution is not None]
+            recorder.add_scores(
+                ROLLOUT,
+                batch,
+                rows=scored,
+                logprobs=[flat[place][2].logprobs for place in scored],
+                distribution=gathered([flat[place][2].distribution for place in captured]),
+                captured_rows=captured,
+            )
+
+
+def _put_back(outputs: Sequence[Any], requested: list[Requested]) -> None:
+    """Give every completion the logprobs that the caller asked for, and no others."""
+    for output, wish in zip(outputs, requested, strict=True):
+        if not wish.changed:
+            continue
+        for completion in output.outputs:
+            completion.logprobs = as_requested(completion.logprobs, completion.token_ids, wish)
+            if wish.logprobs is None:
+                completion.cumulative_logprob = None
+
+
+def _asking(params: Any, capture: Capture | None) -> Any:
+    """The sampling parameters with enough logprobs asked for; the same object where they ask for enough."""
+    wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
+    have = params.logprobs
+    if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
+        return params
+    asked = params.clone()
+    asked.logprobs = wanted
+    if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
+        asked.flat_logprobs = True
+    return asked
+
+
+def _num_prompts(prompts: Any) -> int:
+    """How many requests a call makes of its prompts or conversations."""
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
+        return 1
+    first = prompts[0]
+    if isinstance(first, int):
+        return 1
+    if isinstance(first, dict) and "role" in first:
+        return 1
+    return len(prompts)
+
+
+@lru_cache(maxsize=16)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _bound(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name, without self; those of **kwargs among them."""
+    bound = dict(_signature(function).bind(*args, **kwargs).arguments)
+    bound.pop("self", None)
+    return {**bound, **bound.pop("kwargs", {})}

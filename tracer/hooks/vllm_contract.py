@@ -1,0 +1,124 @@
+"""The contract of a vLLM rollout, read off the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from ...schemas.contract import Contract
+from .. import environment
+
+_CONFIGS: Mapping[str, tuple[str, ...]] = {
+    "model_config": (
+        "model", "dtype", "quantization", "max_model_len", "logprobs_mode", "seed", "enforce_eager", "head_dtype",
+        "override_attention_dtype", "disable_cascade_attn", "disable_sliding_window", "model_impl", "max_logprobs",
+    ),
+    "cache_config": (
+        "block_size", "cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo", "sliding_window",
+        "calculate_kv_scales",
+    ),
+    "parallel_config": (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
+        "distributed_executor_backend", "disable_custom_all_reduce",
+    ),
+    "scheduler_config": (
+        "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "async_scheduling", "policy",
+    ),
+    "compilation_config": ("mode", "level", "backend", "cudagraph_mode", "use_inductor", "custom_ops", "splitting_ops"),
+    "attention_config": (
+        "backend", "use_cudnn_prefill", "flash_attn_version", "use_prefill_decode_attention",
+    ),
+    "speculative_config": ("method", "model", "num_speculative_tokens"),
+    "load_config": ("load_format",),
+}  # fmt: skip
+"""Part of vLLM's configuration -> settings that can change a logprob."""
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "max_tokens", "n",
+)  # fmt: skip
+
+
+def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any) -> Contract:
+    """What decides a vLLM rollout's logprobs: versions, engine arguments, resolved configuration, kernels, sampling."""
+    import vllm
+
+    config = getattr(llm.llm_engine, "vllm_config", None)
+    resolved = {part: _settings(getattr(config, part, None), names) for part, names in _CONFIGS.items()}
+    mode = str((resolved.get("model_config") or {}).get("logprobs_mode"))
+    return {
+        "engine": "vllm",
+        "engine_version": vllm.__version__,
+        "function": "vllm.LLM.generate",
+        "logprobs_mode": mode,
+        "logprobs_of": _MODES.get(mode, mode),
+        "engine_arguments": {name: _said(value) for name, value in arguments.items()},
+        "config": resolved,
+        "attention_backend": _attention_backends(llm),
+        "model_class": _model_class(llm),
+        "sampling": dict(sampling_settings(params)),
+        "device": _device(config),
+        "torch": environment.torch_settings(),
+        "versions": environment.numeric_versions(),
+    }
+
+
+def sampling_settings(params: Any) -> tuple[tuple[str, Any], ...]:
+    """The request's sampling settings, by name."""
+    return tuple((name, getattr(params, name, None)) for name in _SAMPLING)
+
+
+_MODES = {
+    "raw_logprobs": "the model's logits, before temperature, penalties and truncation",
+    "processed_logprobs": "the logits after temperature, penalties and truncation: the distribution sampled from",
+    "raw_logits": "the model's logits themselves, not normalised",
+    "processed_logits": "the processed logits themselves, not normalised",
+}
+
+
+def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    return {name: _said(getattr(config, name)) for name in names if hasattr(config, name)}
+
+
+def _said(value: Any) -> Any:
+    """Write a setting as JSON can say it."""
+    if isinstance(value, Enum):
+        return value.name
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _said(getattr(value, f.name, None)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _said(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_said(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def _runner(llm: Any) -> Any:
+    """The model runner, where the engine lives in this process; None elsewhere."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
+
+
+def _attention_backends(llm: Any) -> list[str] | None:
+    """The attention kernels in use; None when the engine lives in another process."""
+    groups = getattr(_runner(llm), "attn_groups", None)
+    if not groups:
+        return None
+    return sorted({group.backend.get_name() for part in groups for group in part})
+
+
+def _model_class(llm: Any) -> str | None:
+    model = getattr(_runner(llm), "model", None)
+    return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _device(config: Any) -> str | None:
+    device = getattr(getattr(config, "device_config", None), "device", None)
+    return None if device is None else environment.device_name(device)

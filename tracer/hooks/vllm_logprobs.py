@@ -1,0 +1,107 @@
+"""vLLM's logprobs, read as numbers and given back in the shape that the caller asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.capture import Capture
+from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
+
+
+@dataclass(slots=True, kw_only=True)
+class Requested:
+    """What the caller asked of one request."""
+
+    params: Any
+    logprobs: int | None
+    flat: bool
+    changed: bool = False
+    """Whether more was asked of the engine than the caller wanted."""
+    captured: bool = False
+
+    @classmethod
+    def of(cls, params: Any, *, changed: bool, captured: bool) -> Requested:
+        flat = bool(getattr(params, "flat_logprobs", False))
+        return cls(params=params, logprobs=params.logprobs, flat=flat, changed=changed, captured=captured)
+
+
+def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
+    """The logprob of each taken token; NaN stays NaN."""
+    if hasattr(logprobs, "start_indices"):  # flat: the taken token comes first at each position
+        return [logprobs.logprobs[start] for start in logprobs.start_indices]
+    return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
+
+
+def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
+    """The captured arrays of one completion: top-K with its tail, or the logprobs of the whole vocabulary.
+
+    The tail's mass is what K logprobs in float32 leave of 1: it is known to about 1e-7, and -inf below that.
+    """
+    if logprobs is None or not len(logprobs):
+        return None
+    ids_TK, logprobs_TK = _ranked(logprobs)
+    if capture.level == "logits":
+        logprobs_TV = np.full((len(ids_TK), int(ids_TK.max()) + 1), np.nan, np.float32)
+        np.put_along_axis(logprobs_TV, ids_TK.astype(np.int64), logprobs_TK, axis=1)
+        return {LOGPROBS: logprobs_TV}
+    k = capture.k or 1
+    ids_TK, logprobs_TK = ids_TK[:, :k], logprobs_TK[:, :k]
+    left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
+    with np.errstate(divide="ignore"):
+        tail_T = np.log(np.maximum(left_T, 0.0)).astype(np.float32)
+    return {TOKEN_IDS: ids_TK, LOGPROBS: logprobs_TK, TAIL: tail_T}
+
+
+def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | None:
+    """Put the distributions of several rows end to end."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    arrays = {name: np.concatenate([part[name] for part in present]) for name in present[0]}
+    return TopK(**arrays) if "token_ids" in arrays else Logits(logits=arrays["logprobs"], kind="logprobs")
+
+
+def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a token taken outside of them."""
+    if hasattr(logprobs, "start_indices"):
+        width = logprobs.end_indices[0] - logprobs.start_indices[0]
+        ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
+        values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
+        return ids[:, 1:], values[:, 1:]
+    rows = []
+    for position in logprobs:
+        ranked = sorted(position.items(), key=lambda item: item[1].rank)
+        rows.append([(token, entry.logprob) for token, entry in ranked])
+    width = min(len(row) for row in rows)
+    ids = np.array([[token for token, _ in row[:width]] for row in rows], np.int32)
+    values = np.array([[value for _, value in row[:width]] for row in rows], np.float32)
+    return ids, values
+
+
+def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
+    """Cut the engine's logprobs down to what the caller asked for, in the container that it asked for."""
+    if requested.logprobs is None or logprobs is None:
+        return None
+    kept = []
+    for position, token in zip(logprobs, token_ids, strict=True):
+        # The taken token leads, as the engine puts it, whatever its rank.
+        entries = {token: position[token]}
+        limit = math.inf if requested.logprobs < 0 else requested.logprobs
+        for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
+            if entry.rank <= limit:
+                entries.setdefault(other, entry)
+        kept.append(entries)
+    if not requested.flat:
+        return kept
+    container = type(logprobs)() if hasattr(logprobs, "start_indices") else None
+    if container is None:
+        from vllm.logprobs import FlatLogprobs
+
+        container = FlatLogprobs()
+    container.extend(kept)
+    return container

@@ -1,0 +1,116 @@
+"""`tim-trace record`: run a command so that every Python process in it records itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..schemas.capture import Capture
+from ..schemas.errors import InvalidOption
+from ..schemas.layout import WRITERS
+from ..schemas.manifest import Manifest
+from ..schemas.writer_state import CLOSED, WriterState
+from .adopt import adopt
+from .hooks.session import ENVIRONMENT, Order
+from .store import Store, create_trace, write_whole
+from .writer import now
+
+LAUNCHER = "record"
+"""Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
+
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """How a recorded command ended, and what it left."""
+
+    folder: Path
+    exit_code: int
+    writers: tuple[WriterState, ...]
+    """The processes that recorded something, or tried."""
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(writer.num_sequences for writer in self.writers)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(writer.num_tokens for writer in self.writers)
+
+
+def record(
+    command: Sequence[str],
+    *,
+    output: str | os.PathLike[str],
+    capture: str = "logprobs",
+    capture_fraction: float = 1.0,
+    force: bool = False,
+) -> Recording:
+    """Run COMMAND and record what TRL's trainers and vLLM do in it.
+
+    Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
+    recorded. Raises TraceExists, StorageError or InvalidOption before the command is started.
+    """
+    if not command:
+        raise InvalidOption("record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py")
+    spec = Capture.parse(capture, capture_fraction)
+    manifest = Manifest(
+        run_id=str(uuid.uuid4()),
+        created_at=now(),
+        created_by=__version__,
+        source="record",
+        command=tuple(command),
+        capture=str(spec),
+        capture_fraction=capture_fraction,
+    )
+    folder = create_trace(output, manifest, force=force)
+    order = Order(run=str(folder), capture=str(spec), capture_fraction=capture_fraction)
+    state = WriterState(writer=LAUNCHER, pid=os.getpid(), opened_at=now(), program=tuple(command))
+    exit_code = _run(command, _environment(order))
+    state.state, state.closed_at, state.exit_code = CLOSED, now(), exit_code
+    adopt(folder)
+    write_whole(folder / WRITERS / f"{LAUNCHER}.json", state.to_json().encode())
+    writers = [writer for writer in Store(folder).writers()[0] if writer.writer != LAUNCHER]
+    return Recording(folder=folder, exit_code=exit_code, writers=tuple(writers))
+
+
+def _environment(order: Order) -> dict[str, str]:
+    """The command's environment: Python finds our sitecustomize first, and in it the order to record."""
+    bootstrap = str(Path(__file__).parent / "bootstrap")
+    paths = [bootstrap, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    try:
+        process = subprocess.Popen(list(command), env=environment)
+    except FileNotFoundError:
+        raise InvalidOption(f"record: {command[0]}: no such command; check its name and your PATH") from None
+    except PermissionError:
+        raise InvalidOption(f"record: {command[0]}: cannot be executed; start it as: python {command[0]}") from None
+    with _passing_on(process):
+        code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Outlive the command: leave Ctrl-C to it, which the terminal sends it too, and hand other signals on."""
+    previous = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda number, _: process.send_signal(number)),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,559 @@
+"""The recorder: writes a trace from a training loop.
+
+Shapes: B sequences, P padded prompt width, T padded response width, N response tokens of some sequences together,
+K kept tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from .. import __version__
+from ..schemas.capture import Capture
+from ..schemas.contract import Contract
+from ..schemas.errors import InvalidRecord, TraceExists
+from ..schemas.layout import METRICS, SCORES, SEQUENCES, TOKENIZER
+from ..schemas.manifest import Manifest
+from ..schemas.passes import check_pass, check_pass_name
+from ..schemas.tables import METRICS_TABLE
+from ..schemas.writer_state import CLOSED
+from . import environment
+from .batch import Batch
+from .dense import BFLOAT16, Distribution
+from .ragged import Padding, Ragged, flatten
+from .rows import Forward, ScoreRows, SequenceRows, aligned, check_logprobs, per_row, rounding_tolerance
+from .staging import is_tensor, on_device, stage, to_numpy
+from .store import Store, create_trace, join_trace, whole_file
+from .writer import QUEUE_BYTES, TraceWriter, now
+
+HYPERPARAMETER = "hyperparameter/"
+
+
+class Recorder:
+    """Records what each side thought of every token, from any training loop.
+
+    Use it as a context manager; leaving it seals the trace. Methods return at once: a thread writes, and only when it
+    falls behind by `queue_bytes` does the caller wait (the wait is counted, nothing is dropped). Device tensors are
+    copied on a stream of their own. Values that contradict each other raise InvalidRecord, for device tensors at the
+    next call. A full disk ends the recording and never the training.
+
+    >>> import tempfile
+    >>> with Recorder(tempfile.mkdtemp()) as recorder:
+    ...     batch = recorder.add_sequences(step=1, prompt_ids=[[5, 6]], response_ids=[[7, 8, 9]], reward=[1.0])
+    ...     recorder.add_scores("rollout", batch, logprobs=[[-0.5, -0.1, -2.0]])
+    ...     recorder.add_scores("train", batch, logprobs=[[-0.5, -0.1, -2.1]])
+    ...     recorder.add_metrics(1, {"loss": 0.25})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capture: str = "logprobs",
+        capture_fraction: float = 1.0,
+        force: bool = False,
+        join: bool | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+    ):
+        """Open a trace for recording.
+
+        `capture` and `capture_fraction` say what `captures` answers: they are a decision for the whole run. `force`
+        replaces a trace that lies there. `join` says that several processes write this trace: each opens it with the
+        same path, and the first makes it; the default is to join when torchrun or its kin started several processes.
+
+        Raises TraceExists when a trace lies there that this run did not begin.
+        """
+        self.capture = Capture.parse(capture, capture_fraction)
+        manifest = Manifest(
+            run_id=str(uuid.uuid4()),
+            created_at=now(),
+            created_by=__version__,
+            source="recorder",
+            command=environment.program(),
+            capture=str(self.capture),
+            capture_fraction=capture_fraction,
+        )
+        if join is None:
+            join = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        if join and not force:
+            folder = join_trace(path, manifest)
+            _refuse_finished(folder, path)
+        else:
+            folder = create_trace(path, manifest, force=force)
+        self._start(TraceWriter(folder, queue_bytes=queue_bytes))
+
+    @classmethod
+    def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
+        """A recorder for what a framework or a file holds: a logprob above 0 is a finding there, not the caller's mistake.
+
+        `ordered` says that steps do not go back.
+        """
+        recorder = cls.__new__(cls)
+        recorder.capture = capture
+        recorder._start(writer)
+        recorder._checks_logprobs = False
+        recorder._ordered = ordered
+        return recorder
+
+    def _start(self, writer: TraceWriter) -> None:
+        self.writer = writer
+        self.folder = writer.folder
+        self._declared: set[str] = set()
+        self._contracts: dict[str, tuple[Contract, str]] = {}
+        self._checks_logprobs = True
+        self._ordered = True
+        self._step: int | None = None
+        self._seq_ids: dict[int, set[str]] = {}
+        self._metric_step: int | None = None
+        self._num_sequences = 0
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last."""
+        self.writer.close()
+        self.writer.raise_invalid()
+
+    def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
+        """Which sequences' distributions are to be kept: [B] bool, the same in every process and every run."""
+        return np.array([self.capture.selects(step, seq_id) for seq_id in seq_ids], bool)
+
+    def add_contract(self, pass_name: str, contract: Contract) -> str:
+        """Say what decides a pass's numbers from now on, and return the contract's hash.
+
+        Scores that are added later point at it. A name that is not standard becomes known by this.
+        """
+        known = self._contracts.get(pass_name)
+        if known is not None and known[0] is contract:
+            return known[1]
+        check_pass_name(pass_name)
+        self._declared.add(pass_name)
+        digest = self.writer.contract(pass_name, contract)
+        self._contracts[pass_name] = (contract, digest)
+        return digest
+
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Keep a transformers tokenizer in the trace, so that tokens can be shown as text; the first one stays."""
+        target = self.folder / TOKENIZER
+        if not target.exists():
+            with whole_file(target) as temporary:
+                tokenizer.save_pretrained(temporary)
+
+    def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
+        """Note the identity of the trained model and its tokenizer, in words of your own."""
+        state = self.writer.state
+        state.model = state.model if model is None else dict(model)
+        state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)
+        self.writer.submit(self.writer.save_state, 0)
+
+    def add_sequences(
+        self,
+        *,
+        step: int,
+        response_ids: Any,
+        prompt_ids: Any = None,
+        response_attention_mask: Any = None,
+        prompt_attention_mask: Any = None,
+        response_mask: Any = None,
+        seq_ids: Sequence[Any] | None = None,
+        group_ids: Sequence[Any] | None = None,
+        policy_version: Any = None,
+        reward: Any = None,
+        rewards: Mapping[str, Any] | None = None,
+        advantage: Any = None,
+        temperature: Any = None,
+        top_p: Any = None,
+        top_k: Any = None,
+        min_p: Any = None,
+        repetition_penalty: Any = None,
+        max_tokens: Any = None,
+        finish_reason: Any = None,
+    ) -> Batch:
+        """Record sampled sequences and return them as a batch for `add_scores`.
+
+        `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with their attention masks (nonzero
+        where there is a token, padded on either side), or B lists. Without a mask every cell of a padded batch is a
+        token. `response_mask` is aligned with `response_ids`: nonzero where the token counts in the loss. `advantage`
+        is one value, [B], or aligned with `response_ids`. `rewards` is one [B] for each reward function. Everything
+        else is one value or [B]; None is "not recorded".
+
+        Steps may not go back, and a sequence's name may come once a step; names are made when none are given.
+
+        Raises InvalidRecord.
+        """
+        seq_ids = self._sequence_names(step, seq_ids, _num_rows(response_ids))
+        rows = len(seq_ids)
+        batch = Batch(step, seq_ids, policy_version)
+        per_token_advantage = advantage is not None and _is_per_token(advantage)
+        staged = _Staged(
+            response_ids=response_ids,
+            prompt_ids=prompt_ids,
+            response_attention_mask=response_attention_mask,
+            prompt_attention_mask=prompt_attention_mask,
+            response_mask=response_mask,
+            advantages=advantage if per_token_advantage else None,
+            advantage=None if per_token_advantage else advantage,
+            reward=reward,
+            rewards=None if rewards is None else list(rewards.values()),
+            policy_version=policy_version,
+        )
+        scalars = {
+            "group_id": None if group_ids is None else [None if name is None else str(name) for name in group_ids],
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "max_tokens": max_tokens,
+            "finish_reason": finish_reason,
+        }
+        names = [] if rewards is None else list(rewards)
+
+        def prepare() -> SequenceRows:
+            values = staged.values()
+            return self._sequence_rows(batch, values, names, {k: per_row(v, rows, k) for k, v in scalars.items()})
+
+        self._submit(staged, prepare, lambda prepared: self._append_sequences(prepared))
+        return batch
+
+    def add_scores(
+        self,
+        pass_name: str,
+        batch: Batch,
+        *,
+        logprobs: Any,
+        entropy: Any = None,
+        top2_gap: Any = None,
+        rows: Any = None,
+        attention_mask: Any = None,
+        scored_mask: Any = None,
+        policy_version: Any = None,
+        forward: Forward | None = None,
+        distribution: Distribution | None = None,
+        captured_rows: Any = None,
+    ) -> None:
+        """Record what one pass gave each response token of a batch, or of some of its rows.
+
+        `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded as those were,
+        or with an `attention_mask` of their own, or as lists. `scored_mask`, aligned alike, is nonzero where the pass
+        gave a value; the others become NULL. `rows` names the rows of the batch that these are, in their order.
+        `policy_version` is that of the scoring weights; the default is that of the sampling weights.
+
+        `distribution` holds the captured distributions of `captured_rows` (rows of the batch): the response tokens of
+        one row after those of the other, [N, ...].
+
+        Raises InvalidRecord.
+        """
+        check_pass(pass_name, self._declared)
+        chosen = batch.rows(rows)
+        if _num_rows(logprobs) != len(chosen):
+            raise InvalidRecord(
+                f"step {batch.step}, pass {pass_name!r}: {_num_rows(logprobs)} rows of logprobs for {len(chosen)} "
+                "sequences; pass rows= to score some of the batch"
+            )
+        iteration = batch.next_iteration(pass_name, chosen)
+        version = policy_version if policy_version is not None else _of_rows(batch.policy_version, chosen, len(batch))
+        staged = _Staged(
+            logprobs=logprobs,
+            entropy=entropy,
+            top2_gap=top2_gap,
+            attention_mask=attention_mask,
+            scored_mask=scored_mask,
+            policy_version=version,
+            distribution=None if distribution is None else list(distribution.arrays.values()),
+        )
+        staged.wait |= not batch.is_resolved
+        contract = self._contracts[pass_name][1] if pass_name in self._contracts else None
+        tolerance = rounding_tolerance(logprobs)
+        arrays = [] if distribution is None else list(distribution.arrays)
+
+        def prepare() -> tuple[ScoreRows, dict[str, tuple[np.ndarray, str]], np.ndarray]:
+            values = staged.values()
+            scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
+            scores.contract, scores.iteration, scores.forward = contract, iteration, forward
+            dense = {name: _bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
+            return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64)
+
+        self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
+
+    def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record logged values: numbers (tensors too) as they are, anything else as text.
+
+        Raises InvalidRecord when the step goes back.
+        """
+        if self._ordered and self._metric_step is not None and step < self._metric_step:
+            raise InvalidRecord(f"metrics of step {step} after step {self._metric_step}: {_BACK}")
+        self._metric_step = step
+        self._add_metrics(step, values)
+
+    def add_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Record the run's settings: metrics of step 0 under `hyperparameter/`."""
+        self._add_metrics(0, {HYPERPARAMETER + name: value for name, value in values.items()})
+
+    def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        names = list(values)
+        staged = _Staged(values=list(values.values()))
+        logged_at = datetime.now(UTC)
+
+        def append(prepared: list[Any]) -> None:
+            numbers = [_number(value) for value in prepared]
+            texts = [None if number is not None else str(v) for number, v in zip(numbers, prepared, strict=True)]
+            count = len(names)
+            columns = [[step] * count, names, numbers, texts, [logged_at] * count, [self.writer.name] * count]
+            schema = METRICS_TABLE.schema
+            arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+            self.writer.append(METRICS, pa.record_batch(arrays, schema=schema))
+
+        if names:
+            self._submit(staged, lambda: staged.values()["values"], append)
+
+    def _sequence_names(self, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
+        if self._ordered and self._step is not None and step < self._step:
+            raise InvalidRecord(f"sequences of step {step} after step {self._step}: {_BACK}")
+        if seq_ids is None:
+            names = [f"{self.writer.name}-{self._num_sequences + row}" for row in range(rows)]
+        else:
+            names = [str(seq_id) for seq_id in seq_ids]
+        if len(names) != rows:
+            raise InvalidRecord(f"step {step}: {len(names)} seq_ids for {rows} responses")
+        if self._ordered and step != self._step:
+            self._seq_ids = {}
+        known = self._seq_ids.setdefault(step, set())
+        for name in names:
+            if name in known:
+                raise InvalidRecord(
+                    f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
+                )
+            known.add(name)
+        self._step = step
+        self._num_sequences += rows
+        return names
+
+    def _sequence_rows(
+        self, batch: Batch, values: dict[str, Any], reward_names: list[str], scalars: dict[str, Any]
+    ) -> SequenceRows:
+        rows, step = len(batch), batch.step
+        padding = _padding(values["response_attention_mask"])
+        response_ids = flatten(values["response_ids"], np.int32, padding, f"step {step}, response_ids")
+        batch.resolve(response_ids.lengths, padding)
+        lengths = response_ids.lengths
+
+        def per_token(name: str, dtype: Any) -> Ragged | None:
+            if values[name] is None:
+                return None
+            return aligned(values[name], dtype, padding, lengths, batch.seq_ids, step, name)
+
+        prompt_ids = values["prompt_ids"]
+        if prompt_ids is not None:
+            prompt_padding = _padding(values["prompt_attention_mask"])
+            prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"step {step}, prompt_ids")
+            if len(prompt_ids) != rows:
+                raise InvalidRecord(f"step {step}: {len(prompt_ids)} prompts for {rows} responses")
+        for name in ("reward", "advantage", "policy_version"):
+            scalars[name] = per_row(values[name], rows, name)
+        rewards = [np.broadcast_to(per_row(value, rows, "rewards"), (rows,)) for value in values["rewards"] or []]
+        return SequenceRows(
+            step=step,
+            seq_ids=batch.seq_ids,
+            writer=self.writer.name,
+            response_ids=response_ids,
+            prompt_ids=prompt_ids,
+            response_mask=per_token("response_mask", bool),
+            advantages=per_token("advantages", np.float32),
+            rewards=dict(zip(reward_names, rewards, strict=True)),
+            scalars=scalars,
+        )
+
+    def _score_rows(
+        self, pass_name: str, batch: Batch, chosen: np.ndarray, values: dict[str, Any], tolerance: float
+    ) -> ScoreRows:
+        step, seq_ids, lengths = batch.step, [batch.seq_ids[row] for row in chosen], batch.lengths(chosen)
+        own = values["attention_mask"]
+        padding = batch.padding(chosen) if own is None else Padding.of(own)
+
+        def per_token(name: str, dtype: Any = np.float32) -> Ragged | None:
+            if values[name] is None:
+                return None
+            what = f"{name} of pass {pass_name!r}"
+            return aligned(values[name], dtype, padding, lengths, seq_ids, step, what)
+
+        scored = per_token("scored_mask", bool)
+        columns = {name: _with_holes(per_token(name), scored) for name in ("logprobs", "entropy", "top2_gap")}
+        if columns["logprobs"] is not None:
+            if self._checks_logprobs:
+                check_logprobs(columns["logprobs"], tolerance, seq_ids, step, pass_name)
+            self._warn_rounded(pass_name, values["logprobs"])
+        return ScoreRows(
+            pass_name=pass_name,
+            step=step,
+            seq_ids=seq_ids,
+            writer=self.writer.name,
+            contract=None,
+            policy_version=per_row(values["policy_version"], len(chosen), "policy_version"),
+            **columns,
+        )
+
+    def _append_sequences(self, rows: SequenceRows) -> None:
+        self.writer.append(SEQUENCES, rows.to_batch())
+        self.writer.state.num_sequences += len(rows.seq_ids)
+        self.writer.state.num_tokens += int(rows.response_ids.lengths.sum())
+
+    def _append_scores(
+        self,
+        batch: Batch,
+        chosen: np.ndarray,
+        scores: ScoreRows,
+        dense: dict[str, tuple[np.ndarray, str]],
+        captured: np.ndarray,
+    ) -> None:
+        if dense:
+            tokens = batch.lengths(captured)
+            wrong = {name: len(values) for name, (values, _) in dense.items() if len(values) != tokens.sum()}
+            if wrong:
+                raise InvalidRecord(
+                    f"step {batch.step}, pass {scores.pass_name!r}: distributions with {wrong} rows for {tokens.sum()} "
+                    "response tokens of the captured sequences"
+                )
+            group, start = self.writer.segments.append_dense(scores.pass_name, dense)
+            starts = start + np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64)
+            places = {int(row): (group, int(first)) for row, first in zip(captured, starts, strict=True)}
+            scores.dense = [places.get(int(row)) for row in chosen]
+        self.writer.append(SCORES, scores.to_batch())
+
+    def _submit(self, staged: _Staged, prepare: Callable[[], Any], append: Callable[[Any], None]) -> None:
+        """Check and flatten now what is on the host, later what is still on its way; write later."""
+        if staged.wait:
+            staged.start()
+            self.writer.submit(lambda: append(prepare()), staged.num_bytes)
+        else:
+            self.writer.raise_invalid()
+            prepared = prepare()
+            self.writer.submit(lambda: append(prepared), staged.num_bytes)
+
+    def _warn_rounded(self, pass_name: str, logprobs: Any) -> None:
+        if str(getattr(logprobs, "dtype", "")).removeprefix("torch.") != "float64" or pass_name in self._warned:
+            return
+        exact = to_numpy(logprobs)
+        change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
+        if change > 0.0:
+            self._warned.add(pass_name)
+            warnings.warn(
+                f"float64 logprobs of pass {pass_name!r} are kept as float32: the largest changed by {change:.1e} nats",
+                stacklevel=2,
+            )
+
+
+_BACK = "steps never go back within a writer; a run that was resumed opens a recorder of its own"
+
+
+class _Staged:
+    """Values that are handed over to the writing thread, some of them on their way from a device."""
+
+    def __init__(self, **values: Any):
+        self._values = values
+        self._waiting: dict[str, Callable[[], Any]] | None = None
+        self.wait = any(_any_on_device(value) for value in values.values())
+        self.num_bytes = sum(_num_bytes(value) for value in values.values())
+
+    def start(self) -> None:
+        """Begin the copies."""
+        self._waiting = {name: stage(value) for name, value in self._values.items()}
+
+    def values(self) -> dict[str, Any]:
+        """Every value, on the host."""
+        if self._waiting is None:
+            return self._values
+        return {name: wait() for name, wait in self._waiting.items()}
+
+
+def _any_on_device(value: Any) -> bool:
+    return on_device(value) or (isinstance(value, (list, tuple)) and any(on_device(item) for item in value))
+
+
+def _num_bytes(value: Any) -> int:
+    if is_tensor(value):
+        return int(value.numel() * value.element_size())
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)
+    return 0
+
+
+def _num_rows(data: Any) -> int:
+    if isinstance(data, Ragged):
+        return len(data)
+    return int(data.shape[0]) if hasattr(data, "shape") else len(data)
+
+
+def _padding(mask: Any) -> Padding | None:
+    return None if mask is None else Padding.of(mask)
+
+
+def _is_per_token(advantage: Any) -> bool:
+    if isinstance(advantage, Ragged):
+        return True
+    if hasattr(advantage, "ndim"):
+        return int(advantage.ndim) == 2
+    return isinstance(advantage, (list, tuple)) and bool(advantage) and hasattr(advantage[0], "__len__")
+
+
+def _of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
+    """The part of a per-row value that belongs to some rows."""
+    if isinstance(value, (list, tuple)):
+        return [value[row] for row in rows]
+    if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
+        return value[rows.tolist()] if is_tensor(value) else value[rows]
+    return value
+
+
+def _with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
+    """Mark values as not recorded where the pass gave none."""
+    if values is None or scored is None or scored.values.all():
+        return values
+    valid = scored.values if values.valid is None else values.valid & scored.values
+    return Ragged(values.values, values.lengths, valid)
+
+
+def _bits(value: Any) -> tuple[np.ndarray, str]:
+    """A captured array as NumPy holds it, and the name of its dtype; bfloat16 as the bits of uint16."""
+    if is_tensor(value):
+        name = str(value.dtype).removeprefix("torch.")
+        value = value.detach()
+        if name == BFLOAT16:
+            import torch
+
+            return np.asarray(value.contiguous().view(torch.uint16).numpy()), BFLOAT16
+        return np.asarray(value.contiguous().numpy()), name
+    array = np.asarray(value)
+    return array, array.dtype.name
+
+
+def _number(value: Any) -> float | None:
+    """The value as a number, or None when it is not one."""
+    if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
+        array = to_numpy(value)
+        return float(array) if array.size == 1 and array.dtype.kind in "fiub" else None
+    return float(value) if isinstance(value, (bool, int, float)) else None
+
+
+def _refuse_finished(folder: Any, path: Any) -> None:
+    rank = environment.rank()
+    if any(state.rank == rank and state.state == CLOSED for state in Store(folder).writers()[0]):
+        raise TraceExists(
+            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, or replace it "
+            "with force=True"
+        )

@@ -1,0 +1,214 @@
+"""Building the trace's rows: values checked and flattened first, Arrow batches afterwards.
+
+Shapes: B rows, T padded width, N tokens of all rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..schemas.errors import InvalidRecord
+from ..schemas.tables import SCORES_TABLE, SEQUENCES_TABLE
+from .ragged import Padding, Ragged, flatten
+from .staging import is_tensor, to_numpy
+
+SEQUENCE_SCHEMA = SEQUENCES_TABLE.schema
+SCORE_SCHEMA = SCORES_TABLE.schema
+
+ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
+"""How far above 0 a logprob may lie by rounding: one unit in the last place of a logit near 16 in that dtype."""
+FLOAT32_ROUNDING_NATS = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """How a pass ran its rows through the model together.
+
+    `ids`, `rows` and `places` say which rows shared a forward; `pad_left` and `pad_right` say how each was padded.
+    """
+
+    ids: np.ndarray
+    """[B] int64, the same for rows of one forward."""
+    places: np.ndarray
+    """[B] int32, place of the row in its forward, from 0."""
+    rows: np.ndarray
+    """[B] int32, rows of that forward."""
+    pad_left: np.ndarray
+    """[B] int32, tokens of padding before the prompt."""
+    pad_right: np.ndarray
+    """[B] int32, tokens of padding after the response."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceRows:
+    """Sequences, checked and flattened."""
+
+    step: int
+    seq_ids: list[str]
+    writer: str
+    response_ids: Ragged
+    prompt_ids: Ragged | None = None
+    response_mask: Ragged | None = None
+    advantages: Ragged | None = None
+    rewards: Mapping[str, np.ndarray] | None = None
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """Column -> one value for all rows, or [B]."""
+
+    def to_batch(self) -> pa.RecordBatch:
+        rows = len(self.seq_ids)
+        columns: dict[str, Any] = {
+            "step": pa.repeat(pa.scalar(self.step, pa.int64()), rows),
+            "seq_id": pa.array(self.seq_ids, pa.string()),
+            "writer": pa.repeat(pa.scalar(self.writer, pa.string()), rows),
+            "num_response_tokens": pa.array(self.response_ids.lengths.astype(np.int32)),
+            "rewards": _reward_maps(self.rewards, rows),
+        }
+        for name in ("prompt_ids", "response_ids", "response_mask", "advantages"):
+            ragged: Ragged | None = getattr(self, name)
+            if ragged is not None:
+                columns[name] = ragged.to_arrow(SEQUENCE_SCHEMA.field(name).type)
+        if self.prompt_ids is not None:
+            columns["num_prompt_tokens"] = pa.array(self.prompt_ids.lengths.astype(np.int32))
+        return _batch(SEQUENCE_SCHEMA, columns | self.scalars, rows)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreRows:
+    """Scores of one pass, checked and flattened."""
+
+    pass_name: str
+    step: int
+    seq_ids: list[str]
+    writer: str
+    contract: str | None
+    iteration: Any = 0
+    policy_version: Any = None
+    logprobs: Ragged | None = None
+    entropy: Ragged | None = None
+    top2_gap: Ragged | None = None
+    forward: Forward | None = None
+    dense: Sequence[tuple[str, int] | None] | None = None
+    """[B] Zarr group and first row of each captured sequence."""
+
+    def to_batch(self) -> pa.RecordBatch:
+        rows = len(self.seq_ids)
+        columns: dict[str, Any] = {
+            "pass": pa.repeat(pa.scalar(self.pass_name, pa.string()), rows),
+            "step": pa.repeat(pa.scalar(self.step, pa.int64()), rows),
+            "seq_id": pa.array(self.seq_ids, pa.string()),
+            "writer": pa.repeat(pa.scalar(self.writer, pa.string()), rows),
+            "iteration": self.iteration,
+            "policy_version": self.policy_version,
+            "contract": self.contract,
+        }
+        for name in ("logprobs", "entropy", "top2_gap"):
+            ragged: Ragged | None = getattr(self, name)
+            if ragged is not None:
+                columns[name] = ragged.to_arrow(SCORE_SCHEMA.field(name).type)
+        if self.forward is not None:
+            columns |= {
+                "forward_id": self.forward.ids,
+                "forward_row": self.forward.places,
+                "forward_rows": self.forward.rows,
+                "pad_left": self.forward.pad_left,
+                "pad_right": self.forward.pad_right,
+            }
+        if self.dense is not None:
+            columns["dense"] = [None if entry is None else entry[0] for entry in self.dense]
+            columns["dense_start"] = [None if entry is None else entry[1] for entry in self.dense]
+        return _batch(SCORE_SCHEMA, columns, rows)
+
+
+def _batch(schema: pa.Schema, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
+    return pa.record_batch([_column(columns.get(f.name), f.type, rows) for f in schema], schema=schema)
+
+
+def _column(value: Any, type: pa.DataType, rows: int) -> pa.Array:
+    if value is None:
+        return pa.nulls(rows, type)
+    if isinstance(value, pa.Array):
+        return value
+    if isinstance(value, (list, tuple)):
+        return pa.array(value, type)
+    if is_tensor(value) or isinstance(value, np.ndarray):
+        return pa.array(to_numpy(value), type, safe=False)
+    return pa.repeat(pa.scalar(value, type), rows)
+
+
+def _reward_maps(rewards: Mapping[str, np.ndarray] | None, rows: int) -> pa.Array | None:
+    """One map a row from one array a reward function."""
+    if not rewards:
+        return None
+    names = list(rewards)
+    keys = pa.array(names * rows, pa.string())
+    values = pa.array(np.stack([np.asarray(rewards[name], np.float64) for name in names], axis=1).reshape(-1))
+    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * len(names))
+    return pa.MapArray.from_arrays(offsets, keys, values)
+
+
+def per_row(value: Any, rows: int, what: str) -> Any:
+    """Bring a per-row value to [B], or leave a single value and None as they are."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if is_tensor(value) or isinstance(value, np.ndarray):
+        array = to_numpy(value)
+        if array.ndim == 0:
+            return array.item()
+        if array.shape != (rows,):
+            raise InvalidRecord(f"{what}: got shape {array.shape}; give one value, or one for each of the {rows} sequences")
+        return array
+    values = list(value)
+    if len(values) != rows:
+        raise InvalidRecord(f"{what}: got {len(values)} values for {rows} sequences")
+    return values
+
+
+def aligned(
+    data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int, what: str
+) -> Ragged:
+    """Flatten a batch that must have the response's lengths, and name the first sequence that has not."""
+    ragged = flatten(data, dtype, padding, f"step {step}, {what}")
+    if len(ragged) != len(lengths):
+        raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")
+    wrong = np.flatnonzero(ragged.lengths != lengths)
+    if len(wrong):
+        row = int(wrong[0])
+        raise InvalidRecord(
+            f"step {step}, sequence {seq_ids[row]!r}: {ragged.lengths[row]} values of {what} for {lengths[row]} response "
+            f"tokens{_more(wrong)}; align them, or pass this batch's own attention mask"
+        )
+    return ragged
+
+
+def check_logprobs(
+    logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str
+) -> None:
+    """Raise InvalidRecord for a logprob above 0 by more than rounding. NaN and infinities pass: they are findings."""
+    too_high = logprobs.values > tolerance
+    if logprobs.valid is not None:
+        too_high &= logprobs.valid
+    if not too_high.any():
+        return
+    token = int(np.flatnonzero(too_high)[0])
+    row = int(np.searchsorted(logprobs.offsets, token, side="right")) - 1
+    raise InvalidRecord(
+        f"step {step}, sequence {seq_ids[row]!r}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
+        f"token {token - int(logprobs.offsets[row])}; a log-probability is at most 0. Pass log-probabilities (natural "
+        "log), not probabilities or logits"
+    )
+
+
+def rounding_tolerance(data: Any) -> float:
+    """How far above 0 a logprob of this dtype may lie by rounding, nats."""
+    if isinstance(data, (list, tuple)) and len(data):
+        data = data[0]
+    return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
+
+
+def _more(wrong: np.ndarray) -> str:
+    return "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"

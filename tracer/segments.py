@@ -1,0 +1,103 @@
+"""A writer's files: the journal that it appends to, sealed whenever enough has gathered."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ..schemas.layout import SCORES, Segment
+from ..schemas.tables import TABLES
+from . import dense
+from .journal import DENSE_SCHEMA, DENSE_TABLE, JournalStream
+from .seal import seal_table
+from .worker import Worker
+
+SEAL_BYTES = 64 << 20
+"""Journal bytes that are sealed together: about four million tokens of ids and three passes."""
+
+
+class SegmentWriter:
+    """Appends rows and distributions of one writer; not for use from several threads.
+
+    One segment is sealed while the next is appended to, its scores on one thread and the rest on another.
+    """
+
+    def __init__(self, folder: Path, writer: str, seal_bytes: int = SEAL_BYTES):
+        self.folder = folder
+        self.seal_bytes = seal_bytes
+        self.segment = Segment(writer, 0)
+        self._streams: dict[str, JournalStream] = {}
+        self._dense_rows: dict[str, int] = {}
+        self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
+
+    def append(self, table: str, batch: pa.RecordBatch) -> None:
+        """Append rows of a table of the trace."""
+        self._stream(table, TABLES[table].schema).append(batch)
+
+    def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
+        """Append distributions of a pass (array name -> values [N, ...], dtype) and return their group and first row."""
+        group = f"{self.segment.name}/{pass_name}"
+        start = self._dense_rows.get(group, 0)
+        for name, (values, dtype) in arrays.items():
+            batch = dense.block(group, name, start, values, dtype)
+            self._stream(DENSE_TABLE, DENSE_SCHEMA).append(batch)
+            self._dense_rows[group] = start + len(values)
+        return group, start
+
+    def seal_when_full(self) -> None:
+        """Seal when the journal has grown to `seal_bytes`; call it between records that belong together."""
+        if sum(stream.num_bytes for stream in self._streams.values()) >= self.seal_bytes:
+            self.seal()
+
+    def seal(self) -> None:
+        """Turn the journal into Parquet and Zarr, and begin the next segment; waits for the segment before."""
+        if self._streams:
+            tables, segment = list(self._streams), self.segment
+            self._close_streams()
+            for is_scores, sealer in self._sealers.items():
+                mine = [table for table in tables if (table == SCORES) == is_scores]
+                sealer.submit(partial(_seal_tables, self.folder, segment, mine), 1)
+            self.segment = Segment(segment.writer, segment.number + 1)
+            self._dense_rows = {}
+        self._raise_sealing()
+
+    def close(self) -> None:
+        """Seal what there is and wait for it."""
+        self.seal()
+        self._end_sealers()
+        self._raise_sealing()
+
+    def abandon(self) -> None:
+        """Close the journal as it is, after an error; what was appended stays readable."""
+        try:
+            self._close_streams()
+        except (OSError, pa.ArrowException):
+            self._streams = {}
+        self._end_sealers()
+
+    def _end_sealers(self) -> None:
+        for sealer in self._sealers.values():
+            sealer.close()
+
+    def _raise_sealing(self) -> None:
+        for sealer in self._sealers.values():
+            if sealer.error is not None:
+                raise sealer.error
+
+    def _stream(self, table: str, schema: pa.Schema) -> JournalStream:
+        if table not in self._streams:
+            self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
+        return self._streams[table]
+
+    def _close_streams(self) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
+
+
+def _seal_tables(folder: Path, segment: Segment, tables: list[str]) -> None:
+    for table in tables:
+        seal_table(folder, segment, table)

@@ -1,0 +1,86 @@
+"""Getting tensors to the host without holding the training stream up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a torch tensor; torch itself is never imported for the answer."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def on_device(value: Any) -> bool:
+    """Whether `value` is a tensor whose numbers are not in host memory."""
+    return is_tensor(value) and value.device.type != "cpu"
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """View a host tensor or array as NumPy, without copying where the dtype allows; half floats widen exactly."""
+    if is_tensor(value):
+        value = value.detach()
+        if str(value.dtype) in _FLOATS_TO_WIDEN:
+            value = value.float()
+        return np.asarray(value.numpy())
+    return np.asarray(value)
+
+
+def stage(value: Any) -> Callable[[], Any]:
+    """Start copying `value` to the host and return what waits for the copy and gives it.
+
+    A device tensor is copied on a stream of its own into pinned memory: the caller's stream goes on, and only the
+    thread that asks for the numbers waits. Everything else is copied at once, since the caller may change it.
+    """
+    if on_device(value) and value.device.type == "cuda":
+        return _stage_cuda(value.detach())
+    if on_device(value):
+        host = value.detach().to("cpu")
+        return lambda: host
+    if is_tensor(value):
+        copy = value.detach().clone()
+        return lambda: copy
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return lambda: array
+    if isinstance(value, (list, tuple)) and any(on_device(item) for item in value):
+        parts = [stage(item) for item in value]
+        return lambda: [part() for part in parts]
+    return lambda: value
+
+
+def _stage_cuda(tensor: Any) -> Callable[[], Any]:
+    import torch
+
+    side = _side_stream(tensor.device)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(side):
+        side.wait_event(ready)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        # The allocator may hand the tensor's memory out again only after this copy.
+        tensor.record_stream(side)
+        done = torch.cuda.Event()
+        done.record(side)
+
+    def wait() -> Any:
+        done.synchronize()
+        return host
+
+    return wait
+
+
+_SIDE_STREAMS: dict[Any, Any] = {}
+
+
+def _side_stream(device: Any) -> Any:
+    import torch
+
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device=device)
+    return _SIDE_STREAMS[device]
