@@ -25,6 +25,14 @@ SECTIONS = {
 """The question that a verb answers -> the verbs."""
 
 
+class _Failure(click.ClickException):
+    """An error of ours, as click shows it."""
+
+    def __init__(self, error: TimTraceError):
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
+
+
 class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
 
@@ -32,9 +40,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TimTraceError as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            raise _Failure(error) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in SECTIONS.items():
@@ -131,7 +137,7 @@ def info(traces: Sequence[str], as_json: bool) -> None:
         click.echo("\n\n".join(info_text(trace, _width()) for trace in found))
 
 
-@_example('tim-trace sql runs/demo "SELECT step, k3, max_abs_d FROM pair_steps(\'train\', \'rollout\')"')
+@_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
 @click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
@@ -161,7 +167,11 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
 @click.option(
-    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "sequence"]), help="What a row stands for."
+    "--by",
+    default="run",
+    show_default=True,
+    type=click.Choice(["run", "step", "sequence"]),
+    help="What a row stands for.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with every digit.")
@@ -204,7 +214,12 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda units: bar.update(task, advance=units)

@@ -98,7 +98,9 @@ def info(trace: str) -> TraceInfo:
     database = Database(trace)
     source = database.sources[0]
     written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
-    writers = [_writer(state, *written.get(state.writer, (0, 0))) for state in source.writers if state.exit_code is None]
+    writers = [
+        _writer(state, *written.get(state.writer, (0, 0))) for state in source.writers if state.exit_code is None
+    ]
     launched = [state for state in source.writers if state.exit_code is not None]
     model = next((state.model for state in source.writers if state.model), {})
     tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
@@ -212,7 +214,9 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
 
 
 def _not_recorded(source: Source) -> list[str]:
-    return list(dict.fromkeys(f"not recorded: {sentence}" for state in source.writers for sentence in state.not_recorded))
+    return list(
+        dict.fromkeys(f"not recorded: {sentence}" for state in source.writers for sentence in state.not_recorded)
+    )
 
 
 def _writer(state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:

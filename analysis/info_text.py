@@ -19,7 +19,10 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
     """Write what a trace holds, for reading."""
     facts = [
         ("trace", info.path),
-        ("state", _STATES[info.state] + (f", the command ended with {info.exit_code}" if info.exit_code is not None else "")),
+        (
+            "state",
+            _STATES[info.state] + (f", the command ended with {info.exit_code}" if info.exit_code is not None else ""),
+        ),
         ("recorded", f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})"),
     ]
     if info.command:
@@ -37,7 +40,10 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         ("tokens", f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts"),
         ("metrics", f"{info.num_metrics:,} values"),
         ("capture", _capture(info)),
-        ("size", f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})"),
+        (
+            "size",
+            f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})",
+        ),
     ]
     name_width = max(len(name) for name, _ in facts)
     parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
@@ -77,9 +83,7 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    return Rows(
-        columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in info.writers]
-    )
+    return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in info.writers])
 
 
 def _largest(info: TraceInfo) -> list[tuple[str, int]]:

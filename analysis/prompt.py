@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,23 +11,25 @@ from ..schemas.errors import InvalidQuery
 from .query import Session
 from .rows import Rows
 
-GREETING = "views: sequences scores passes metrics steps tokens; macros: pair pair_sequences pair_steps pair_runs\n" \
+GREETING = (
+    "views: sequences scores passes metrics steps tokens; macros: pair pair_sequences pair_steps pair_runs\n"
     "end a query with ; and the session with Ctrl-D"
+)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Tell traces from the query: the last argument is one when it is no folder and no URL."""
     last = arguments[-1]
-    is_query = not os.path.exists(last) and "://" not in last.split(maxsplit=1)[0] and (len(arguments) > 1 or " " in last)
+    is_query = (
+        not os.path.exists(last) and "://" not in last.split(maxsplit=1)[0] and (len(arguments) > 1 or " " in last)
+    )
     return (list(arguments[:-1]), last) if is_query else (list(arguments), None)
 
 
 def prompt(session: Session, show: Callable[[Rows], None]) -> None:
     """Ask for queries until the input ends; a wrong one is explained and the next one asked for."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    except ImportError:
-        pass
     print(GREETING, file=sys.stderr)
     while (query := _read()) is not None:
         if not query.strip(" ;\n"):

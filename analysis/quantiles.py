@@ -15,7 +15,10 @@ SHARES = (0.5, 0.95, 0.99)
 
 
 def exact_quantiles(
-    connection: duckdb.DuckDBPyConnection, histograms: Iterable[str], values: Iterable[str], shares: tuple[float, ...] = SHARES
+    connection: duckdb.DuckDBPyConnection,
+    histograms: Iterable[str],
+    values: Iterable[str],
+    shares: tuple[float, ...] = SHARES,
 ) -> tuple[int, tuple[float | None, ...]]:
     """Count the tokens and give their quantiles, interpolated between the two nearest as DuckDB's quantile_cont does.
 

@@ -64,7 +64,9 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
             return
     elif kind in _READING:
         return
-    raise InvalidQuery(f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with --unsafe")
+    raise InvalidQuery(
+        f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with --unsafe"
+    )
 
 
 def _confine(database: Database) -> None:

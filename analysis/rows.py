@@ -48,7 +48,10 @@ def to_text(rows: Rows, width: int | None = None) -> str:
     if len(rows) == 1 and len(rows.columns) > 8:
         return _vertical(rows)
     cells = [[_cell(value) for value in row] for row in rows.rows]
-    right = [all(_is_number(row[i]) or row[i] is None for row in rows.rows) and len(rows) > 0 for i in range(len(rows.columns))]
+    right = [
+        all(_is_number(row[i]) or row[i] is None for row in rows.rows) and len(rows) > 0
+        for i in range(len(rows.columns))
+    ]
     widths = [max(len(name), *(len(row[i]) for row in cells), 1) for i, name in enumerate(rows.columns)]
     blocks = _blocks(widths, width)
     return "\n\n".join(_block(rows.columns, cells, widths, right, block) for block in blocks)
@@ -57,10 +60,10 @@ def to_text(rows: Rows, width: int | None = None) -> str:
 def _vertical(rows: Rows) -> str:
     name_width = max(len(name) for name in rows.columns)
     values = [_cell(value) for value in rows.rows[0]]
-    value_width = max(len(value) for value, raw in zip(values, rows.rows[0], strict=True) if len(value) < 40 or _is_number(raw))
-    lines = [
-        f"{name:<{name_width}}  {value:>{value_width}}" for name, value in zip(rows.columns, values, strict=True)
-    ]
+    value_width = max(
+        len(value) for value, raw in zip(values, rows.rows[0], strict=True) if len(value) < 40 or _is_number(raw)
+    )
+    lines = [f"{name:<{name_width}}  {value:>{value_width}}" for name, value in zip(rows.columns, values, strict=True)]
     return "\n".join(lines)
 
 

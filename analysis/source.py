@@ -85,7 +85,11 @@ def _look(source: Source) -> None:
     journals = journaled_segments(store)
     for table in TABLES:
         sealed = _sealed(source, table)
-        rows = [_journal_rows(source, segment, table) for segment in journals if table in journals[segment] and segment not in sealed]
+        rows = [
+            _journal_rows(source, segment, table)
+            for segment in journals
+            if table in journals[segment] and segment not in sealed
+        ]
         rows = [part for part in rows if part is not None]
         if rows:
             source.journals[table] = pa.concat_tables(rows)
@@ -101,7 +105,7 @@ def _sealed(source: Source, table: str) -> set[Segment]:
     schema = TABLE_SPECS[table].schema
     found = set()
     source.files[table] = []
-    for name in source.store.list(table):
+    for name in source.store.files(table):
         relative = f"{table}/{name}"
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
@@ -144,9 +148,9 @@ def _read_schema(store: Store, relative: str) -> pa.Schema:
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Whether two types hold the same values; the names of list elements do not matter."""
     if pa.types.is_list(wanted):
-        return pa.types.is_list(found) and _same_type(found.value_type, wanted.value_type)
+        return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
-        return pa.types.is_map(found) and found.key_type == wanted.key_type and found.item_type == wanted.item_type
+        return bool(pa.types.is_map(found) and (found.key_type, found.item_type) == (wanted.key_type, wanted.item_type))
     return bool(found.equals(wanted))
 
 
@@ -170,12 +174,14 @@ def _find_sums(source: Source) -> None:
     """Find, for each pair, the sums made from most of what is still there, and the pairs whose sums hold everything."""
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, str]] = {}
-    for name in source.store.list(SUMS):
+    for name in source.store.files(SUMS):
         relative = f"{SUMS}/{name}"
         try:
             made_of = _read_made_of(source.store, relative)
         except (pa.ArrowException, OSError, ValueError, KeyError):
-            source.damaged.append(f"{source.store.shown(relative)}: not readable; it was passed over and can be removed")
+            source.damaged.append(
+                f"{source.store.shown(relative)}: not readable; it was passed over and can be removed"
+            )
             continue
         kind, pair, covers = made_of
         if covers <= current and len(covers) >= best.get((kind, pair), (0, ""))[0]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..schemas.errors import InvalidOption, NothingToCompare
-from .database import Database, Traces, quoted
 from ..tracer.progress import Progress, no_progress
+from .database import Database, Traces, quoted
 from .rows import Rows
 from .source import Pair
 from .sums import ensure, keep
@@ -60,8 +60,10 @@ def _why_nothing(database: Database, pair: Pair) -> str:
     else:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
     others = [name for name in counts if name not in lacking]
-    advice = f"compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}" if len(others) > 1 else (
-        f"the only pass with logprobs is {others[0]!r}" if others else "the trace has no scores at all"
+    advice = (
+        f"compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
+        if len(others) > 1
+        else (f"the only pass with logprobs is {others[0]!r}" if others else "the trace has no scores at all")
     )
     return f"{where}: {problem}; {advice}"
 

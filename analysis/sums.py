@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from ..schemas.layout import SUMS
 from ..schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ..schemas.tables import Table
+from ..tracer.progress import Advance, Progress, no_progress
 from ..tracer.store import whole_file
 from .database import Database, Traces, quoted, sql_file
-from ..tracer.progress import Advance, Progress, no_progress
 from .quantiles import exact_quantiles
 from .source import Pair, Source, made_of_metadata
 

@@ -25,7 +25,9 @@ class Capture:
         if self.level not in LEVELS:
             raise InvalidOption(f"capture: got {self.level!r}; use logprobs, topk:K or logits")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
-            raise InvalidOption(f"capture: got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20")
+            raise InvalidOption(
+                f"capture: got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20"
+            )
         if not 0.0 <= self.fraction <= 1.0:
             raise InvalidOption(f"capture fraction: got {self.fraction}; use a share between 0 and 1, as 0.05")
 

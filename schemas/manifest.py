@@ -40,9 +40,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
     """Read trace.json; `where` is named in the error when it cannot be read."""
     try:
         content: dict[str, Any] = json.loads(text)
-        if content.pop("format") != FORMAT:
-            raise ValueError("another format")
-        version = int(content["format_version"])
+        version = {FORMAT: int(content["format_version"])}[content.pop("format")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedTrace(
             f"{where}: this is not the trace.json of a trace; name the folder that `tim-trace record -o` or "

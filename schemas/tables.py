@@ -88,9 +88,7 @@ SEQUENCES_TABLE = Table(
             null="every response token counts",
         ),
         Column(name="num_prompt_tokens", type=pa.int32(), doc="length of prompt_ids", unit="tokens"),
-        Column(
-            name="num_response_tokens", type=pa.int32(), doc="length of response_ids", unit="tokens", null=""
-        ),
+        Column(name="num_response_tokens", type=pa.int32(), doc="length of response_ids", unit="tokens", null=""),
         Column(name="reward", type=pa.float64(), doc="the weighted sum of the reward functions, before baselines"),
         Column(
             name="rewards",
@@ -109,7 +107,9 @@ SEQUENCES_TABLE = Table(
         Column(name="temperature", type=pa.float64(), doc="sampling temperature; neutral: 1.0"),
         Column(name="top_p", type=pa.float64(), doc="nucleus mass that sampling kept; neutral: 1.0"),
         Column(name="top_k", type=pa.int32(), doc="most probable tokens that sampling kept; neutral: 0 (all)"),
-        Column(name="min_p", type=pa.float64(), doc="lowest share of the top probability that sampling kept; neutral: 0.0"),
+        Column(
+            name="min_p", type=pa.float64(), doc="lowest share of the top probability that sampling kept; neutral: 0.0"
+        ),
         Column(
             name="repetition_penalty", type=pa.float64(), doc="divisor of the logits of repeated tokens; neutral: 1.0"
         ),
@@ -178,9 +178,7 @@ SCORES_TABLE = Table(
         ),
         Column(name="forward_row", type=pa.int32(), doc="the row's place in that forward, from 0"),
         Column(name="forward_rows", type=pa.int32(), doc="rows of that forward", unit="rows"),
-        Column(
-            name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"
-        ),
+        Column(name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"),
         Column(
             name="pad_right",
             type=pa.int32(),
@@ -210,7 +208,9 @@ METRICS_TABLE = Table(
     columns=(
         Column(name="step", type=pa.int64(), doc="the step that the framework logged the value at", null=""),
         Column(name="name", type=pa.string(), doc="the framework's own name", null=""),
-        Column(name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"),
+        Column(
+            name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"
+        ),
         Column(name="text", type=pa.string(), doc="the value, where it is not a number", null="the value is a number"),
         Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
         _WRITER,

@@ -40,6 +40,8 @@ class WriterState:
     num_sequences: int = 0
     num_tokens: int = 0
     """Response tokens of these sequences."""
+    spent_s: float = 0.0
+    """Time that hooks took from the recorded program's own thread, waiting included, seconds."""
     waited_s: float = 0.0
     """Time that the recording thread waited because the disk was slower than training, seconds."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -57,9 +59,11 @@ def parse_writer_state(text: str, where: str) -> WriterState:
     """Read writers/<id>.json; fields that this build does not know are passed over."""
     known = {f.name for f in fields(WriterState)}
     try:
-        content = json.loads(text)
-        return WriterState(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items() if key in known}
-        )
+        found: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in json.loads(text).items()
+            if key in known
+        }
+        return WriterState(**found)
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedTrace(f"{where}: not a writer's state ({error}); the rest of the trace can be read") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -29,10 +30,8 @@ def adopt(folder: Path) -> None:
                 continue
     if not alive:
         remove_temporaries(folder)
-        try:
+        with contextlib.suppress(OSError):  # something else lies there
             (folder / JOURNAL).rmdir()
-        except OSError:
-            pass
 
 
 def is_alive(state: WriterState) -> bool:

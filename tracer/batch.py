@@ -37,7 +37,7 @@ class Batch:
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Response tokens of some rows."""
         assert self._lengths is not None
-        return self._lengths[rows]
+        return np.asarray(self._lengths[rows])
 
     def padding(self, rows: np.ndarray) -> Padding | None:
         """Padding of some rows; None for a batch that was given ragged."""
@@ -48,10 +48,12 @@ class Batch:
         if rows is None:
             return np.arange(len(self))
         numbers = np.asarray(rows, dtype=np.int64)
-        if numbers.ndim != 1 or len(np.unique(numbers)) != len(numbers):
-            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
-        if len(numbers) and not (0 <= numbers.min() and numbers.max() < len(self)):
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80} for a batch of {len(self)} sequences")
+        seen = np.zeros(len(self), bool)
+        seen[numbers] = True
+        if numbers.ndim != 1 or seen.sum() != len(numbers):
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
@@ -60,7 +62,7 @@ class Batch:
         Only `current` may score a sequence twice: the loss sees it once an inner iteration.
         """
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
-        iteration = counts[rows].copy()
+        iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(

@@ -16,6 +16,7 @@ import pyarrow as pa
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, Segment
 from .journal import DENSE_SCHEMA, DENSE_TABLE, journaled_segments, read_journal
+from .staging import is_tensor
 from .store import Store
 
 TOKEN_IDS, LOGPROBS, TAIL, LOGITS = "token_ids", "logprobs", "tail_logprob", "logits"
@@ -179,3 +180,17 @@ def widen(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype != BFLOAT16:
         return values
     return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def bits(value: Any) -> tuple[np.ndarray, str]:
+    """A captured array as NumPy holds it, and the name of its dtype; bfloat16 as the bits of uint16."""
+    if is_tensor(value):
+        name = str(value.dtype).removeprefix("torch.")
+        value = value.detach()
+        if name == BFLOAT16:
+            import torch
+
+            return np.asarray(value.contiguous().view(torch.uint16).numpy()), BFLOAT16
+        return np.asarray(value.contiguous().numpy()), name
+    array = np.asarray(value)
+    return array, array.dtype.name

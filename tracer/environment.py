@@ -112,7 +112,7 @@ def device_name(device: Any) -> str:
         return f"cuda {torch.cuda.get_device_name(device)}"
     if kind == "cpu":
         return f"cpu {cpu_model()}"
-    return kind
+    return str(kind)
 
 
 @lru_cache(maxsize=1)

@@ -36,19 +36,30 @@ class JournalStream:
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         self.path = folder / segment.journal(table)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = pa.OSFile(str(self.path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, schema)
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
         self.num_bytes = 0
+        self._write(schema.serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        self._stream.write_batch(batch)
-        self.num_bytes = self._file.tell()
+        self._write(batch.serialize())
 
     def close(self) -> None:
+        """Mark the end of the stream."""
         try:
-            self._stream.close()
+            self._write(_END_OF_STREAM)
         finally:
             self._file.close()
+
+    def _write(self, message: pa.Buffer | bytes) -> None:
+        """Hand a whole message to the operating system, in one call where it takes it so."""
+        left = memoryview(message)
+        while left:
+            written = self._file.write(left)
+            left = left[written:]
+        self.num_bytes += len(memoryview(message))
+
+
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +104,7 @@ def _has_bytes(path: str) -> bool:
 def journaled_segments(store: Store) -> dict[Segment, tuple[str, ...]]:
     """Segments that are not sealed yet -> the tables that they have a journal of."""
     found: dict[Segment, list[str]] = {}
-    for name in store.list(JOURNAL):
+    for name in store.files(JOURNAL):
         stem, _, table = name.removesuffix(".arrows").rpartition(".")
         segment = Segment.parse(stem)
         if segment is not None and table in JOURNALED:

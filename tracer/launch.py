@@ -60,7 +60,9 @@ def record(
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started.
     """
     if not command:
-        raise InvalidOption("record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py")
+        raise InvalidOption(
+            "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
+        )
     spec = Capture.parse(capture, capture_fraction)
     manifest = Manifest(
         run_id=str(uuid.uuid4()),

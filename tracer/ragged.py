@@ -42,6 +42,10 @@ class Ragged:
         return pa.ListArray.from_arrays(pa.array(self.offsets, pa.int32()), values)
 
 
+_LONG = 128
+"""Width from which copying row by row is faster than picking cells by a mask."""
+
+
 @dataclass(frozen=True, slots=True)
 class Padding:
     """Which cells of a [B, T] batch hold tokens."""
@@ -59,7 +63,9 @@ class Padding:
         """Read an attention mask [B, T]: nonzero where there is a token."""
         cells = to_numpy(mask)
         if cells.ndim != 2:
-            raise InvalidRecord(f"attention mask: got shape {cells.shape}; give [B, T], as the batch that it belongs to")
+            raise InvalidRecord(
+                f"attention mask: got shape {cells.shape}; give [B, T], as the batch that it belongs to"
+            )
         cells = cells.astype(bool, copy=False)
         lengths = cells.sum(axis=1, dtype=np.int64)
         starts = cells.argmax(axis=1).astype(np.int64) if cells.shape[1] else np.zeros(len(cells), np.int64)
@@ -76,8 +82,8 @@ class Padding:
 
     def flatten(self, cells: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Copy the tokens of a [B, T] batch end to end: [N]."""
-        if self.starts is None:
-            return cells[self.mask].astype(dtype, copy=False)
+        if self.starts is None or self.width < _LONG:
+            return np.asarray(cells[self.mask], dtype)
         out = np.empty(int(self.lengths.sum()), dtype)
         position = 0
         for row, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
@@ -139,3 +145,10 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         return np.asarray(row, dtype=dtype).reshape(len(row)), None
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRecord(f"{what}: row {index} does not read as {dtype.name} ({error}): {row!r:.120}") from error
+
+
+def num_rows(data: Any) -> int:
+    """How many rows a batch has, in whatever form it comes."""
+    if isinstance(data, Ragged):
+        return len(data)
+    return int(data.shape[0]) if hasattr(data, "shape") else len(data)

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from .. import __version__
 from ..schemas.capture import Capture
@@ -23,14 +22,25 @@ from ..schemas.errors import InvalidRecord, TraceExists
 from ..schemas.layout import METRICS, SCORES, SEQUENCES, TOKENIZER
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
-from ..schemas.tables import METRICS_TABLE
 from ..schemas.writer_state import CLOSED
 from . import environment
 from .batch import Batch
-from .dense import BFLOAT16, Distribution
-from .ragged import Padding, Ragged, flatten
-from .rows import Forward, ScoreRows, SequenceRows, aligned, check_logprobs, per_row, rounding_tolerance
-from .staging import is_tensor, on_device, stage, to_numpy
+from .dense import Distribution, bits
+from .metrics import metric_rows
+from .ragged import Padding, Ragged, flatten, num_rows
+from .rows import (
+    Forward,
+    ScoreRows,
+    SequenceRows,
+    aligned,
+    check_logprobs,
+    is_per_token,
+    of_rows,
+    per_row,
+    rounding_tolerance,
+    with_holes,
+)
+from .staging import Staged, to_numpy
 from .store import Store, create_trace, join_trace, whole_file
 from .writer import QUEUE_BYTES, TraceWriter, now
 
@@ -122,13 +132,18 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last."""
-        self.writer.close()
+    def close(self, *, at_exit: bool = False) -> None:
+        """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
+
+        `at_exit` says that the interpreter is ending.
+        """
+        self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
         """Which sequences' distributions are to be kept: [B] bool, the same in every process and every run."""
+        if not self.capture.dense:
+            return np.zeros(len(seq_ids), bool)
         return np.array([self.capture.selects(step, seq_id) for seq_id in seq_ids], bool)
 
     def add_contract(self, pass_name: str, contract: Contract) -> str:
@@ -194,11 +209,11 @@ class Recorder:
 
         Raises InvalidRecord.
         """
-        seq_ids = self._sequence_names(step, seq_ids, _num_rows(response_ids))
+        seq_ids = self._sequence_names(step, seq_ids, num_rows(response_ids))
         rows = len(seq_ids)
         batch = Batch(step, seq_ids, policy_version)
-        per_token_advantage = advantage is not None and _is_per_token(advantage)
-        staged = _Staged(
+        per_token_advantage = advantage is not None and is_per_token(advantage)
+        staged = Staged(
             response_ids=response_ids,
             prompt_ids=prompt_ids,
             response_attention_mask=response_attention_mask,
@@ -259,14 +274,14 @@ class Recorder:
         """
         check_pass(pass_name, self._declared)
         chosen = batch.rows(rows)
-        if _num_rows(logprobs) != len(chosen):
+        if num_rows(logprobs) != len(chosen):
             raise InvalidRecord(
-                f"step {batch.step}, pass {pass_name!r}: {_num_rows(logprobs)} rows of logprobs for {len(chosen)} "
+                f"step {batch.step}, pass {pass_name!r}: {num_rows(logprobs)} rows of logprobs for {len(chosen)} "
                 "sequences; pass rows= to score some of the batch"
             )
         iteration = batch.next_iteration(pass_name, chosen)
-        version = policy_version if policy_version is not None else _of_rows(batch.policy_version, chosen, len(batch))
-        staged = _Staged(
+        version = policy_version if policy_version is not None else of_rows(batch.policy_version, chosen, len(batch))
+        staged = Staged(
             logprobs=logprobs,
             entropy=entropy,
             top2_gap=top2_gap,
@@ -284,7 +299,7 @@ class Recorder:
             values = staged.values()
             scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
             scores.contract, scores.iteration, scores.forward = contract, iteration, forward
-            dense = {name: _bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
+            dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
             return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64)
 
         self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
@@ -304,21 +319,15 @@ class Recorder:
         self._add_metrics(0, {HYPERPARAMETER + name: value for name, value in values.items()})
 
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        names = list(values)
-        staged = _Staged(values=list(values.values()))
-        logged_at = datetime.now(UTC)
+        if not values:
+            return
+        names, staged, logged_at = list(values), Staged(values=list(values.values())), datetime.now(UTC)
 
-        def append(prepared: list[Any]) -> None:
-            numbers = [_number(value) for value in prepared]
-            texts = [None if number is not None else str(v) for number, v in zip(numbers, prepared, strict=True)]
-            count = len(names)
-            columns = [[step] * count, names, numbers, texts, [logged_at] * count, [self.writer.name] * count]
-            schema = METRICS_TABLE.schema
-            arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-            self.writer.append(METRICS, pa.record_batch(arrays, schema=schema))
+        def append(given: list[Any]) -> None:
+            rows = metric_rows(step, dict(zip(names, given, strict=True)), logged_at, self.writer.name)
+            self.writer.append(METRICS, rows)
 
-        if names:
-            self._submit(staged, lambda: staged.values()["values"], append)
+        self._submit(staged, lambda: staged.values()["values"], append)
 
     def _sequence_names(self, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
         if self._ordered and self._step is not None and step < self._step:
@@ -391,10 +400,12 @@ class Recorder:
             return aligned(values[name], dtype, padding, lengths, seq_ids, step, what)
 
         scored = per_token("scored_mask", bool)
-        columns = {name: _with_holes(per_token(name), scored) for name in ("logprobs", "entropy", "top2_gap")}
-        if columns["logprobs"] is not None:
+        logprobs, entropy, top2_gap = (
+            with_holes(per_token(name), scored) for name in ("logprobs", "entropy", "top2_gap")
+        )
+        if logprobs is not None:
             if self._checks_logprobs:
-                check_logprobs(columns["logprobs"], tolerance, seq_ids, step, pass_name)
+                check_logprobs(logprobs, tolerance, seq_ids, step, pass_name)
             self._warn_rounded(pass_name, values["logprobs"])
         return ScoreRows(
             pass_name=pass_name,
@@ -403,7 +414,9 @@ class Recorder:
             writer=self.writer.name,
             contract=None,
             policy_version=per_row(values["policy_version"], len(chosen), "policy_version"),
-            **columns,
+            logprobs=logprobs,
+            entropy=entropy,
+            top2_gap=top2_gap,
         )
 
     def _append_sequences(self, rows: SequenceRows) -> None:
@@ -433,7 +446,7 @@ class Recorder:
             scores.dense = [places.get(int(row)) for row in chosen]
         self.writer.append(SCORES, scores.to_batch())
 
-    def _submit(self, staged: _Staged, prepare: Callable[[], Any], append: Callable[[Any], None]) -> None:
+    def _submit(self, staged: Staged, prepare: Callable[[], Any], append: Callable[[Any], None]) -> None:
         """Check and flatten now what is on the host, later what is still on its way; write later."""
         if staged.wait:
             staged.start()
@@ -459,95 +472,8 @@ class Recorder:
 _BACK = "steps never go back within a writer; a run that was resumed opens a recorder of its own"
 
 
-class _Staged:
-    """Values that are handed over to the writing thread, some of them on their way from a device."""
-
-    def __init__(self, **values: Any):
-        self._values = values
-        self._waiting: dict[str, Callable[[], Any]] | None = None
-        self.wait = any(_any_on_device(value) for value in values.values())
-        self.num_bytes = sum(_num_bytes(value) for value in values.values())
-
-    def start(self) -> None:
-        """Begin the copies."""
-        self._waiting = {name: stage(value) for name, value in self._values.items()}
-
-    def values(self) -> dict[str, Any]:
-        """Every value, on the host."""
-        if self._waiting is None:
-            return self._values
-        return {name: wait() for name, wait in self._waiting.items()}
-
-
-def _any_on_device(value: Any) -> bool:
-    return on_device(value) or (isinstance(value, (list, tuple)) and any(on_device(item) for item in value))
-
-
-def _num_bytes(value: Any) -> int:
-    if is_tensor(value):
-        return int(value.numel() * value.element_size())
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, (list, tuple)):
-        return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)
-    return 0
-
-
-def _num_rows(data: Any) -> int:
-    if isinstance(data, Ragged):
-        return len(data)
-    return int(data.shape[0]) if hasattr(data, "shape") else len(data)
-
-
 def _padding(mask: Any) -> Padding | None:
     return None if mask is None else Padding.of(mask)
-
-
-def _is_per_token(advantage: Any) -> bool:
-    if isinstance(advantage, Ragged):
-        return True
-    if hasattr(advantage, "ndim"):
-        return int(advantage.ndim) == 2
-    return isinstance(advantage, (list, tuple)) and bool(advantage) and hasattr(advantage[0], "__len__")
-
-
-def _of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """The part of a per-row value that belongs to some rows."""
-    if isinstance(value, (list, tuple)):
-        return [value[row] for row in rows]
-    if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
-        return value[rows.tolist()] if is_tensor(value) else value[rows]
-    return value
-
-
-def _with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
-    """Mark values as not recorded where the pass gave none."""
-    if values is None or scored is None or scored.values.all():
-        return values
-    valid = scored.values if values.valid is None else values.valid & scored.values
-    return Ragged(values.values, values.lengths, valid)
-
-
-def _bits(value: Any) -> tuple[np.ndarray, str]:
-    """A captured array as NumPy holds it, and the name of its dtype; bfloat16 as the bits of uint16."""
-    if is_tensor(value):
-        name = str(value.dtype).removeprefix("torch.")
-        value = value.detach()
-        if name == BFLOAT16:
-            import torch
-
-            return np.asarray(value.contiguous().view(torch.uint16).numpy()), BFLOAT16
-        return np.asarray(value.contiguous().numpy()), name
-    array = np.asarray(value)
-    return array, array.dtype.name
-
-
-def _number(value: Any) -> float | None:
-    """The value as a number, or None when it is not one."""
-    if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
-        array = to_numpy(value)
-        return float(array) if array.size == 1 and array.dtype.kind in "fiub" else None
-    return float(value) if isinstance(value, (bool, int, float)) else None
 
 
 def _refuse_finished(folder: Any, path: Any) -> None:

@@ -17,9 +17,6 @@ from ..schemas.tables import SCORES_TABLE, SEQUENCES_TABLE
 from .ragged import Padding, Ragged, flatten
 from .staging import is_tensor, to_numpy
 
-SEQUENCE_SCHEMA = SEQUENCES_TABLE.schema
-SCORE_SCHEMA = SCORES_TABLE.schema
-
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
 """How far above 0 a logprob may lie by rounding: one unit in the last place of a logit near 16 in that dtype."""
 FLOAT32_ROUNDING_NATS = 1e-3
@@ -62,19 +59,19 @@ class SequenceRows:
     def to_batch(self) -> pa.RecordBatch:
         rows = len(self.seq_ids)
         columns: dict[str, Any] = {
-            "step": pa.repeat(pa.scalar(self.step, pa.int64()), rows),
+            "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
-            "writer": pa.repeat(pa.scalar(self.writer, pa.string()), rows),
+            "writer": self.writer,
             "num_response_tokens": pa.array(self.response_ids.lengths.astype(np.int32)),
             "rewards": _reward_maps(self.rewards, rows),
         }
         for name in ("prompt_ids", "response_ids", "response_mask", "advantages"):
             ragged: Ragged | None = getattr(self, name)
             if ragged is not None:
-                columns[name] = ragged.to_arrow(SEQUENCE_SCHEMA.field(name).type)
+                columns[name] = ragged.to_arrow(_SEQUENCES.types[name])
         if self.prompt_ids is not None:
             columns["num_prompt_tokens"] = pa.array(self.prompt_ids.lengths.astype(np.int32))
-        return _batch(SEQUENCE_SCHEMA, columns | self.scalars, rows)
+        return _SEQUENCES.batch(columns | self.scalars, rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,10 +95,10 @@ class ScoreRows:
     def to_batch(self) -> pa.RecordBatch:
         rows = len(self.seq_ids)
         columns: dict[str, Any] = {
-            "pass": pa.repeat(pa.scalar(self.pass_name, pa.string()), rows),
-            "step": pa.repeat(pa.scalar(self.step, pa.int64()), rows),
+            "pass": self.pass_name,
+            "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
-            "writer": pa.repeat(pa.scalar(self.writer, pa.string()), rows),
+            "writer": self.writer,
             "iteration": self.iteration,
             "policy_version": self.policy_version,
             "contract": self.contract,
@@ -109,7 +106,7 @@ class ScoreRows:
         for name in ("logprobs", "entropy", "top2_gap"):
             ragged: Ragged | None = getattr(self, name)
             if ragged is not None:
-                columns[name] = ragged.to_arrow(SCORE_SCHEMA.field(name).type)
+                columns[name] = ragged.to_arrow(_SCORES.types[name])
         if self.forward is not None:
             columns |= {
                 "forward_id": self.forward.ids,
@@ -121,23 +118,40 @@ class ScoreRows:
         if self.dense is not None:
             columns["dense"] = [None if entry is None else entry[0] for entry in self.dense]
             columns["dense_start"] = [None if entry is None else entry[1] for entry in self.dense]
-        return _batch(SCORE_SCHEMA, columns, rows)
+        return _SCORES.batch(columns, rows)
 
 
-def _batch(schema: pa.Schema, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
-    return pa.record_batch([_column(columns.get(f.name), f.type, rows) for f in schema], schema=schema)
+class _Builder:
+    """Builds record batches of one table. Most columns are one value for all rows, the same from batch to batch."""
+
+    def __init__(self, schema: pa.Schema):
+        self.schema = schema
+        self.types: dict[str, pa.DataType] = {field.name: field.type for field in schema}
+        self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
+
+    def batch(self, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
+        """Make a batch of [rows] values a column; a column that is not given is NULL."""
+        arrays = [self._column(name, columns.get(name), rows) for name in self.types]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _column(self, name: str, value: Any, rows: int) -> pa.Array:
+        if isinstance(value, pa.Array):
+            return value
+        if isinstance(value, (list, tuple)):
+            return pa.array(value, self.types[name])
+        if is_tensor(value) or isinstance(value, np.ndarray):
+            return pa.array(to_numpy(value), self.types[name], safe=False)
+        key = (name, value, rows)
+        if key not in self._repeated:
+            if len(self._repeated) > 512:
+                self._repeated.clear()
+            scalar = pa.scalar(value, self.types[name])
+            self._repeated[key] = pa.nulls(rows, self.types[name]) if value is None else pa.repeat(scalar, rows)
+        return self._repeated[key]
 
 
-def _column(value: Any, type: pa.DataType, rows: int) -> pa.Array:
-    if value is None:
-        return pa.nulls(rows, type)
-    if isinstance(value, pa.Array):
-        return value
-    if isinstance(value, (list, tuple)):
-        return pa.array(value, type)
-    if is_tensor(value) or isinstance(value, np.ndarray):
-        return pa.array(to_numpy(value), type, safe=False)
-    return pa.repeat(pa.scalar(value, type), rows)
+_SEQUENCES = _Builder(SEQUENCES_TABLE.schema)
+_SCORES = _Builder(SCORES_TABLE.schema)
 
 
 def _reward_maps(rewards: Mapping[str, np.ndarray] | None, rows: int) -> pa.Array | None:
@@ -160,7 +174,9 @@ def per_row(value: Any, rows: int, what: str) -> Any:
         if array.ndim == 0:
             return array.item()
         if array.shape != (rows,):
-            raise InvalidRecord(f"{what}: got shape {array.shape}; give one value, or one for each of the {rows} sequences")
+            raise InvalidRecord(
+                f"{what}: got shape {array.shape}; give one value, or one for each of the {rows} sequences"
+            )
         return array
     values = list(value)
     if len(values) != rows:
@@ -185,9 +201,7 @@ def aligned(
     return ragged
 
 
-def check_logprobs(
-    logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str
-) -> None:
+def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
     """Raise InvalidRecord for a logprob above 0 by more than rounding. NaN and infinities pass: they are findings."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
@@ -208,6 +222,32 @@ def rounding_tolerance(data: Any) -> float:
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
+
+
+def is_per_token(advantage: Any) -> bool:
+    """Whether an advantage is given for each token, and not for each sequence."""
+    if isinstance(advantage, Ragged):
+        return True
+    if hasattr(advantage, "ndim"):
+        return int(advantage.ndim) == 2
+    return isinstance(advantage, (list, tuple)) and bool(advantage) and hasattr(advantage[0], "__len__")
+
+
+def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
+    """The part of a per-row value that belongs to some rows."""
+    if isinstance(value, (list, tuple)):
+        return [value[row] for row in rows]
+    if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
+        return value[rows.tolist()] if is_tensor(value) else value[rows]
+    return value
+
+
+def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
+    """Mark values as not recorded where the pass gave none."""
+    if values is None or scored is None or scored.values.all():
+        return values
+    valid = scored.values if values.valid is None else values.valid & scored.values
+    return Ragged(values.values, values.lengths, valid)
 
 
 def _more(wrong: np.ndarray) -> str:

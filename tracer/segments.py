@@ -35,7 +35,7 @@ class SegmentWriter:
 
     def append(self, table: str, batch: pa.RecordBatch) -> None:
         """Append rows of a table of the trace."""
-        self._stream(table, TABLES[table].schema).append(batch)
+        self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
         """Append distributions of a pass (array name -> values [N, ...], dtype) and return their group and first row."""
@@ -43,7 +43,7 @@ class SegmentWriter:
         start = self._dense_rows.get(group, 0)
         for name, (values, dtype) in arrays.items():
             batch = dense.block(group, name, start, values, dtype)
-            self._stream(DENSE_TABLE, DENSE_SCHEMA).append(batch)
+            self._stream(DENSE_TABLE).append(batch)
             self._dense_rows[group] = start + len(values)
         return group, start
 
@@ -52,11 +52,16 @@ class SegmentWriter:
         if sum(stream.num_bytes for stream in self._streams.values()) >= self.seal_bytes:
             self.seal()
 
-    def seal(self) -> None:
-        """Turn the journal into Parquet and Zarr, and begin the next segment; waits for the segment before."""
+    def seal(self, *, distributions: bool = True) -> None:
+        """Turn the journal into Parquet and Zarr, and begin the next segment; waits for the segment before.
+
+        Without `distributions` theirs stays a journal.
+        """
         if self._streams:
             tables, segment = list(self._streams), self.segment
             self._close_streams()
+            if not distributions:
+                tables = [table for table in tables if table != DENSE_TABLE]
             for is_scores, sealer in self._sealers.items():
                 mine = [table for table in tables if (table == SCORES) == is_scores]
                 sealer.submit(partial(_seal_tables, self.folder, segment, mine), 1)
@@ -64,9 +69,9 @@ class SegmentWriter:
             self._dense_rows = {}
         self._raise_sealing()
 
-    def close(self) -> None:
+    def close(self, *, distributions: bool = True) -> None:
         """Seal what there is and wait for it."""
-        self.seal()
+        self.seal(distributions=distributions)
         self._end_sealers()
         self._raise_sealing()
 
@@ -87,8 +92,9 @@ class SegmentWriter:
             if sealer.error is not None:
                 raise sealer.error
 
-    def _stream(self, table: str, schema: pa.Schema) -> JournalStream:
+    def _stream(self, table: str) -> JournalStream:
         if table not in self._streams:
+            schema = DENSE_SCHEMA if table == DENSE_TABLE else TABLES[table].schema
             self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
         return self._streams[table]
 

@@ -84,3 +84,37 @@ def _side_stream(device: Any) -> Any:
     if device not in _SIDE_STREAMS:
         _SIDE_STREAMS[device] = torch.cuda.Stream(device=device)
     return _SIDE_STREAMS[device]
+
+
+class Staged:
+    """Values that are handed over to the writing thread, some of them on their way from a device."""
+
+    def __init__(self, **values: Any):
+        self._values = values
+        self._waiting: dict[str, Callable[[], Any]] | None = None
+        self.wait = any(_any_on_device(value) for value in values.values())
+        self.num_bytes = sum(_num_bytes(value) for value in values.values())
+
+    def start(self) -> None:
+        """Begin the copies."""
+        self._waiting = {name: stage(value) for name, value in self._values.items()}
+
+    def values(self) -> dict[str, Any]:
+        """Every value, on the host."""
+        if self._waiting is None:
+            return self._values
+        return {name: wait() for name, wait in self._waiting.items()}
+
+
+def _any_on_device(value: Any) -> bool:
+    return on_device(value) or (isinstance(value, (list, tuple)) and any(on_device(item) for item in value))
+
+
+def _num_bytes(value: Any) -> int:
+    if is_tensor(value):
+        return int(value.numel() * value.element_size())
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)
+    return 0

@@ -54,14 +54,16 @@ class Store:
     def read_bytes(self, relative: str) -> bytes:
         return bytes(self.filesystem.cat_file(self.path(relative)))
 
-    def list(self, folder: str) -> dict[str, int]:
+    def files(self, folder: str) -> dict[str, int]:
         """Finished files directly in a folder: name -> bytes, sorted by name; empty when there is no such folder."""
         self.filesystem.invalidate_cache(self.path(folder))
         try:
             entries = self.filesystem.ls(self.path(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        found = {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries if entry["type"] == "file"}
+        found = {
+            entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries if entry["type"] == "file"
+        }
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def size(self, folder: str) -> int:
@@ -104,10 +106,12 @@ class Store:
     def writers(self) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; what could not be read comes second, a sentence each."""
         states, damaged = [], []
-        for name in self.list(WRITERS):
+        for name in self.files(WRITERS):
             relative = f"{WRITERS}/{name}"
             try:
-                states.append(parse_writer_state(self.read_bytes(relative).decode("utf-8", "replace"), self.shown(relative)))
+                states.append(
+                    parse_writer_state(self.read_bytes(relative).decode("utf-8", "replace"), self.shown(relative))
+                )
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
@@ -145,7 +149,9 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
-            if any(not entry.name.startswith(TEMPORARY_PREFIX) and entry.name != MANIFEST for entry in folder.iterdir()):
+            if any(
+                not entry.name.startswith(TEMPORARY_PREFIX) and entry.name != MANIFEST for entry in folder.iterdir()
+            ):
                 if not (folder / MANIFEST).exists():
                     raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder")
             else:
@@ -188,7 +194,7 @@ def remove_temporaries(folder: Path) -> None:
 def segments(store: Store, folder: str, suffix: str) -> dict[Segment, int]:
     """Segments that have a file with this suffix in a folder -> its bytes."""
     found = {}
-    for name, size in store.list(folder).items():
+    for name, size in store.files(folder).items():
         segment = Segment.parse(name.removesuffix(suffix)) if name.endswith(suffix) else None
         if segment is not None:
             found[segment] = size

@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -121,12 +122,17 @@ class TraceWriter:
         self.segments.abandon()
         self._end()
 
-    def close(self) -> None:
-        """Write what is queued, seal it, and mark the writer closed; does nothing in a forked child."""
+    def close(self, *, at_exit: bool = False) -> None:
+        """Write what is queued, seal it, and mark the writer closed; does nothing in a forked child.
+
+        At the exit of the interpreter distributions stay in the journal: Zarr starts threads, which is too late then.
+        Readers take them from there, and `tim-trace record` seals them.
+        """
         if self.state.pid != os.getpid():
             return
         if self.is_open:
-            self._worker.submit(lambda: self._run(self.segments.close), 0)
+            close = partial(self.segments.close, distributions=not at_exit)
+            self._worker.submit(lambda: self._run(close), 0)
         self._worker.close()
         if self.is_open:
             self.state.state = CLOSED

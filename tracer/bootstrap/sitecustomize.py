@@ -7,7 +7,7 @@ import os
 import sys
 
 
-def _activate():
+def _activate() -> None:
     try:
         from tim_trace.tracer.hooks.activate import activate
     except ImportError as error:
@@ -20,13 +20,13 @@ def _activate():
     activate()
 
 
-def _give_way():
+def _give_way() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     kept = sys.path[:]
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     mine = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise

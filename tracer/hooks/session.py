@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -52,6 +53,8 @@ class Session:
         self._pid = os.getpid()
         self._told: set[str] = set()
         self._exit_registered = False
+        self._depth = 0
+        self.spent_s = 0.0
 
     @property
     def is_recording(self) -> bool:
@@ -73,11 +76,19 @@ class Session:
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Keep an error of recording from the program; `what` names what is not recorded from here on."""
+        """Keep an error of recording from the program; `what` names what is not recorded from here on.
+
+        The time that passes inside is what recording costs the program.
+        """
+        begin, self._depth = time.perf_counter(), self._depth + 1
         try:
             yield
         except Exception as error:
             self.stop(what, error)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.spent_s += time.perf_counter() - begin
 
     def stop(self, what: str, error: Exception) -> None:
         """End this process's recording and say why."""
@@ -105,8 +116,9 @@ class Session:
     def close(self) -> None:
         """Seal what this process recorded."""
         if self._recorder is not None and self._pid == os.getpid():
+            self._recorder.writer.state.spent_s = self.spent_s
             with self.guard("the end"):
-                self._recorder.close()
+                self._recorder.close(at_exit=True)
 
     def _close_at_exit(self) -> None:
         if not self._exit_registered:

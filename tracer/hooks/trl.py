@@ -8,25 +8,41 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
-from .. import environment
+from ..batch import Batch
+from .calls import arguments
+from .engine_call import EngineCall
 from .patches import Patches
 from .session import Session
 from .tokenizer import tokenizer_identity
-from .trl_contract import generation_contract, model_identity, reference_contract, sampling, scoring_contract, server_contract
+from .trl_batches import (
+    ROW_KEY,
+    engine_call_of,
+    finish_reasons,
+    left_padded,
+    local_rewards,
+    loss_of,
+    named_passes,
+    right_padded,
+    row_keys,
+    scoring_of,
+)
+from .trl_contract import (
+    generation_contract,
+    model_identity,
+    reference_contract,
+    sampling,
+    scoring_contract,
+    server_contract,
+)
 from .trl_distributions import HeadTap
-from .trl_state import Generation, Loss, Recorded, Scoring
+from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState
 from .versions import version_sentence
-from .vllm_logprobs import gathered
-
-ROW_KEY = "tim_trace_row"
-"""Rides along in the trainer's batches, so that a shuffled micro-batch tells which rows it holds."""
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
@@ -40,9 +56,6 @@ POINTS = {
     "log": "logged metrics",
 }
 """Function of a trainer -> what it gives."""
-
-_KEPT_BATCHES = 4
-"""Generation batches that the loss may still go through."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -78,33 +91,6 @@ def _install_class(session: Session, trainer_class: type, patches: Patches) -> N
         session.note(sentence)
 
 
-class TrainerState:
-    """What is known of one trainer."""
-
-    def __init__(self) -> None:
-        self.generation: Generation | None = None
-        self.loss: Loss | None = None
-        self.recorded: dict[int, Recorded] = {}
-        self.num_batches = 0
-        self.num_forwards: dict[str, int] = {}
-        self.described = False
-        self.logged_step: int | None = None
-        self._contracts: dict[Any, Contract] = {}
-        self._settings: Any = None
-
-    def refresh_contracts(self) -> None:
-        """Read contracts anew once torch's settings have changed."""
-        settings = environment.torch_settings_key()
-        if settings != self._settings:
-            self._settings, self._contracts = settings, {}
-
-    def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """A contract, the same object for as long as nothing in it changes."""
-        if key not in self._contracts:
-            self._contracts[key] = read()
-        return self._contracts[key]
-
-
 class TrainerHooks:
     """What runs around a trainer's functions. Each calls the original and returns what it returned."""
 
@@ -112,7 +98,9 @@ class TrainerHooks:
         self.session = session
         self._states: weakref.WeakKeyDictionary[Any, TrainerState] = weakref.WeakKeyDictionary()
 
-    def generate_and_score(self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_and_score(
+        self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not trainer.model.training or not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
@@ -155,19 +143,21 @@ class TrainerHooks:
         call: dict[str, Any] = {}
         tap = None
         with self.session.guard("a pass"):
-            call = _arguments(original, trainer, *args, **kwargs)
+            call = arguments(original, trainer, *args, **kwargs)
             tap = self._tap(trainer, state, call)
-        with tap or _nothing():
+        with tap or nullcontext():
             result = original(trainer, *args, **kwargs)
         with self.session.guard("a pass"):
-            phase.scorings.append(_scoring(trainer, call, result, tap))
+            phase.scorings.append(scoring_of(trainer, call, result, tap))
         return result
 
-    def compute_loss(self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         state = self._state(trainer)
         if trainer.model.training and self.session.is_recording:
             with self.session.guard("the loss"):
-                state.loss = _loss(state, inputs)
+                state.loss = loss_of(state.recorded, inputs)
         try:
             result = original(trainer, model, inputs, *args, **kwargs)
             if state.loss is not None:
@@ -181,7 +171,7 @@ class TrainerHooks:
         state, step = self._state(trainer), trainer.state.global_step
         if step > 0 and state.logged_step != step and trainer.is_world_process_zero() and self.session.is_recording:
             with self.session.guard("learning rate and grad norm"):
-                call = _arguments(original, trainer, *args, **kwargs)
+                call = arguments(original, trainer, *args, **kwargs)
                 rate = call.get("learning_rate")
                 rate = trainer._get_learning_rate() if rate is None else rate
                 values = {"learning_rate": rate, "grad_norm": call.get("grad_norm")}
@@ -257,35 +247,38 @@ class TrainerHooks:
             return None
         return HeadTap(trainer, call, np.flatnonzero(captured), lengths, self.session.capture)
 
-    def _record_generation(self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]) -> None:
+    def _record_generation(
+        self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
+    ) -> None:
         recorder = self.session.recorder
-        assert generation.prompt_lengths is not None and generation.response_lengths is not None
+        assert generation.prompt_lengths is not None
+        assert generation.response_lengths is not None
         response_ids = output["completion_ids"]
         rows, width = response_ids.shape
         response_mask = output["completion_mask"]
         if "tool_mask" in output:
             response_mask = response_mask * output["tool_mask"]
         settings = sampling(trainer)
-        samples = _engine_samples(generation, rows)
+        call = engine_call_of(generation)
         batch = recorder.add_sequences(
             step=generation.step,
             seq_ids=generation.seq_ids,
             group_ids=generation.group_ids,
             policy_version=generation.policy_version,
             prompt_ids=output["prompt_ids"],
-            prompt_attention_mask=_last(output["prompt_ids"].shape[1], generation.prompt_lengths),
+            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generation.prompt_lengths),
             response_ids=response_ids,
-            response_attention_mask=_first(width, generation.response_lengths),
+            response_attention_mask=right_padded(width, generation.response_lengths),
             response_mask=response_mask,
             advantage=output["advantages"],
-            **_rewards(trainer, generation, rows),
+            **local_rewards(trainer, generation, rows),
             temperature=settings.get("temperature"),
             top_p=settings.get("top_p"),
             top_k=settings.get("top_k"),
             min_p=settings.get("min_p") or 0.0,
             repetition_penalty=settings.get("repetition_penalty"),
             max_tokens=settings.get("max_completion_length"),
-            finish_reason=_finish_reasons(trainer, samples, generation),
+            finish_reason=finish_reasons(trainer, call, generation),
         )
         recorded = Recorded(
             batch=batch,
@@ -298,38 +291,36 @@ class TrainerHooks:
             captured=generation.captured,
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )
-        self._record_rollout(generation, batch, samples, output)
+        self._record_rollout(generation, batch, call, output)
         self._record_passes(trainer, state, generation, recorded, output)
-        index = state.num_batches
-        state.num_batches += 1
-        state.recorded[index] = recorded
-        state.recorded.pop(index - _KEPT_BATCHES, None)
-        output[ROW_KEY] = _row_keys(index, rows)
+        output[ROW_KEY] = row_keys(state.keep(recorded), rows)
 
-    def _record_rollout(self, generation: Generation, batch: Any, samples: list[Any] | None, output: dict[str, Any]) -> None:
-        recorder = self.session.recorder
-        logprobs = output.get("sampling_per_token_logps")
-        if logprobs is None and samples is not None and all(sample.logprobs is not None for sample in samples):
-            logprobs = [sample.logprobs for sample in samples]
+    def _record_rollout(
+        self, generation: Generation, batch: Batch, call: EngineCall | None, output: dict[str, Any]
+    ) -> None:
+        logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
+        if logprobs is None and call is not None:
+            # RLOO throws the engine's logprobs away; nothing of them is missing where the engine gave any.
+            logprobs, tool_mask = call.logprobs(), None
+            logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
             return
-        captured = [row for row, sample in enumerate(samples or []) if sample.distribution is not None]
-        distribution = gathered([samples[row].distribution for row in captured]) if samples else None
-        recorder.add_scores(
+        captured = call.captured() if call is not None and self.session.capture.dense else []
+        self.session.recorder.add_scores(
             ROLLOUT,
             batch,
             logprobs=logprobs,
             # Tool output was not sampled; the trainer fills its places with 0.0.
-            scored_mask=output.get("tool_mask") if hasattr(logprobs, "shape") else None,
+            scored_mask=tool_mask,
             policy_version=generation.policy_version,
-            distribution=distribution,
+            distribution=call.distribution(captured) if call is not None and captured else None,
             captured_rows=captured,
         )
 
     def _record_passes(
         self, trainer: Any, state: TrainerState, generation: Generation, recorded: Recorded, output: dict[str, Any]
     ) -> None:
-        for pass_name, scoring in _passes(generation.scorings, output):
+        for pass_name, scoring in named_passes(generation.scorings, output):
             if pass_name == TRAIN:
                 recorded.train_scored[:] = True
                 contract = state.contract(TRAIN, lambda: scoring_contract(trainer, source="recomputed", grad=False))
@@ -369,9 +360,8 @@ class TrainerHooks:
     ) -> None:
         recorder = self.session.recorder
         recorder.add_contract(pass_name, contract)
-        first = state.num_forwards.get(pass_name, 0)
+        first = state.next_forwards(pass_name, -(-len(rows) // scoring.rows_a_forward))
         forward = recorded.forward(rows, scoring.rows_a_forward, first)
-        state.num_forwards[pass_name] = int(forward.ids[-1]) + 1
         recorder.add_scores(
             pass_name,
             recorded.batch,
@@ -384,106 +374,3 @@ class TrainerHooks:
             distribution=scoring.distribution if pass_name == TRAIN else None,
             captured_rows=rows[scoring.captured_rows],
         )
-
-
-def _passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name the scorings of a generation: those that the trainer keeps tell by identity, RLOO's by their order."""
-    named = []
-    for index, scoring in enumerate(scorings):
-        if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
-            named.append((REFERENCE, scoring))
-        elif scoring.logprobs is output.get("old_per_token_logps") or index == 0:
-            named.append((TRAIN, scoring))
-        else:
-            named.append((REFERENCE, scoring))
-    return named
-
-
-def _scoring(trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | None) -> Scoring:
-    logprobs, entropy = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
-    return Scoring(
-        logprobs=logprobs,
-        entropy=entropy,
-        is_reference=call["model"] is getattr(trainer, "ref_model", None),
-        rows_a_forward=call.get("batch_size") or len(call["input_ids"]),
-        distribution=tap.distribution() if tap else None,
-        captured_rows=tap.rows.tolist() if tap else [],
-    )
-
-
-def _loss(state: TrainerState, inputs: Any) -> Loss | None:
-    """Find which recorded rows a loss works on; None when they were not recorded."""
-    keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
-    if keys is None or not len(keys):
-        return None
-    keys = keys.cpu()
-    index, rows = int(keys[0, 0]), keys[:, 1].numpy()
-    recorded = state.recorded.get(index)
-    if recorded is None:
-        return None
-    return Loss(
-        recorded=recorded, rows=rows, scored_mask=inputs["completion_mask"] if recorded.masks_attention else None
-    )
-
-
-def _row_keys(index: int, rows: int) -> Any:
-    """[B, 2] host tensor: which recorded batch, which row."""
-    import torch
-
-    return torch.stack([torch.full((rows,), index), torch.arange(rows)], dim=1)
-
-
-def _rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
-    """This process's rewards: each function's, and their weighted sum as the trainer adds it up."""
-    per_func = generation.rewards_per_func
-    if per_func is None:
-        return {}
-    first = trainer.accelerator.process_index * rows
-    per_func = per_func[first : first + rows]
-    reward = (per_func * trainer.reward_weights.to(per_func.device).unsqueeze(0)).nansum(dim=1)
-    reward = reward.masked_fill(per_func.isnan().all(dim=1), float("nan"))
-    names = list(trainer.reward_func_names)
-    return {"reward": reward, "rewards": {name: per_func[:, column] for column, name in enumerate(names)}}
-
-
-def _engine_samples(generation: Generation, rows: int) -> list[Any] | None:
-    """What the engine returned for each row, when one call gave exactly these rows."""
-    if len(generation.engine_calls) != 1 or len(generation.engine_calls[0]) != rows:
-        return None
-    samples = generation.engine_calls[0]
-    lengths = [len(sample.token_ids) for sample in samples]
-    return samples if lengths == generation.response_lengths.tolist() else None  # type: ignore[union-attr]
-
-
-def _finish_reasons(trainer: Any, samples: list[Any] | None, generation: Generation) -> list[str | None]:
-    """The engine's word, else `stop` for a response that ends with an end token and `length` for another."""
-    if samples is not None:
-        return [sample.finish_reason for sample in samples]
-    ends = {*getattr(trainer, "eos_token_ids", ()), trainer._tokenizer.pad_token_id}
-    return [None if token is None else "stop" if token in ends else "length" for token in generation.last_tokens]
-
-
-def _first(width: int, lengths: np.ndarray) -> np.ndarray:
-    """[B, width] mask of right-padded rows."""
-    return np.arange(width)[None, :] < lengths[:, None]
-
-
-def _last(width: int, lengths: np.ndarray) -> np.ndarray:
-    """[B, width] mask of left-padded rows."""
-    return np.arange(width)[None, :] >= width - lengths[:, None]
-
-
-@lru_cache(maxsize=16)
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-def _arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The call's arguments by name."""
-    return dict(_signature(function).bind(*args, **kwargs).arguments)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...

@@ -5,14 +5,18 @@ Shapes: B rows of one process's generation batch, P padded prompt width, T padde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ...schemas.contract import Contract
+from .. import environment
 from ..batch import Batch
 from ..dense import Distribution
 from ..rows import Forward
+from .engine_call import EngineCall
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,16 +31,6 @@ class Scoring:
     rows_a_forward: int
     distribution: Distribution | None = None
     captured_rows: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineSample:
-    """What the engine returned for one row."""
-
-    token_ids: list[int]
-    logprobs: list[float] | None
-    finish_reason: str | None
-    distribution: dict[str, np.ndarray] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +50,7 @@ class Generation:
     rewards_per_func: Any = None
     """[all processes' rows, F] tensor"""
     scorings: list[Scoring] = field(default_factory=list)
-    engine_calls: list[list[EngineSample]] = field(default_factory=list)
+    engine_calls: list[EngineCall] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,3 +92,48 @@ class Loss:
     """Rows of the generation batch, in the loss's order."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
+
+
+_KEPT_BATCHES = 4
+"""Generation batches that the loss may still go through."""
+
+
+class TrainerState:
+    """What is known of one trainer."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.loss: Loss | None = None
+        self.recorded: dict[int, Recorded] = {}
+        self._num_batches = 0
+        self.num_forwards: dict[str, int] = {}
+        self.described = False
+        self.logged_step: int | None = None
+        self._contracts: dict[Any, Contract] = {}
+        self._settings: Any = None
+
+    def keep(self, recorded: Recorded) -> int:
+        """Number a recorded batch, so that a loss finds it; the oldest is forgotten."""
+        index = self._num_batches
+        self._num_batches += 1
+        self.recorded[index] = recorded
+        self.recorded.pop(index - _KEPT_BATCHES, None)
+        return index
+
+    def next_forwards(self, pass_name: str, count: int) -> int:
+        """Number of the first of `count` forwards of a pass."""
+        first = self.num_forwards.get(pass_name, 0)
+        self.num_forwards[pass_name] = first + count
+        return first
+
+    def refresh_contracts(self) -> None:
+        """Read contracts anew once torch's settings have changed."""
+        settings = environment.torch_settings_key()
+        if settings != self._settings:
+            self._settings, self._contracts = settings, {}
+
+    def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
+        """A contract, the same object for as long as nothing in it changes."""
+        if key not in self._contracts:
+            self._contracts[key] = read()
+        return self._contracts[key]

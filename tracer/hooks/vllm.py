@@ -5,22 +5,22 @@ Shapes: T response tokens, K kept tokens, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from .. import environment
+from .calls import arguments
+from .engine_call import EngineCall
 from .patches import Patches
 from .session import Session
 from .tokenizer import tokenizer_identity
-from .trl_state import EngineSample, Generation
+from .trl_state import Generation
 from .versions import version_sentence
 from .vllm_contract import engine_contract, sampling_settings
-from .vllm_logprobs import Requested, as_requested, distribution, gathered, sampled_logprobs
+from .vllm_logprobs import Requested, as_requested
 
 POINTS = {
     "generate": "rollouts of LLM.generate",
@@ -71,7 +71,7 @@ class EngineHooks:
                 kwargs["max_logprobs"] = max(needed, kwargs.get("max_logprobs", 20))
         result = original(llm, *args, **kwargs)
         with self.session.guard("vLLM's engine arguments"):
-            self._arguments[id(llm)] = _bound(original, llm, *args, **kwargs)
+            self._arguments[id(llm)] = arguments(original, llm, *args, **kwargs)
         return result
 
     def generate(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,18 +84,17 @@ class EngineHooks:
                 args, kwargs = (), prepared
         outputs = original(llm, *args, **kwargs)
         if requested:
-            given = [[completion.logprobs for completion in output.outputs] for output in outputs]
-            _put_back(outputs, requested)
+            given = _cut_down(outputs, requested)
             with self.session.guard("vLLM's rollouts"):
-                samples = [self._samples(*row) for row in zip(outputs, given, requested, strict=True)]
-                self._record(llm, outputs, samples, requested)
+                call = EngineCall(outputs=outputs, requested=requested, given=given, capture=self.session.capture)
+                self._record(llm, call)
         return outputs
 
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
         """Ask the engine for the sampled tokens' logprobs, and for the distributions of captured rows."""
-        call = _bound(original, llm, *args, **kwargs)
+        call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         rows = _num_prompts(call[prompts_name])
         params = call.get("sampling_params")
@@ -104,13 +103,18 @@ class EngineHooks:
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        asked = [_asking(p, self.session.capture if keep else None) for p, keep in zip(each, captured, strict=True)]
-        requested = [
-            Requested.of(old, changed=new is not old, captured=keep)
-            for old, new, keep in zip(each, asked, captured, strict=True)
-        ]
-        call["sampling_params"] = asked if any(wish.changed for wish in requested) else params
-        return call, requested
+        # Requests mostly share one object of parameters, so each (object, captured) is looked at once.
+        known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
+        for old, keep in zip(each, captured, strict=True):
+            if (id(old), keep) not in known:
+                new = _asking(old, self.session.capture if keep else None)
+                known[id(old), keep] = new, Requested.of(old, changed=new is not old, captured=keep)
+        both = [known[id(old), keep] for old, keep in zip(each, captured, strict=True)]
+        if any(wish.changed for _, wish in known.values()):
+            call["sampling_params"] = [new for new, _ in both]
+        else:
+            call["sampling_params"] = params
+        return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
         """Which of a call's prompts are to have their distributions kept."""
@@ -128,18 +132,6 @@ class EngineHooks:
             return [False] * rows
         return [bool(keep) for keep in generation.captured]
 
-    def _samples(self, output: Any, given: Sequence[Any], wish: Requested) -> list[EngineSample]:
-        """Read one request's completions; `given` holds their logprobs as the engine returned them."""
-        return [
-            EngineSample(
-                token_ids=list(completion.token_ids),
-                logprobs=None if logprobs is None else sampled_logprobs(logprobs, completion.token_ids),
-                finish_reason=completion.finish_reason,
-                distribution=distribution(logprobs, self.session.capture) if wish.captured else None,
-            )
-            for completion, logprobs in zip(output.outputs, given, strict=True)
-        ]
-
     def _contract(self, llm: Any, params: Any) -> Contract:
         """The engine's contract; the same object for as long as nothing in it changes."""
         key = (id(llm), sampling_settings(params), environment.torch_settings_key())
@@ -156,27 +148,25 @@ class EngineHooks:
         )
         recorder.save_tokenizer(tokenizer)
 
-    def _record(
-        self, llm: Any, outputs: Sequence[Any], samples: list[list[EngineSample]], requested: list[Requested]
-    ) -> None:
+    def _record(self, llm: Any, call: EngineCall) -> None:
         recorder = self.session.recorder
-        recorder.add_contract(ROLLOUT, self._contract(llm, requested[0].params))
+        recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params))
         generation: Generation | None = self.session.generation
         if generation is not None:
-            generation.engine_calls.append([sample for row in samples for sample in row])
+            generation.engine_calls.append(call)
             return
         self._num_calls += 1
         if self._num_calls == 1:
             self._describe(llm)
-        flat = [(index, number, sample) for index, row in enumerate(samples) for number, sample in enumerate(row)]
-        params = [requested[index].params for index, _, _ in flat]
+        prompts = call.prompt_of
+        params = [call.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(
             step=self._num_calls,
-            seq_ids=[f"{index}-{number}" for index, number, _ in flat],
-            group_ids=[str(index) for index, _, _ in flat],
-            prompt_ids=[list(outputs[index].prompt_token_ids or []) for index, _, _ in flat],
-            response_ids=[sample.token_ids for _, _, sample in flat],
-            finish_reason=[sample.finish_reason for _, _, sample in flat],
+            seq_ids=[f"{prompt}-{done.index}" for prompt, done in zip(prompts, call.completions, strict=True)],
+            group_ids=prompts,
+            prompt_ids=[list(call.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
+            response_ids=[list(done.token_ids) for done in call.completions],
+            finish_reason=call.finish_reasons,
             temperature=[p.temperature for p in params],
             top_p=[p.top_p for p in params],
             top_k=[p.top_k for p in params],
@@ -184,28 +174,36 @@ class EngineHooks:
             repetition_penalty=[p.repetition_penalty for p in params],
             max_tokens=[p.max_tokens for p in params],
         )
-        scored = [place for place, (_, _, sample) in enumerate(flat) if sample.logprobs is not None]
+        logprobs = call.logprobs()
+        scored = [row for row, values in enumerate(logprobs) if values is not None]
         if scored:
-            captured = [place for place in scored if flat[place][2].distribution is not None]
+            captured = call.captured()
             recorder.add_scores(
                 ROLLOUT,
                 batch,
                 rows=scored,
-                logprobs=[flat[place][2].logprobs for place in scored],
-                distribution=gathered([flat[place][2].distribution for place in captured]),
+                logprobs=[logprobs[row] for row in scored],
+                distribution=call.distribution(captured),
                 captured_rows=captured,
             )
 
 
-def _put_back(outputs: Sequence[Any], requested: list[Requested]) -> None:
-    """Give every completion the logprobs that the caller asked for, and no others."""
+def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
+    """Give every completion the logprobs that the caller asked for and no others.
+
+    Returns what the engine gave, a completion after the other, or None where that is what the caller has.
+    """
+    if not any(wish.changed for wish in requested):
+        return None
+    given = []
     for output, wish in zip(outputs, requested, strict=True):
-        if not wish.changed:
-            continue
         for completion in output.outputs:
-            completion.logprobs = as_requested(completion.logprobs, completion.token_ids, wish)
-            if wish.logprobs is None:
-                completion.cumulative_logprob = None
+            given.append(completion.logprobs)
+            if wish.changed:
+                completion.logprobs = as_requested(completion.logprobs, completion.token_ids, wish)
+                if wish.logprobs is None:
+                    completion.cumulative_logprob = None
+    return given
 
 
 def _asking(params: Any, capture: Capture | None) -> Any:
@@ -231,15 +229,3 @@ def _num_prompts(prompts: Any) -> int:
     if isinstance(first, dict) and "role" in first:
         return 1
     return len(prompts)
-
-
-@lru_cache(maxsize=16)
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-def _bound(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name, without self; those of **kwargs among them."""
-    bound = dict(_signature(function).bind(*args, **kwargs).arguments)
-    bound.pop("self", None)
-    return {**bound, **bound.pop("kwargs", {})}

@@ -144,7 +144,8 @@ class _Columns:
             raise InvalidRecord("a row has no step; every sequence belongs to one")
         steps = step.cast(pa.int64())
         return [
-            (value, pc.indices_nonzero(pc.equal(steps, value)).cast(pa.int64())) for value in pc.unique(steps).to_pylist()
+            (value, pc.indices_nonzero(pc.equal(steps, value)).cast(pa.int64()))
+            for value in pc.unique(steps).to_pylist()
         ]
 
     def ragged(self, name: str, type: pa.DataType) -> Ragged | None:
@@ -188,6 +189,7 @@ def _add_step(recorder: Recorder, step: int, columns: _Columns, result: Imported
     mask = columns.ragged("response_mask", pa.bool_())
     advantage = columns["advantage"]
     per_token = advantage is not None and pa.types.is_list(advantage.type)
+    per_row: dict[str, Any] = {name: _values(columns[name]) for name in PER_ROW}
     batch = recorder.add_sequences(
         step=step,
         seq_ids=[str(result.num_sequences + row) for row in range(len(response_ids))]
@@ -198,7 +200,7 @@ def _add_step(recorder: Recorder, step: int, columns: _Columns, result: Imported
         response_ids=response_ids,
         response_mask=mask,
         advantage=columns.ragged("advantage", pa.float32()) if per_token else _values(advantage),
-        **{name: _values(columns[name]) for name in PER_ROW},
+        **per_row,
     )
     result.num_sequences += len(response_ids)
     result.num_tokens += len(response_ids.values)

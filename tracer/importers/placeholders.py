@@ -47,4 +47,4 @@ def _only_zeros(logprobs: Ragged, zeros: np.ndarray) -> np.ndarray:
     counts = np.concatenate([[0], np.cumsum(zeros)])
     ends = np.cumsum(logprobs.lengths)
     found = counts[ends] - counts[ends - logprobs.lengths]
-    return (found == logprobs.lengths) & (logprobs.lengths >= 2)
+    return np.asarray((found == logprobs.lengths) & (logprobs.lengths >= 2))

@@ -108,7 +108,9 @@ class RowFiles:
                 except ValueError as error:
                     raise ImportFailed(f"{name}, line {number}: not JSON ({error}); each line is one object") from error
                 if not isinstance(row, dict):
-                    raise ImportFailed(f"{name}, line {number}: is no object; each line is one sequence, as {{\"step\": 1}}")
+                    raise ImportFailed(
+                        f'{name}, line {number}: is no object; each line is one sequence, as {{"step": 1}}'
+                    )
                 rows.append(row)
                 if len(rows) == ROWS_AT_ONCE:
                     yield rows, num_bytes

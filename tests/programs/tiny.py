@@ -1,0 +1,62 @@
+"""A tiny Qwen3 with random weights and a tokenizer of its own, for programs that tests run."""
+
+import hashlib
+import json
+import os
+import sys
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "0123456789+= "
+
+
+def make_tokenizer():
+    words = {word: index for index, word in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def save_model(folder, dtype=torch.float32):
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def keep_weights_reloadable():
+    """Let TRL update vLLM's weights on a CPU: its CPU kernels pack them away otherwise."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def weights_hash(model):
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def finish(path, **content):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    sys.stdout.flush()

@@ -1,0 +1,71 @@
+"""One call of an engine, as it returned: read only as far as somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.capture import Capture
+from ..dense import Logits, TopK
+from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCall:
+    """The completions of one call, those of a prompt after those of the one before.
+
+    Shapes: B completions, N response tokens of some completions together.
+    """
+
+    outputs: Sequence[Any]
+    """vLLM's RequestOutputs, in the order of the prompts."""
+    requested: Sequence[Requested]
+    """What the caller asked for each prompt."""
+    given: list[Any] | None
+    """[B] each completion's logprobs as the engine returned them, where the caller was given less; None where not."""
+    capture: Capture
+
+    @property
+    def completions(self) -> list[Any]:
+        return [completion for output in self.outputs for completion in output.outputs]
+
+    @property
+    def prompt_of(self) -> list[int]:
+        """[B] the prompt of each completion."""
+        return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """[B] response tokens."""
+        return [len(completion.token_ids) for completion in self.completions]
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """[B]"""
+        return [completion.finish_reason for completion in self.completions]
+
+    @property
+    def engine_logprobs(self) -> list[Any]:
+        """[B] logprobs in vLLM's own containers; None for a completion that has none."""
+        return [completion.logprobs for completion in self.completions] if self.given is None else self.given
+
+    def logprobs(self) -> list[list[float] | None]:
+        """[B] the taken tokens' logprobs; None for a completion that has none."""
+        return [
+            None if given is None else sampled_logprobs(given, completion.token_ids)
+            for completion, given in zip(self.completions, self.engine_logprobs, strict=True)
+        ]
+
+    def captured(self) -> list[int]:
+        """Completions whose distributions were asked for and are there."""
+        asked = [self.requested[prompt].captured for prompt in self.prompt_of]
+        return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
+
+    def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
+        """The distributions of some completions, end to end."""
+        given = self.engine_logprobs
+        parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
+        return gathered(parts)

@@ -1,0 +1,105 @@
+"""Reading a TRL trainer's batches: which pass a scoring is, which rows a loss works on, what each row earned.
+
+Shapes: B rows of one process's generation batch, T padded response width, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...schemas.passes import REFERENCE, TRAIN
+from .engine_call import EngineCall
+from .trl_distributions import HeadTap
+from .trl_state import Generation, Loss, Recorded, Scoring
+
+ROW_KEY = "tim_trace_row"
+"""Rides along in the trainer's batches, so that a shuffled micro-batch tells which rows it holds."""
+
+
+def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
+    """Name the scorings of a generation: those that the trainer keeps tell by identity, RLOO's by their order."""
+    named = []
+    for index, scoring in enumerate(scorings):
+        if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
+            named.append((REFERENCE, scoring))
+        elif scoring.logprobs is output.get("old_per_token_logps") or index == 0:
+            named.append((TRAIN, scoring))
+        else:
+            named.append((REFERENCE, scoring))
+    return named
+
+
+def scoring_of(trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | None) -> Scoring:
+    logprobs, entropy = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+    return Scoring(
+        logprobs=logprobs,
+        entropy=entropy,
+        is_reference=call["model"] is getattr(trainer, "ref_model", None),
+        rows_a_forward=call.get("batch_size") or len(call["input_ids"]),
+        distribution=tap.distribution() if tap else None,
+        captured_rows=tap.rows.tolist() if tap else [],
+    )
+
+
+def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
+    """Find which recorded rows a loss works on; None when they were not recorded."""
+    keys = inputs.get(ROW_KEY) if isinstance(inputs, dict) else None
+    if keys is None or not len(keys):
+        return None
+    keys = keys.cpu()
+    index, rows = int(keys[0, 0]), keys[:, 1].numpy()
+    recorded = known.get(index)
+    if recorded is None:
+        return None
+    return Loss(
+        recorded=recorded, rows=rows, scored_mask=inputs["completion_mask"] if recorded.masks_attention else None
+    )
+
+
+def row_keys(index: int, rows: int) -> Any:
+    """[B, 2] host tensor: which recorded batch, which row."""
+    import torch
+
+    return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
+
+
+def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, Any]:
+    """This process's rewards: each function's, and their weighted sum as the trainer adds it up."""
+    per_func = generation.rewards_per_func
+    if per_func is None:
+        return {}
+    first = trainer.accelerator.process_index * rows
+    per_func = per_func[first : first + rows]
+    reward = (per_func * trainer.reward_weights.to(per_func.device).unsqueeze(0)).nansum(dim=1)
+    reward = reward.masked_fill(per_func.isnan().all(dim=1), float("nan"))
+    names = list(trainer.reward_func_names)
+    return {"reward": reward, "rewards": {name: per_func[:, column] for column, name in enumerate(names)}}
+
+
+def engine_call_of(generation: Generation) -> EngineCall | None:
+    """The engine's call, when one gave exactly the rows of this batch."""
+    if len(generation.engine_calls) != 1 or generation.response_lengths is None:
+        return None
+    call = generation.engine_calls[0]
+    return call if call.lengths == generation.response_lengths.tolist() else None
+
+
+def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
+    """The engine's word, else `stop` for a response that ends with an end token and `length` for another."""
+    if call is not None:
+        return call.finish_reasons
+    ends = {*getattr(trainer, "eos_token_ids", ()), trainer._tokenizer.pad_token_id}
+    return [None if token is None else "stop" if token in ends else "length" for token in generation.last_tokens]
+
+
+def right_padded(width: int, lengths: np.ndarray) -> np.ndarray:
+    """[B, width] mask of right-padded rows."""
+    return np.arange(width)[None, :] < lengths[:, None]
+
+
+def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
+    """[B, width] mask of left-padded rows."""
+    return np.arange(width)[None, :] >= width - lengths[:, None]
