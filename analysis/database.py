@@ -163,7 +163,8 @@ def _list(paths: list[str]) -> str:
 
 
 def _pairs(pairs: set[Pair]) -> str:
-    return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "NULL"
+    # Of no pair at all the list holds a name that none has: `x IN (NULL)` would be NULL.
+    return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"
 
 
 def quoted(text: str) -> str:

@@ -71,3 +71,7 @@ class Batch:
             )
         counts[rows] += 1
         return iteration
+
+    def take_back(self, pass_name: str, rows: np.ndarray) -> None:
+        """Undo the last count of these rows: their scores were refused."""
+        self._rounds[pass_name][rows] -= 1

@@ -241,7 +241,11 @@ class Recorder:
             values = staged.values()
             return self._sequence_rows(batch, values, names, {k: per_row(v, rows, k) for k, v in scalars.items()})
 
-        self._submit(staged, prepare, lambda prepared: self._append_sequences(prepared))
+        try:
+            self._submit(staged, prepare, lambda prepared: self._append_sequences(prepared))
+        except InvalidRecord:
+            self._seq_ids[step].difference_update(seq_ids)
+            raise
         return batch
 
     def add_scores(
@@ -302,7 +306,11 @@ class Recorder:
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
             return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64)
 
-        self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
+        try:
+            self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
+        except InvalidRecord:
+            batch.take_back(pass_name, chosen)
+            raise
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Record logged values: numbers (tensors too) as they are, anything else as text.

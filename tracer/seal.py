@@ -71,11 +71,11 @@ def write_parquet(path: Path, table: str, batches: list[pa.RecordBatch]) -> None
         write_batch_size=1 << 16,
     ) as writer:
         for part in _by_pass(batches) if table == SCORES else [pa.Table.from_batches(batches)]:
-            for start, stop in row_group_bounds(_response_lengths(part)):
+            for start, stop in row_group_bounds(_response_lengths(part), ROW_GROUP_TOKENS):
                 writer.write_table(part.slice(start, stop - start), row_group_size=stop - start)
 
 
-def row_group_bounds(lengths: np.ndarray, limit: int = ROW_GROUP_TOKENS) -> Iterator[tuple[int, int]]:
+def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
     """Cut rows into runs of at most `limit` tokens; a single longer row is a run of its own.
 
     >>> import numpy as np

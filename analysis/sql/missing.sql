@@ -1,6 +1,6 @@
 -- missing_steps: the steps in which a pair's kept sums and the scores do not name the same rows.
 CREATE OR REPLACE TEMP TABLE keys AS
-    SELECT run, step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b});
+    SELECT run, step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, NULL, NULL, NULL);
 
 CREATE OR REPLACE TEMP TABLE kept_keys AS
     SELECT run, step, seq_id, iteration_a, iteration_b FROM sequence_sums WHERE pass_a = {a} AND pass_b = {b};

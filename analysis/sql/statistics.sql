@@ -12,10 +12,14 @@ CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
          THEN (n * xy - x * y) / sqrt((n * xx - x * x) * (n * yy - y * y))
     END;
 
+-- Sums that lose no digits to the order of the rows; an infinity stays one.
+CREATE OR REPLACE MACRO total(x) AS CASE WHEN isfinite(sum(x)) THEN fsum(x) ELSE sum(x) END;
+CREATE OR REPLACE MACRO average(x) AS total(x) / count(x);
+
 -- One row of statistics a sequence: pair_sequences(a, b).
 CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     SELECT sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b,
-           1 AS num_sequences, sums.num_tokens, num_nan, num_inf,
+           (sum_d IS NOT NULL)::INTEGER AS num_sequences, sums.num_tokens, num_nan, num_inf,
            -sum_d / sums.num_tokens AS k1,
            sum_d2 / 2 / sums.num_tokens AS k2,
            sum_k3 / sums.num_tokens AS k3,
@@ -61,25 +65,25 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
                sum(num_tokens)::BIGINT AS num_tokens,
                sum(num_nan)::BIGINT AS num_nan,
                sum(num_inf)::BIGINT AS num_inf,
-               fsum(sum_d) AS total_d,
-               fsum(sum_abs_d) AS total_abs_d,
-               fsum(sum_d2) AS total_d2,
-               fsum(sum_k3) AS total_k3,
+               total(sum_d) AS total_d,
+               total(sum_abs_d) AS total_abs_d,
+               total(sum_d2) AS total_d2,
+               total(sum_k3) AS total_k3,
                max(max_abs_d) AS max_abs_d,
-               fsum(sum_expm1_d) AS total_expm1_d,
-               fsum(sum_expm1_2d) AS total_expm1_2d,
+               total(sum_expm1_d) AS total_expm1_d,
+               total(sum_expm1_2d) AS total_expm1_2d,
                sum(num_outside)::BIGINT AS total_outside,
-               fsum(sum_prob_diff) AS total_prob_diff,
+               total(sum_prob_diff) AS total_prob_diff,
                max(max_prob_diff) AS prob_diff_max,
-               fsum(sum_prob_a) AS total_prob_a,
-               fsum(sum_prob_b) AS total_prob_b,
-               fsum(sum_prob_a2) AS total_prob_a2,
-               fsum(sum_prob_b2) AS total_prob_b2,
-               fsum(sum_prob_ab) AS total_prob_ab,
-               favg(abs(sum_d)) AS log_ppl_abs_diff_sum,
-               favg(abs(sum_d) / num_tokens) AS log_ppl_abs_diff_mean,
-               fsum(exp(sum_d - peak)) ** 2 / (count(sum_d) * fsum(exp(2 * (sum_d - peak)))) AS ess_sequence,
-               favg(expm1(2 * sum_d)) AS chi2_sequence
+               total(sum_prob_a) AS total_prob_a,
+               total(sum_prob_b) AS total_prob_b,
+               total(sum_prob_a2) AS total_prob_a2,
+               total(sum_prob_b2) AS total_prob_b2,
+               total(sum_prob_ab) AS total_prob_ab,
+               average(abs(sum_d)) AS log_ppl_abs_diff_sum,
+               average(abs(sum_d) / num_tokens) AS log_ppl_abs_diff_mean,
+               total(exp(sum_d - peak)) ** 2 / (count(sum_d) * total(exp(2 * (sum_d - peak)))) AS ess_sequence,
+               average(expm1(2 * sum_d)) AS chi2_sequence
         FROM (
             SELECT *, max(sum_d) OVER (PARTITION BY run, grouped_step) AS peak
             FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))

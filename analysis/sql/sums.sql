@@ -26,11 +26,20 @@ CREATE OR REPLACE MACRO pair_tokens(a, b, of_run, first_step, last_step) AS TABL
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
 
--- sums_of_tokens(a, b, of_run, first_step, last_step): the sums of sums/ computed from tokens; NULL asks for all runs,
--- or leaves an end of the range of steps open.
--- A token is in the sums when it counts in the loss and both passes have a finite logprob for it; NaN and infinities
--- are counted, and in no sum. |exp(a) - exp(b)| is exp(b) |exp(d) - 1|, which keeps its digits for small d.
-CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_run, first_step, last_step) AS TABLE
+-- pair_keys(a, b, of_run, first_step, last_step): which sequences have a row of both passes; it reads no list.
+CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
+    SELECT scores_a.run, scores_a.step, scores_a.seq_id,
+           scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b
+    FROM scores AS scores_a
+    JOIN scores AS scores_b ON scores_b.run = scores_a.run AND scores_b.step = scores_a.step
+                           AND scores_b.seq_id = scores_a.seq_id
+    WHERE scores_a."pass" = a AND scores_b."pass" = b
+      AND (of_run IS NULL OR (scores_a.run = of_run AND scores_b.run = of_run))
+      AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
+      AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
+
+-- counted_sums(...): the same for the sequences that have a token to count.
+CREATE OR REPLACE MACRO counted_sums(a, b, of_run, first_step, last_step) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b,
            count(d) AS num_tokens,
            count(*) FILTER (is_nan) AS num_nan,
@@ -59,11 +68,15 @@ CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_run, first_step, last_step) AS T
     )
     GROUP BY run, step, seq_id, iteration_a, iteration_b;
 
--- pair_keys(a, b): which sequences have a row of both passes; it reads no list.
-CREATE OR REPLACE MACRO pair_keys(a, b) AS TABLE
-    SELECT scores_a.run, scores_a.step, scores_a.seq_id,
-           scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b
-    FROM scores AS scores_a
-    JOIN scores AS scores_b ON scores_b.run = scores_a.run AND scores_b.step = scores_a.step
-                           AND scores_b.seq_id = scores_a.seq_id
-    WHERE scores_a."pass" = a AND scores_b."pass" = b;
+-- sums_of_tokens(a, b, of_run, first_step, last_step): the sums of sums/ computed from tokens; NULL asks for all runs,
+-- or leaves an end of the range of steps open.
+-- A token is in the sums when it counts in the loss and both passes have a finite logprob for it; NaN and infinities
+-- are counted, and in no sum. |exp(a) - exp(b)| is exp(b) |exp(d) - 1|, which keeps its digits for small d.
+CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_run, first_step, last_step) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(num_tokens, 0) AS num_tokens,
+           coalesce(num_nan, 0) AS num_nan, coalesce(num_inf, 0) AS num_inf,
+           sum_d, sum_abs_d, sum_d2, sum_k3, max_abs_d, sum_expm1_d, sum_expm1_2d,
+           coalesce(num_outside, 0) AS num_outside, sum_prob_diff, max_prob_diff, sum_prob_a, sum_prob_b,
+           sum_prob_a2, sum_prob_b2, sum_prob_ab
+    FROM pair_keys(a, b, of_run, first_step, last_step)
+    LEFT JOIN counted_sums(a, b, of_run, first_step, last_step) USING (run, step, seq_id, iteration_a, iteration_b);

@@ -1,0 +1,144 @@
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from builders import add_step, make_batch, make_trace
+from tim_trace.analysis.database import Database, connect
+from tim_trace.schemas.tables import TABLES
+from tim_trace.tracer.recorder import Recorder
+
+
+def rows(path, query):
+    return connect(path).execute(query).fetchall()
+
+
+def test_views_hold_every_column_and_the_run(tmp_path):
+    make_trace(tmp_path / "run")
+    connection = connect(tmp_path / "run")
+    for name, table in TABLES.items():
+        columns = [row[0] for row in connection.execute(f"DESCRIBE {name}").fetchall()]
+        assert columns == ["run", *(column.name for column in table.columns)]
+
+
+def test_tokens_are_what_was_recorded(tmp_path):
+    batches = make_trace(tmp_path / "run", steps=2)
+    query = """
+        SELECT step, seq_id, position, token_id, rollout_logprob, train_logprob, d, advantage, mask
+        FROM tokens ORDER BY step, seq_id, position
+    """
+    wanted = []
+    for step, batch in batches.items():
+        for row, ids in enumerate(batch["response_ids"]):
+            for position, token in enumerate(ids):
+                rollout, train = float(batch["rollout"][row][position]), float(batch["train"][row][position])
+                advantage = float(np.float32(batch["advantage"][row]))
+                wanted.append((step, f"{step}-{row}", position, token, rollout, train, train - rollout, advantage, True))
+    assert rows(tmp_path / "run", query) == wanted
+
+
+def test_tokens_of_a_sequence_without_scores_are_there_with_nulls(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_sequences(step=1, response_ids=[[7, 8]], response_mask=[[1, 0]], advantage=[[0.5, 0.25]])
+    query = "SELECT token_id, rollout_logprob, train_logprob, d, mask, advantage FROM tokens ORDER BY position"
+    assert rows(tmp_path / "run", query) == [(7, None, None, None, True, 0.5), (8, None, None, None, False, 0.25)]
+
+
+def test_pair_agrees_with_tokens(tmp_path):
+    make_trace(tmp_path / "run")
+    pair = "SELECT step, seq_id, position, token_id, d FROM pair('train', 'rollout') ORDER BY ALL"
+    tokens = "SELECT step, seq_id, position, token_id, d FROM tokens ORDER BY ALL"
+    assert rows(tmp_path / "run", pair) == rows(tmp_path / "run", tokens)
+
+
+def test_steps_join_sequences_and_metrics(tmp_path):
+    batches = make_trace(tmp_path / "run")
+    query = "SELECT step, num_sequences, mean_reward, first_policy_version, loss, learning_rate, grad_norm FROM steps"
+    for (step, count, reward, version, loss, rate, norm), batch in zip(
+        rows(tmp_path / "run", query), batches.values(), strict=True
+    ):
+        assert (count, version, loss, rate, norm) == (4, step - 1, 0.5 * step, 1e-6, None)
+        np.testing.assert_allclose(reward, batch["reward"].mean(), rtol=1e-14)
+
+
+def test_passes_show_the_contracts(tmp_path):
+    make_trace(tmp_path / "run")
+    found = rows(tmp_path / "run", 'SELECT "pass", engine, contract_json FROM passes')
+    assert [(name, engine, json.loads(text)["dtype"]) for name, engine, text in found] == [
+        ("rollout", "vllm", "bfloat16"),
+        ("train", "trl", "float32"),
+    ]
+
+
+def test_plain_duckdb_reads_the_files_with_the_same_columns(tmp_path):
+    import duckdb
+
+    make_trace(tmp_path / "run")
+    found = duckdb.execute(f"SELECT count(*), sum(len(logprobs)) FROM '{tmp_path}/run/scores/*.parquet'").fetchone()
+    assert found == tuple(rows(tmp_path / "run", "SELECT count(*), sum(len(logprobs)) FROM scores")[0])
+
+
+def test_a_filter_by_step_reads_that_step_s_row_groups_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tim_trace.tracer.seal.ROW_GROUP_TOKENS", 20)
+    make_trace(tmp_path / "run", steps=20, rows=8)
+    (file,) = (tmp_path / "run" / "scores").glob("*.parquet")
+    assert pq.ParquetFile(file).metadata.num_row_groups > 40
+    connection = connect(tmp_path / "run")
+
+    def scans(query):
+        plan = json.loads(connection.execute(f"EXPLAIN (ANALYZE, FORMAT json) {query}").fetchone()[1])
+        return [(node["row_groups_scanned"], node["total_row_groups_to_scan"]) for node in nodes(plan["operator"][0])]
+
+    def nodes(node):
+        if node.get("type") == "TABLE_SCAN":
+            yield node
+        for child in node["children"]:
+            yield from nodes(child)
+
+    found = scans("SELECT count(d) FROM pair('train', 'rollout') WHERE step = 7")
+    assert len(found) == 3
+    assert all(0 < read < total / 5 for read, total in found)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
+    with Recorder(tmp_path / "run") as recorder:
+        if sealed:
+            recorder.writer.segments.seal_bytes = 1
+        for step in range(1, 6):
+            add_step(recorder, step, make_batch(seed=step))
+            recorder.writer.drain()
+            assert rows(tmp_path / "run", "SELECT count(*), max(step) FROM scores") == [(8 * step, step)]
+            assert len(rows(tmp_path / "run", "FROM tokens")) == sum(
+                len(ids) for s in range(1, step + 1) for ids in make_batch(seed=s)["response_ids"]
+            )
+
+
+def test_a_trace_without_a_row_answers_with_nothing(tmp_path):
+    Recorder(tmp_path / "run").close()
+    for view in ("sequences", "scores", "metrics", "passes", "steps", "tokens", "pair_steps('train', 'rollout')"):
+        assert rows(tmp_path / "run", f"SELECT * FROM {view}") == []
+
+
+def test_several_traces_are_one_database(tmp_path):
+    make_trace(tmp_path / "a", steps=1)
+    make_trace(tmp_path / "b", steps=2)
+    found = connect([tmp_path / "a", tmp_path / "b"]).execute(
+        "SELECT run, count(DISTINCT step), count(*) FROM tokens GROUP BY run ORDER BY run"
+    )
+    assert [(run, steps) for run, steps, _ in found.fetchall()] == [("a", 1), ("b", 2)]
+    by_step = connect([tmp_path / "a", tmp_path / "b"]).execute("SELECT run, step FROM pair_steps('train', 'rollout')")
+    assert by_step.fetchall() == [("a", 1), ("b", 1), ("b", 2)]
+
+
+def test_names_with_quotes_are_names(tmp_path):
+    make_trace(tmp_path / "it's")
+    assert rows(tmp_path / "it's", "SELECT DISTINCT run FROM tokens") == [("it's",)]
+
+
+def test_the_first_format_version_stays_readable(trace_v1):
+    database = Database(trace_v1)
+    assert database.sources[0].damaged == []
+    found = database.connection.execute("SELECT step, num_tokens, k3 FROM pair_steps('train', 'rollout')").fetchall()
+    wanted = json.loads((trace_v1.parent / "trace-v1.json").read_text())
+    assert [list(row) for row in found] == wanted["pair_steps"]

@@ -1,0 +1,317 @@
+import math
+
+import numpy as np
+import pytest
+from builders import add_step, make_batch, make_trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tim_trace.analysis import sums
+from tim_trace.analysis.database import Database, connect
+from tim_trace.analysis.stats import stats
+from tim_trace.analysis.sums import summarize
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.schemas.capture import Capture
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.writer import TraceWriter
+
+# Sums of a few hundred terms in another order, and exp of another library: a few units in the last place.
+CLOSE = {"rtol": 1e-11, "atol": 1e-15}
+
+
+def expected(sequences):
+    """The statistics of (train, rollout, mask) triples, written out in NumPy in the plainest way."""
+    rows = []
+    for train, rollout, mask in sequences:
+        a, b = np.asarray(train, np.float64)[mask], np.asarray(rollout, np.float64)[mask]
+        finite = np.isfinite(a) & np.isfinite(b)
+        rows.append((a[finite], b[finite], np.isnan(a) | np.isnan(b), finite))
+    a, b = np.concatenate([row[0] for row in rows]), np.concatenate([row[1] for row in rows])
+    d, pa, pb = a - b, np.exp(a), np.exp(b)
+    summed = np.array([(x - y).sum() for x, y, _, _ in rows if len(x)])
+    means = np.array([(x - y).mean() for x, y, _, _ in rows if len(x)])
+    weights, ratios = np.exp(summed), np.exp(d)
+    return {
+        "num_sequences": len(summed),
+        "num_tokens": len(d),
+        "num_nan": sum(int(nan.sum()) for _, _, nan, _ in rows),
+        "num_inf": sum(int((~finite & ~nan).sum()) for _, _, nan, finite in rows),
+        "k1": (-d).mean(),
+        "k2": (d**2 / 2).mean(),
+        "k3": (np.expm1(d) - d).mean(),
+        "mean_abs_d": np.abs(d).mean(),
+        "rms_d": math.sqrt((d**2).mean()),
+        "p50_abs_d": np.quantile(np.abs(d), 0.5),
+        "p95_abs_d": np.quantile(np.abs(d), 0.95),
+        "p99_abs_d": np.quantile(np.abs(d), 0.99),
+        "max_abs_d": np.abs(d).max(),
+        "share_outside": ((ratios < 0.8) | (ratios > 1.25)).mean(),
+        "prob_diff_mean": np.abs(pa - pb).mean(),
+        "prob_diff_max": np.abs(pa - pb).max(),
+        "prob_pearson": np.corrcoef(pa, pb)[0, 1],
+        "log_ppl_abs_diff_sum": np.abs(summed).mean(),
+        "log_ppl_abs_diff_mean": np.abs(means).mean(),
+        "ess_token": ratios.sum() ** 2 / (len(d) * (ratios**2).sum()),
+        "ess_sequence": weights.sum() ** 2 / (len(summed) * (weights**2).sum()),
+        "chi2_token": (ratios**2).mean() - 1,
+        "chi2_sequence": np.expm1(2 * summed).mean(),
+    }
+
+
+def check(row, wanted):
+    assert {"run", "step", *wanted} >= set(row)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(row[name], value, err_msg=name, **CLOSE)
+
+
+def record(path, steps):
+    """Record step -> [(train, rollout, mask)]."""
+    with Recorder(path) as recorder:
+        for step, sequences in steps.items():
+            added = recorder.add_sequences(
+                step=step,
+                seq_ids=range(len(sequences)),
+                response_ids=[[0] * len(train) for train, _, _ in sequences],
+                response_mask=[mask.tolist() for _, _, mask in sequences],
+            )
+            recorder.add_scores("train", added, logprobs=[train for train, _, _ in sequences])
+            recorder.add_scores("rollout", added, logprobs=[rollout for _, rollout, _ in sequences])
+
+
+def draw_step(seed, rows=6, odd=True):
+    draw = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(rows):
+        length = int(draw.integers(1, 30))
+        rollout = -draw.exponential(1.0, length).astype(np.float32)
+        train = np.minimum(rollout + draw.normal(0, 0.2, length), 0).astype(np.float32)
+        mask = draw.random(length) < 0.8
+        if odd:
+            train[draw.random(length) < 0.05] = np.nan
+            rollout[draw.random(length) < 0.05] = -np.inf
+        sequences.append((train, rollout, mask))
+    sequences[0][2][:] = False
+    return sequences
+
+
+def test_a_case_worked_by_hand(tmp_path):
+    # d = ln 2, 0 in one sequence and -ln 2 in the other, at rollout probabilities 1/4, 1/2 and 1/2.
+    half, quarter = math.log(0.5), math.log(0.25)
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1, 2], [3]])
+        recorder.add_scores("train", added, logprobs=[[half, half], [quarter]])
+        recorder.add_scores("rollout", added, logprobs=[[quarter, half], [half]])
+    (row,) = stats(tmp_path / "run").dicts()
+    ln2 = float(np.float32(half) - np.float32(quarter))
+    wanted = {
+        "num_sequences": 2, "num_tokens": 3, "num_nan": 0, "num_inf": 0,
+        "k1": 0.0,
+        "k2": ln2**2 / 3,
+        # exp(d) - 1 - d: 1 - ln 2, 0, -1/2 + ln 2
+        "k3": 0.5 / 3,
+        "mean_abs_d": 2 * ln2 / 3,
+        "max_abs_d": ln2,
+        "p50_abs_d": ln2,
+        "share_outside": 2 / 3,
+        # 1/2 - 1/4, 0, 1/2 - 1/4
+        "prob_diff_mean": 0.5 / 3,
+        "prob_diff_max": 0.25,
+        "log_ppl_abs_diff_sum": ln2,
+        "log_ppl_abs_diff_mean": 0.75 * ln2,
+        # weights 2, 1, 1/2 and, by sequence, 2, 1/2
+        "ess_token": 3.5**2 / (3 * 5.25),
+        "ess_sequence": 2.5**2 / (2 * 4.25),
+        "chi2_token": 5.25 / 3 - 1,
+        "chi2_sequence": 4.25 / 2 - 1,
+    }  # fmt: skip
+    for name, value in wanted.items():
+        # The logprobs are float32: ln 2 is off by 1e-8.
+        np.testing.assert_allclose(row[name], value, rtol=1e-7, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("by", ["run", "step", "sequence"])
+def test_every_statistic_agrees_with_numpy(tmp_path, by):
+    steps = {step: draw_step(step) for step in (1, 2, 5)}
+    record(tmp_path / "run", steps)
+    rows = stats(tmp_path / "run", by=by).dicts()
+    if by == "run":
+        (row,) = rows
+        check(row, expected([sequence for step in steps.values() for sequence in step]))
+    elif by == "step":
+        assert [row["step"] for row in rows] == [1, 2, 5]
+        for row in rows:
+            check(row, expected(steps[row["step"]]))
+    else:
+        assert len(rows) == 18
+        for row, sequence in zip(rows, [s for step in steps.values() for s in step], strict=True):
+            single = {key: row[key] for key in ("k1", "k2", "k3", "p99_abs_d", "ess_token", "chi2_token", "num_nan", "num_inf")}
+            if row["num_tokens"]:
+                wanted = expected([sequence])
+                for name, value in single.items():
+                    np.testing.assert_allclose(value, wanted[name], err_msg=name, **CLOSE)
+            else:
+                assert single["k3"] is None
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-7, 1e-5, 1e-3, 0.0199, 0.0201, 1.0])
+def test_k3_keeps_its_digits_for_tiny_differences(size):
+    connection = connect_empty()
+    found = connection.execute(f"SELECT expm1_minus({size}::DOUBLE), expm1_minus({-size}::DOUBLE)").fetchone()
+    # exp(x) - 1 - x as its series, which these sizes need at most 20 terms of.
+    wanted = [math.fsum((sign * size) ** n / math.factorial(n) for n in range(2, 22)) for sign in (1, -1)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-13 if size < 0.02 else 1e-11)
+
+
+def connect_empty():
+    import duckdb
+    from tim_trace.analysis.database import sql_file
+
+    connection = duckdb.connect()
+    connection.execute(sql_file("macros"))
+    return connection
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), steps=st.integers(1, 4))
+def test_sums_and_tokens_give_the_same_numbers(tmp_path_factory, seed, steps):
+    path = tmp_path_factory.mktemp("sums") / "run"
+    record(path, {step: draw_step(seed + step) for step in range(1, steps + 1)})
+    from_tokens = {by: stats(path, by=by).rows for by in ("step", "run")}
+    kept = Database(path)
+    assert not sums.ensure(kept, sums.MISMATCH), "sums were kept, so no token is read again"
+    # Bit for bit: one SQL makes the statistics of both.
+    assert {by: stats(path, by=by).rows for by in ("step", "run")} == from_tokens
+
+
+def test_statistics_by_step_of_a_finished_trace_read_no_tokens(tmp_path):
+    make_trace(tmp_path / "run")
+
+    def plan():
+        query = "EXPLAIN (FORMAT json) SELECT * FROM pair_steps('train', 'rollout')"
+        return str(connect(tmp_path / "run").execute(query).fetchall()).lower()
+
+    assert "unnest" in plan()
+    assert summarize(tmp_path / "run")
+    assert not summarize(tmp_path / "run")
+    assert "unnest" not in plan()
+
+
+def test_sums_grow_with_a_live_trace(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        add_step(recorder, 1, make_batch(seed=1))
+        recorder.writer.drain()
+        assert len(stats(tmp_path / "run", by="step")) == 1
+        assert not (tmp_path / "run" / "sums").exists()
+        add_step(recorder, 2, make_batch(seed=2))
+        recorder.writer.drain()
+        live = stats(tmp_path / "run", by="step").rows
+    assert stats(tmp_path / "run", by="step").rows == live
+
+
+def test_only_steps_without_sums_are_computed(tmp_path):
+    path = tmp_path / "run"
+    make_trace(path, steps=4)
+    stats(path)
+    from_all = stats(path, by="step").rows
+    # A second writer adds a step, as a resumed run does.
+    with Recorder.of_writer(TraceWriter(path), Capture()) as recorder:
+        add_step(recorder, 9, make_batch(seed=9))
+    database = Database(path)
+    assert sums.MISMATCH not in database.covered
+    assert sums.ensure(database, sums.MISMATCH)
+    assert database.connection.execute("SELECT step FROM missing_steps").fetchall() == [(9,)]
+    assert stats(path, by="step").rows[:4] == from_all
+    assert [row["step"] for row in stats(path, by="step").dicts()] == [1, 2, 3, 4, 9]
+    assert len(list((path / "sums").glob("sequence_sums-*"))) == 1
+
+
+def test_chunks_change_no_number(tmp_path, monkeypatch):
+    make_trace(tmp_path / "run", steps=7, rows=5)
+    whole = {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")}
+    for path in (tmp_path / "run" / "sums").iterdir():
+        path.unlink()
+    monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
+    assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
+
+
+def test_each_inner_iteration_is_a_row_of_its_own(tmp_path):
+    batch = make_batch(rows=2)
+    with Recorder(tmp_path / "run") as recorder:
+        added = add_step(recorder, 1, batch)
+        recorder.add_scores("current", added, logprobs=batch["train"])
+        recorder.add_scores("current", added, logprobs=[row - 0.5 for row in batch["train"]])
+    rows = stats(tmp_path / "run", pair="current:train", by="sequence").dicts()
+    assert [(row["iteration_a"], row["iteration_b"]) for row in rows] == [(0, 0), (1, 0)] * 2
+    np.testing.assert_allclose([row["k1"] for row in rows], [0, 0.5] * 2, rtol=1e-6)
+
+
+def test_several_traces_have_a_row_each(tmp_path):
+    make_trace(tmp_path / "one" / "run", steps=1)
+    make_trace(tmp_path / "two" / "run", steps=2)
+    both = stats([tmp_path / "one" / "run", tmp_path / "two" / "run"])
+    assert [row["run"] for row in both.dicts()] == ["run", "run-2"]
+    alone = stats(tmp_path / "two" / "run").dicts()[0]
+    assert both.dicts()[1] == alone | {"run": "run-2"}
+
+
+def test_a_pair_turned_round_changes_the_sign_of_k1(tmp_path):
+    make_trace(tmp_path / "run")
+    (one,), (other,) = (stats(tmp_path / "run", pair=pair).dicts() for pair in ("train:rollout", "rollout:train"))
+    assert one["k1"] == -other["k1"]
+    assert one["k2"] == other["k2"]
+
+
+def test_a_pass_compared_with_itself_differs_nowhere(tmp_path):
+    make_trace(tmp_path / "run")
+    (row,) = stats(tmp_path / "run", pair="train:train").dicts()
+    assert (row["k1"], row["k2"], row["k3"], row["max_abs_d"], row["share_outside"]) == (0, 0, 0, 0, 0)
+    assert (row["ess_token"], row["ess_sequence"]) == (1, 1)
+
+
+def test_enormous_differences_stay_numbers(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1], [1]])
+        recorder.add_scores("train", added, logprobs=[[-1.0], [-1.0]])
+        recorder.add_scores("rollout", added, logprobs=[[-3000.0], [-2999.0]])
+    (row,) = stats(tmp_path / "run").dicts()
+    assert row["max_abs_d"] == 2999.0
+    assert row["k3"] == math.inf
+    # Weights e^2999 and e^2998: the larger one leads out of the square.
+    np.testing.assert_allclose(row["ess_sequence"], (1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2))))
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("train:reference", r"has no logprobs of pass 'reference'; compare two of: rollout, train, as --pair"),
+        ("a:b", "no logprobs of pass 'a' and 'b'"),
+    ],
+)
+def test_a_pass_that_is_not_there_is_named_with_those_that_are(tmp_path, pair, message):
+    make_trace(tmp_path / "run")
+    with pytest.raises(NothingToCompare, match=message):
+        stats(tmp_path / "run", pair=pair)
+
+
+def test_passes_that_share_no_token_are_nothing_to_compare(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1], [2]], response_mask=[[0], [1]])
+        recorder.add_scores("train", added, rows=[0], logprobs=[[-1.0]])
+        recorder.add_scores("rollout", added, rows=[1], logprobs=[[-1.0]])
+    with pytest.raises(NothingToCompare, match="no token with a logprob in both"):
+        stats(tmp_path / "run")
+
+
+def test_nan_everywhere_is_counted(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1, 2]])
+        recorder.add_scores("train", added, logprobs=[[math.nan, math.nan]])
+        recorder.add_scores("rollout", added, logprobs=[[-1.0, -math.inf]])
+    (row,) = stats(tmp_path / "run").dicts()
+    assert (row["num_tokens"], row["num_nan"], row["num_inf"], row["k3"]) == (0, 2, 0, None)
+
+
+@pytest.mark.parametrize("pair", ["train", "train:", ":", "a:b:c"])
+def test_a_pair_is_written_with_one_colon(tmp_path, pair):
+    make_trace(tmp_path / "run")
+    with pytest.raises(InvalidOption, match="as train:rollout"):
+        stats(tmp_path / "run", pair=pair)

@@ -1,0 +1,91 @@
+"""Traces with known content, and commands as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tim_trace.tracer.recorder import Recorder
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ROOT / "tests" / "programs"
+TIM_TRACE = Path(sys.executable).parent / "tim-trace"
+
+
+@dataclass
+class Finished:
+    """A command that ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def json(self):
+        return json.loads(self.stdout)
+
+
+def run(*arguments, env=None, cwd=None, stdin=None, timeout=600):
+    """Run a command to its end."""
+    done = subprocess.run(
+        [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | (env or {}),
+        cwd=cwd,
+        input=stdin,
+        timeout=timeout,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def tim_trace(*arguments, **options):
+    """Run tim-trace as a user does."""
+    return run(TIM_TRACE, *arguments, **options)
+
+
+def make_batch(rows=4, seed=0, longest=6):
+    """Random prompts, responses and logprobs of two passes, as lists; train lies a little off rollout."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, longest + 1, rows)
+    rollout = [(-draw.exponential(1.0, n)).astype(np.float32) for n in lengths]
+    train = [np.minimum(r + draw.normal(0, 0.05, len(r)).astype(np.float32), 0) for r in rollout]
+    return {
+        "prompt_ids": [draw.integers(0, 50, draw.integers(1, 4)).tolist() for _ in range(rows)],
+        "response_ids": [draw.integers(0, 50, n).tolist() for n in lengths],
+        "rollout": rollout,
+        "train": train,
+        "reward": draw.normal(size=rows),
+        "advantage": draw.normal(size=rows),
+    }
+
+
+def add_step(recorder, step, batch, passes=("rollout", "train"), **sequence_options):
+    """Record one step of a batch made by `make_batch`."""
+    added = recorder.add_sequences(
+        step=step,
+        prompt_ids=batch["prompt_ids"],
+        response_ids=batch["response_ids"],
+        reward=batch["reward"],
+        advantage=batch["advantage"],
+        policy_version=step - 1,
+        **sequence_options,
+    )
+    for name in passes:
+        recorder.add_scores(name, added, logprobs=batch[name])
+    return added
+
+
+def make_trace(path, steps=3, rows=4, passes=("rollout", "train")):
+    """Write a small trace and return what is in it, a batch a step."""
+    batches = {step: make_batch(rows, seed=step) for step in range(1, steps + 1)}
+    with Recorder(path) as recorder:
+        recorder.add_contract("rollout", {"engine": "vllm", "dtype": "bfloat16"})
+        recorder.add_contract("train", {"engine": "trl", "dtype": "float32"})
+        for step, batch in batches.items():
+            add_step(recorder, step, batch, passes, seq_ids=[f"{step}-{row}" for row in range(rows)])
+            recorder.add_metrics(step, {"loss": 0.5 * step, "learning_rate": 1e-6})
+    return batches

@@ -1,0 +1,30 @@
+import json
+
+import pytest
+from tim_trace.schemas.errors import DamagedTrace, NewerTrace
+from tim_trace.schemas.manifest import FORMAT_VERSION, Manifest, parse_manifest
+
+MANIFEST = Manifest(
+    run_id="r", created_at="2026-01-01T00:00:00+00:00", created_by="0.1.0", source="record", command=("python", "x.py")
+)
+
+
+def test_a_manifest_reads_back_as_it_was_written():
+    assert parse_manifest(MANIFEST.to_json(), "x") == MANIFEST
+
+
+def test_a_newer_format_says_how_to_get_on():
+    content = json.loads(MANIFEST.to_json()) | {"format_version": FORMAT_VERSION + 1}
+    with pytest.raises(NewerTrace, match=f"run/trace.json: trace format {FORMAT_VERSION + 1}.*pip install --upgrade"):
+        parse_manifest(json.dumps(content), "run/trace.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x", "format_version": 1}', '{"format": "tim-trace"}', "\0"])
+def test_another_file_is_named(text):
+    with pytest.raises(DamagedTrace, match="some/where"):
+        parse_manifest(text, "some/where")
+
+
+def test_fields_of_a_later_minor_release_are_passed_over():
+    content = json.loads(MANIFEST.to_json()) | {"mood": "good"}
+    assert parse_manifest(json.dumps(content), "x") == MANIFEST

@@ -1,0 +1,63 @@
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tim_trace.schemas.layout import Segment
+from tim_trace.tracer.journal import JournalStream, read_journal
+from tim_trace.tracer.store import Store
+
+SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.list_(pa.float32()))])
+SEGMENT = Segment("w", 0)
+
+
+def make_batch(start, rows=3):
+    return pa.record_batch([list(range(start, start + rows)), [[0.5] * i for i in range(rows)]], schema=SCHEMA)
+
+
+def write(folder, batches, close=True):
+    stream = JournalStream(folder, SEGMENT, "scores", SCHEMA)
+    ends = [stream.num_bytes]
+    for batch in batches:
+        stream.append(batch)
+        ends.append(stream.num_bytes)
+    if close:
+        stream.close()
+    else:
+        stream._file.close()
+    return stream.path, ends
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_journal_reads_back_whether_it_was_closed_or_not(tmp_path, close):
+    batches = [make_batch(0), make_batch(10)]
+    write(tmp_path, batches, close)
+    content = read_journal(Store(tmp_path), SEGMENT, "scores")
+    assert list(content.batches) == batches
+    assert content.torn_bytes == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 2000))
+def test_cut_at_any_byte_a_journal_gives_its_whole_records(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("cut")
+    batches = [make_batch(i) for i in range(4)]
+    path, ends = write(folder, batches, close=False)
+    content = path.read_bytes()[:cut]
+    path.write_bytes(content)
+    found = read_journal(Store(folder), SEGMENT, "scores")
+    whole = sum(end <= len(content) for end in ends[1:])
+    assert list(found.batches) == batches[:whole]
+    assert found.torn_bytes == len(content) - max([0, *(end for end in ends if end <= len(content))])
+
+
+def test_foreign_bytes_are_no_records(tmp_path):
+    path, _ = write(tmp_path, [make_batch(0)])
+    path.write_bytes(b"this is not Arrow, and long enough to be taken for a header")
+    content = read_journal(Store(tmp_path), SEGMENT, "scores")
+    assert content.batches == ()
+    assert content.torn_bytes == path.stat().st_size
+
+
+def test_a_journal_is_readable_by_arrow_itself(tmp_path):
+    path, _ = write(tmp_path, [make_batch(0), make_batch(10)])
+    assert pa.ipc.open_stream(path).read_all() == pa.Table.from_batches([make_batch(0), make_batch(10)])

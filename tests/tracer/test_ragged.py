@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tim_trace.schemas.errors import InvalidRecord
+from tim_trace.tracer import ragged
+from tim_trace.tracer.ragged import Padding, flatten
+
+masks = st.integers(1, 5).flatmap(
+    lambda rows: st.integers(1, 7).flatmap(
+        lambda width: st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=rows, max_size=rows)
+    )
+)
+
+
+@given(masks, st.sampled_from(["torch", "numpy"]), st.booleans())
+def test_flattening_gives_the_masked_cells_row_by_row(mask, kind, wide):
+    mask = np.array(mask)
+    cells = np.arange(mask.size, dtype=np.float32).reshape(mask.shape)
+    padding = Padding.of(torch.from_numpy(mask) if kind == "torch" else mask)
+    long, ragged._LONG = ragged._LONG, 0 if wide else 1000
+    try:
+        flat = flatten(torch.from_numpy(cells) if kind == "torch" else cells, np.float32, padding, "x")
+    finally:
+        ragged._LONG = long
+    assert flat.values.tolist() == cells[mask].tolist()
+    assert flat.lengths.tolist() == mask.sum(axis=1).tolist()
+
+
+@given(masks, st.data())
+def test_taking_rows_takes_their_cells(mask, data):
+    mask = np.array(mask)
+    rows = np.array(data.draw(st.permutations(range(len(mask)))))[: data.draw(st.integers(0, len(mask)))].astype(int)
+    cells = np.arange(mask.size).reshape(mask.shape)
+    flat = flatten(cells[rows], np.int64, Padding.of(mask).take(rows), "x")
+    assert flat.values.tolist() == cells[rows][mask[rows]].tolist()
+
+
+def test_a_flattened_batch_is_a_copy():
+    cells = np.zeros((2, 3), np.float32)
+    flat = flatten(cells, np.float32, None, "x")
+    cells[:] = 1
+    assert not flat.values.any()
+
+
+def test_none_in_a_list_is_not_recorded_and_nan_is_a_value():
+    flat = flatten([[1.0, None], [float("nan")]], np.float32, None, "x")
+    assert flat.valid.tolist() == [True, False, True]
+    assert np.isnan(flat.values[2])
+
+
+def test_half_floats_widen_without_a_change():
+    cells = torch.tensor([[-0.1, -3.7]], dtype=torch.bfloat16)
+    assert flatten(cells, np.float32, None, "x").values.tolist() == cells.float()[0].tolist()
+
+
+def test_lists_of_tensors_and_arrays_are_ragged():
+    flat = flatten([torch.tensor([1, 2]), np.array([3]), [4, 5]], np.int32, None, "x")
+    assert flat.values.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.zeros(3), r"shape \(3,\); give \[B, T\]"),
+        ([1, 2], "a row is not a list"),
+        ([["a"]], "row 0 does not read as int32"),
+        ([[1.0, [2]]], "row 0 does not read as int32"),
+        (7, "got int"),
+    ],
+)
+def test_what_is_no_batch_is_named(data, message):
+    with pytest.raises(InvalidRecord, match=message):
+        flatten(data, np.int32, None, "here")
+
+
+def test_a_mask_of_another_shape_is_named():
+    with pytest.raises(InvalidRecord, match=r"\(2, 4\).*mask has \(2, 3\)"):
+        flatten(np.zeros((2, 4)), np.float32, Padding.of(np.ones((2, 3))), "x")

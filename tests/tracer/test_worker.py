@@ -1,0 +1,54 @@
+import threading
+
+from tim_trace.tracer.worker import Worker
+
+
+def test_tasks_run_in_order_and_all_of_them():
+    done = []
+    worker = Worker(max_bytes=10)
+    for number in range(200):
+        worker.submit(lambda number=number: done.append(number), 3)
+    worker.close()
+    assert done == list(range(200))
+
+
+def test_a_full_queue_makes_the_caller_wait_and_counts_the_time():
+    gate, started, second_in = threading.Event(), threading.Event(), threading.Event()
+    worker = Worker(max_bytes=10)
+
+    def slow():
+        started.set()
+        gate.wait()
+
+    worker.submit(slow, 10)
+    started.wait()
+
+    def caller():
+        worker.submit(lambda: None, 1)
+        second_in.set()
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    assert not second_in.wait(0.2)
+    gate.set()
+    thread.join()
+    worker.close()
+    assert worker.waited_s > 0.1
+
+
+def test_a_task_larger_than_the_queue_goes_in_alone():
+    worker = Worker(max_bytes=1)
+    done = []
+    for number in range(3):
+        worker.submit(lambda number=number: done.append(number), 1000)
+    worker.close()
+    assert done == [0, 1, 2]
+
+
+def test_after_an_error_the_caller_is_not_held_up():
+    worker = Worker(max_bytes=1)
+    worker.submit(lambda: 1 / 0, 1)
+    for _ in range(100):
+        worker.submit(lambda: None, 1000)
+    worker.close()
+    assert isinstance(worker.error, ZeroDivisionError)
