@@ -20,6 +20,8 @@ from .source import Pair, Source, made_of_metadata
 
 MISMATCH: Pair = ("train", "rollout")
 
+_COMPUTED = f"computed_{SEQUENCE_SUMS.name}"
+
 CHUNK_TOKENS = 32 << 20
 """Tokens that are worked on at once: their quantiles are taken in memory, 8 bytes each."""
 
@@ -54,6 +56,8 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
             advance(chunk.num_tokens)
         for run in runs:
             _add_run_quantiles(database, pair, run, whole[run], advance)
+    # One order, whatever was kept and what computed now: adding up gives one result.
+    connection.execute(f"CREATE OR REPLACE TABLE {_COMPUTED} AS SELECT * FROM {_COMPUTED} ORDER BY ALL")
     database.supersede(pair, run_quantiles=of_run)
     return bool(chunks or runs)
 

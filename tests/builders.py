@@ -79,9 +79,9 @@ def add_step(recorder, step, batch, passes=("rollout", "train"), **sequence_opti
     return added
 
 
-def make_trace(path, steps=3, rows=4, passes=("rollout", "train")):
+def make_trace(path, steps=3, rows=4, passes=("rollout", "train"), first=1):
     """Write a small trace and return what is in it, a batch a step."""
-    batches = {step: make_batch(rows, seed=step) for step in range(1, steps + 1)}
+    batches = {step: make_batch(rows, seed=step) for step in range(first, first + steps)}
     with Recorder(path) as recorder:
         recorder.add_contract("rollout", {"engine": "vllm", "dtype": "bfloat16"})
         recorder.add_contract("train", {"engine": "trl", "dtype": "float32"})

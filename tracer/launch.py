@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import uuid
@@ -24,9 +25,6 @@ from .writer import now
 
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
-
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
@@ -76,7 +74,11 @@ def record(
     folder = create_trace(output, manifest, force=force)
     order = Order(run=str(folder), capture=str(spec), capture_fraction=capture_fraction)
     state = WriterState(writer=LAUNCHER, pid=os.getpid(), opened_at=now(), program=tuple(command))
-    exit_code = _run(command, _environment(order))
+    try:
+        exit_code = _run(command, _environment(order))
+    except OSError as error:
+        shutil.rmtree(folder)
+        raise InvalidOption(_not_started(command[0], error)) from error
     state.state, state.closed_at, state.exit_code = CLOSED, now(), exit_code
     adopt(folder)
     write_whole(folder / WRITERS / f"{LAUNCHER}.json", state.to_json().encode())
@@ -91,13 +93,14 @@ def _environment(order: Order) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
 
 
+def _not_started(name: str, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"record: {name}: no such command; check its name and your PATH"
+    return f"record: {name}: cannot be executed ({error.strerror}); start it as: python {name}"
+
+
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    try:
-        process = subprocess.Popen(list(command), env=environment)
-    except FileNotFoundError:
-        raise InvalidOption(f"record: {command[0]}: no such command; check its name and your PATH") from None
-    except PermissionError:
-        raise InvalidOption(f"record: {command[0]}: cannot be executed; start it as: python {command[0]}") from None
+    process = subprocess.Popen(list(command), env=environment)
     with _passing_on(process):
         code = process.wait()
     return 128 - code if code < 0 else code

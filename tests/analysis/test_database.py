@@ -33,7 +33,9 @@ def test_tokens_are_what_was_recorded(tmp_path):
             for position, token in enumerate(ids):
                 rollout, train = float(batch["rollout"][row][position]), float(batch["train"][row][position])
                 advantage = float(np.float32(batch["advantage"][row]))
-                wanted.append((step, f"{step}-{row}", position, token, rollout, train, train - rollout, advantage, True))
+                wanted.append(
+                    (step, f"{step}-{row}", position, token, rollout, train, train - rollout, advantage, True)
+                )
     assert rows(tmp_path / "run", query) == wanted
 
 
@@ -92,7 +94,7 @@ def test_a_filter_by_step_reads_that_step_s_row_groups_alone(tmp_path, monkeypat
     def nodes(node):
         if node.get("type") == "TABLE_SCAN":
             yield node
-        for child in node["children"]:
+        for child in node.get("children", []):
             yield from nodes(child)
 
     found = scans("SELECT count(d) FROM pair('train', 'rollout') WHERE step = 7")

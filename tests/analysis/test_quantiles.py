@@ -29,5 +29,7 @@ def test_quantiles_of_parts_are_those_of_the_whole(parts):
         return
     # Interpolation rounds once more or less.
     np.testing.assert_allclose(cuts, np.quantile(values, [0.5, 0.95, 0.99]), rtol=1e-12)
-    wanted = connection.execute("SELECT quantile_cont(d, [0.5, 0.95, 0.99]) FROM (SELECT unnest(?::DOUBLE[]) AS d)", [values.tolist()])
+    wanted = connection.execute(
+        "SELECT quantile_cont(d, [0.5, 0.95, 0.99]) FROM (SELECT unnest(?::DOUBLE[]) AS d)", [values.tolist()]
+    )
     np.testing.assert_allclose(cuts, wanted.fetchone()[0], rtol=1e-12)

@@ -9,8 +9,8 @@ from tim_trace.analysis import sums
 from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.sums import summarize
-from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.capture import Capture
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.writer import TraceWriter
 
@@ -143,7 +143,10 @@ def test_every_statistic_agrees_with_numpy(tmp_path, by):
     else:
         assert len(rows) == 18
         for row, sequence in zip(rows, [s for step in steps.values() for s in step], strict=True):
-            single = {key: row[key] for key in ("k1", "k2", "k3", "p99_abs_d", "ess_token", "chi2_token", "num_nan", "num_inf")}
+            single = {
+                key: row[key]
+                for key in ("k1", "k2", "k3", "p99_abs_d", "ess_token", "chi2_token", "num_nan", "num_inf")
+            }
             if row["num_tokens"]:
                 wanted = expected([sequence])
                 for name, value in single.items():

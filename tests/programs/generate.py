@@ -18,7 +18,7 @@ def main():
 
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model=arguments.model, max_model_len=64, seed=0)
+    llm = LLM(model=arguments.model, max_model_len=64, seed=0, enforce_eager=True)
     prompts = [{"prompt_token_ids": [3, 12, 4 + i, 13]} for i in range(4)]
     plain = llm.generate(prompts, SamplingParams(temperature=0.7, max_tokens=5, n=2), use_tqdm=False)
     asked = [SamplingParams(temperature=1.0, max_tokens=5, logprobs=i % 3) for i in range(4)]

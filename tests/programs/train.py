@@ -1,6 +1,8 @@
 """Train a tiny model with TRL, as a user's script would: it knows nothing of tim-trace."""
 
 import argparse
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import tiny
 import torch
 from datasets import Dataset
 from transformers import Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 
 def digits(prompts, completions, **kwargs):
@@ -21,6 +22,54 @@ def short(prompts, completions, **kwargs):
     return [-0.1 * len(completion) for completion in completions]
 
 
+def sample_with_a_tool(prompts, trainer):
+    """A rollout of fixed tokens: two sampled, two of a tool, one sampled."""
+    rows = len(prompts)
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": [[3, 4 + row % 4, 12, 13, 1] for row in range(rows)],
+        "logprobs": [[-0.5, -0.25, 0.0, 0.0, -0.125]] * rows,
+        "env_mask": [[1, 1, 0, 0, 1]] * rows,
+    }
+
+
+def pretend(version, without):
+    """Make TRL look like another release."""
+    import trl
+
+    trl.__version__ = version
+    if without:
+        import importlib.abc
+        import importlib.machinery
+
+        source = Path(trl.__file__).parent / "trainer" / "grpo_trainer.py"
+
+        class Renamed(importlib.machinery.SourceFileLoader):
+            def get_data(self, path):
+                data = super().get_data(path)
+                return data.replace(without.encode(), f"{without}_renamed".encode()) if path == str(source) else data
+
+            def path_stats(self, path):
+                raise OSError("no cached bytecode of changed source")
+
+        class Finder(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name != "trl.trainer.grpo_trainer":
+                    return None
+                return importlib.util.spec_from_loader(name, Renamed(name, str(source)))
+
+        sys.meta_path.insert(1, Finder())
+
+
+def break_recorder():
+    from tim_trace.tracer.recorder import Recorder
+
+    def broken(*_, **__):
+        return 1 / 0
+
+    Recorder.add_sequences = broken
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainer", choices=["grpo", "rloo"], default="grpo")
@@ -28,13 +77,34 @@ def main():
     parser.add_argument("--bf16-engine", action="store_true")
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
+    parser.add_argument("--rollout-function", action="store_true")
+    parser.add_argument("--pretend", metavar="VERSION")
+    parser.add_argument("--without", metavar="FUNCTION")
+    parser.add_argument("--break-recorder", action="store_true")
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
+    if arguments.ranks > 1:
+        tiny.save_model(arguments.model)
+        options = ["--standalone", "--nproc-per-node", str(arguments.ranks)]
+        rest = [argument for argument in sys.argv[1:] if argument != "--ranks"]
+        rest.remove(str(arguments.ranks))
+        torchrun = str(Path(sys.executable).parent / "torchrun")
+        os.execv(torchrun, [torchrun, *options, __file__, *rest])
+    if arguments.break_recorder:
+        break_recorder()
+    if arguments.pretend:
+        pretend(arguments.pretend, arguments.without)
+    train(arguments)
 
-    import json
 
-    tokenizer = tiny.save_model(arguments.model, torch.bfloat16 if arguments.bf16_engine else torch.float32)
+def train(arguments):
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        tiny.save_model(arguments.model, torch.bfloat16 if arguments.bf16_engine else torch.float32)
+    tokenizer = tiny.make_tokenizer()
     if arguments.vllm:
         tiny.keep_weights_reloadable()
     model = Qwen3ForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
@@ -69,11 +139,12 @@ def main():
         reward_funcs=[digits, short],
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
+        **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        history = [row for row in trainer.state.log_history]
-        tiny.finish(arguments.result, weights=tiny.weights_hash(trainer.model), history=history)
+        weights = tiny.weights_hash(trainer.accelerator.unwrap_model(trainer.model))
+        tiny.finish(arguments.result, weights=weights, history=trainer.state.log_history)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def test_a_newer_format_says_how_to_get_on():
         parse_manifest(json.dumps(content), "run/trace.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "x", "format_version": 1}', '{"format": "tim-trace"}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "x", "format_version": 1}', '{"format": "tim-trace"}', "\0"]
+)
 def test_another_file_is_named(text):
     with pytest.raises(DamagedTrace, match="some/where"):
         parse_manifest(text, "some/where")

@@ -25,7 +25,11 @@ def record_logits(path, logits, rows, dtype=torch.float32, steps=1):
 
 
 def links(path):
-    return connect(path).execute("SELECT seq_id, dense, dense_start, len(logprobs) FROM scores ORDER BY step, seq_id").fetchall()
+    return (
+        connect(path)
+        .execute("SELECT seq_id, dense, dense_start, len(logprobs) FROM scores ORDER BY step, seq_id")
+        .fetchall()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -49,8 +53,12 @@ def test_rows_across_chunks_and_shards_come_back(tmp_path, monkeypatch):
     logits = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
     record_logits(tmp_path / "run", logits, [0, 2], steps=9)
     for step in range(9):
-        for (_, group, start, tokens), part in zip(links(tmp_path / "run")[3 * step :: 2][:2], logits.split([3, 4]), strict=True):
-            assert torch.equal(torch.from_numpy(read_dense(Store(tmp_path / "run"), group, start, tokens)["logits"]), part)
+        for (_, group, start, tokens), part in zip(
+            links(tmp_path / "run")[3 * step :: 2][:2], logits.split([3, 4]), strict=True
+        ):
+            assert torch.equal(
+                torch.from_numpy(read_dense(Store(tmp_path / "run"), group, start, tokens)["logits"]), part
+            )
     group = zarr.open_group(tmp_path / "run" / "dense" / links(tmp_path / "run")[0][1], mode="r")
     assert group["logits"].shape == (63, 11)
     assert group["logits"].shards == (12, 11)
@@ -74,7 +82,7 @@ def test_the_whole_vocabulary_leaves_no_tail():
 
 
 def test_distributions_of_another_length_are_refused(tmp_path):
-    with pytest.raises(InvalidRecord, match="distributions with {'logits': 5} rows for 7 response tokens"):
+    with pytest.raises(InvalidRecord, match=r"distributions with \{'logits': 5\} rows for 7 response tokens"):
         record_logits(tmp_path / "run", torch.zeros(5, 2), [0, 2])
 
 

@@ -32,7 +32,9 @@ def test_when_files_may_grow_no_more_training_goes_on_and_what_was_recorded_stay
 def test_a_full_disk_ends_the_recording_and_marks_the_trace(tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", mount], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", mount], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("this machine does not let tests mount a small disk")
     try:

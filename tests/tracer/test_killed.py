@@ -30,7 +30,9 @@ def kill_after(path, steps, capture="logprobs"):
 def check_steps(path, told):
     """Every step that was told is there as it was recorded, and nothing is there twice."""
     connection = connect(path)
-    sequences = connection.execute("SELECT step, seq_id, response_ids FROM sequences ORDER BY step, seq_id::INT").fetchall()
+    sequences = connection.execute(
+        "SELECT step, seq_id, response_ids FROM sequences ORDER BY step, seq_id::INT"
+    ).fetchall()
     steps = {step for step, _, _ in sequences}
     assert set(range(1, told + 1)) <= steps <= set(range(1, told + 3))
     for step in range(1, told + 1):

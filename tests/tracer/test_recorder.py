@@ -93,7 +93,9 @@ def test_every_column_of_a_sequence_comes_back(tmp_path):
 def test_what_is_not_given_is_null(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, response_ids=[[4, 5]])
-    row = connect(tmp_path / "run").execute("SELECT reward, prompt_ids, temperature, advantage FROM sequences").fetchone()
+    row = (
+        connect(tmp_path / "run").execute("SELECT reward, prompt_ids, temperature, advantage FROM sequences").fetchone()
+    )
     assert row == (None, None, None, None)
 
 
@@ -142,7 +144,9 @@ def test_metrics_keep_numbers_as_numbers_and_the_rest_as_text(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_hyperparameters({"lr": 1e-6, "loss_type": "dapo", "names": ["a"]})
         recorder.add_metrics(3, {"loss": torch.tensor(0.25), "nan": float("nan"), "count": 3})
-    rows = connect(tmp_path / "run").execute("SELECT step, name, value, text FROM metrics ORDER BY step, name").fetchall()
+    rows = (
+        connect(tmp_path / "run").execute("SELECT step, name, value, text FROM metrics ORDER BY step, name").fetchall()
+    )
     assert [row for row in rows if row[1] != "nan"] == [
         (0, "hyperparameter/loss_type", None, "dapo"),
         (0, "hyperparameter/lr", 1e-6, None),
@@ -173,7 +177,10 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ({"logprobs": [[-1.0], [-1.0]]}, r"step 1, sequence 'b': 1 values of logprobs of pass 'train' for 2 response tokens"),
+        (
+            {"logprobs": [[-1.0], [-1.0]]},
+            r"step 1, sequence 'b': 1 values of logprobs of pass 'train' for 2 response tokens",
+        ),
         ({"logprobs": [[-1.0]]}, "1 rows of logprobs for 2 sequences; pass rows="),
         ({"logprobs": [[-1.0], [-1.0, 0.5]]}, r"step 1, sequence 'b': logprob 0.5 of pass 'train' at response token 1"),
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
@@ -246,7 +253,9 @@ def test_after_a_refusal_the_corrected_batch_is_recorded(tmp_path):
 def test_float64_is_kept_as_float32_with_a_warning_that_says_how_far_off(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1]])
-        with pytest.warns(UserWarning, match=r"float64 logprobs of pass 'train' are kept as float32: .* 1\.\de-09 nats"):
+        with pytest.warns(
+            UserWarning, match=r"float64 logprobs of pass 'train' are kept as float32: .* 1\.\de-09 nats"
+        ):
             recorder.add_scores("train", added, logprobs=np.array([[-0.1]]))
         recorder.add_scores("rollout", added, logprobs=np.array([[-0.5]]))
 
@@ -290,7 +299,10 @@ def test_two_writers_of_one_process_share_a_trace(tmp_path):
     with Recorder(tmp_path / "run", join=True) as one, Recorder(tmp_path / "run", join=True) as other:
         one.add_sequences(step=1, response_ids=[[1]])
         other.add_sequences(step=1, response_ids=[[2]])
-    assert connect(tmp_path / "run").execute("SELECT count(*), count(DISTINCT writer) FROM sequences").fetchone() == (2, 2)
+    assert connect(tmp_path / "run").execute("SELECT count(*), count(DISTINCT writer) FROM sequences").fetchone() == (
+        2,
+        2,
+    )
 
 
 def test_a_segment_is_sealed_whenever_enough_has_gathered(tmp_path):
@@ -299,7 +311,10 @@ def test_a_segment_is_sealed_whenever_enough_has_gathered(tmp_path):
         for step in range(1, 31):
             add_step(recorder, step, make_batch(seed=step))
     assert len(list((tmp_path / "run" / "scores").glob("*.parquet"))) > 3
-    assert connect(tmp_path / "run").execute("SELECT count(*), count(DISTINCT step) FROM scores").fetchone() == (240, 30)
+    assert connect(tmp_path / "run").execute("SELECT count(*), count(DISTINCT step) FROM scores").fetchone() == (
+        240,
+        30,
+    )
     assert not list((tmp_path / "run" / "journal").glob("*"))
 
 

@@ -168,27 +168,39 @@ class TrainerHooks:
             state.loss = None
 
     def step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        state, step = self._state(trainer), trainer.state.global_step
-        if step > 0 and state.logged_step != step and trainer.is_world_process_zero() and self.session.is_recording:
+        if trainer.state.global_step > 0 and trainer.is_world_process_zero() and self.session.is_recording:
             with self.session.guard("learning rate and grad norm"):
                 call = arguments(original, trainer, *args, **kwargs)
                 rate = call.get("learning_rate")
                 rate = trainer._get_learning_rate() if rate is None else rate
-                values = {"learning_rate": rate, "grad_norm": call.get("grad_norm")}
-                values = {name: value for name, value in values.items() if value is not None}
-                self.session.recorder.add_metrics(step, values)
-                state.logged_step = step
+                self._add_metrics(trainer, {"learning_rate": rate, "grad_norm": call.get("grad_norm")}, only_new=True)
         return original(trainer, *args, **kwargs)
 
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
             with self.session.guard("logged metrics"):
-                step = trainer.state.global_step
-                known = {"learning_rate", "grad_norm"} if self._state(trainer).logged_step == step else set()
-                values = {name: value for name, value in logs.items() if name not in known and value is not None}
-                self.session.recorder.add_metrics(step, values)
+                # Callbacks take entries out of `logs`; the history keeps what was logged.
+                history = trainer.state.log_history
+                values = dict(history[-1]) if history else dict(logs)
+                values.pop("step", None)
+                self._add_metrics(trainer, values)
         return result
+
+    def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
+        """Record what this step has not told yet; `only_new` compares names alone, since a value may be on a device."""
+        state, step = self._state(trainer), int(trainer.state.global_step)
+        if state.told_step != step:
+            state.told_step, state.told = step, {}
+        recorded_each_step = {"learning_rate", "grad_norm"} & set(state.told)
+        known = set(state.told) if only_new else recorded_each_step
+        fresh = {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in known and (only_new or state.told.get(name) != value)
+        }
+        state.told |= fresh
+        self.session.recorder.add_metrics(step, fresh)
 
     def _state(self, trainer: Any) -> TrainerState:
         state = self._states.get(trainer)

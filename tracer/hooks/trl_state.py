@@ -108,7 +108,9 @@ class TrainerState:
         self._num_batches = 0
         self.num_forwards: dict[str, int] = {}
         self.described = False
-        self.logged_step: int | None = None
+        self.told_step: int | None = None
+        self.told: dict[str, Any] = {}
+        """Metrics of that step that are recorded."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 

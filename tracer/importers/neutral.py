@@ -153,6 +153,8 @@ class _Columns:
         array = self[name]
         if array is None:
             return None
+        if not pa.types.is_list(array.type):
+            raise InvalidRecord(f"column {name!r} holds {array.type}, where each row needs a list of {type}")
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
         values = _cast(pc.list_flatten(array), type, name)
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
@@ -162,6 +164,8 @@ class _Columns:
 
 def _array(name: str, value: Any) -> pa.Array:
     if isinstance(value, pa.Array):
+        if pa.types.is_large_list(value.type) or pa.types.is_fixed_size_list(value.type):
+            return value.cast(pa.list_(value.type.value_type))
         return value
     try:
         return pa.array(value)
@@ -188,7 +192,7 @@ def _add_step(recorder: Recorder, step: int, columns: _Columns, result: Imported
     seq_ids = columns["seq_id"]
     mask = columns.ragged("response_mask", pa.bool_())
     advantage = columns["advantage"]
-    per_token = advantage is not None and pa.types.is_list(advantage.type)
+    per_token = advantage is not None and bool(pa.types.is_list(advantage.type))
     per_row: dict[str, Any] = {name: _values(columns[name]) for name in PER_ROW}
     batch = recorder.add_sequences(
         step=step,
@@ -213,7 +217,9 @@ def _add_step(recorder: Recorder, step: int, columns: _Columns, result: Imported
         part = columns.take(present)
         logprobs = part.ragged(column, pa.float32())
         assert logprobs is not None
-        logprobs = result.placeholders.clean(logprobs, part.ragged("response_mask", pa.bool_()))
+        part_mask = part.ragged("response_mask", pa.bool_())
+        fits = part_mask is not None and np.array_equal(part_mask.lengths, logprobs.lengths)
+        logprobs = result.placeholders.clean(logprobs, part_mask if fits else None)
         result.num_above_zero += int((logprobs.values > 0).sum())
         if len(logprobs):
             recorder.add_scores(

@@ -1,0 +1,49 @@
+"""Real training runs and real engines, each started once for all tests that look at it."""
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from builders import PROGRAMS, Finished, run, tim_trace
+
+SCRATCH = Path(mkdtemp(prefix="tim-trace-runs-"))
+
+
+@dataclass
+class Run:
+    """A program that ran, with what it told and, when it was recorded, its trace."""
+
+    done: Finished
+    result: dict
+    trace: Path | None
+
+
+@cache
+def program(name, *arguments, capture=None, fraction="1.0", env=()):
+    """Run one of tests/programs, recorded when `capture` is given."""
+    folder = Path(mkdtemp(dir=SCRATCH))
+    command = [
+        sys.executable,
+        PROGRAMS / name,
+        "--model",
+        folder / "model",
+        "--result",
+        folder / "result.json",
+        *arguments,
+    ]
+    if capture:
+        options = ["-o", folder / "run", "--capture", capture, "--capture-fraction", fraction]
+        done = tim_trace("record", *options, "--", *command, env=dict(env), cwd=folder)
+    else:
+        done = run(*command, env=dict(env), cwd=folder)
+    assert done.code == 0, done.stderr[-3000:]
+    return Run(done, json.loads((folder / "result.json").read_text()), folder / "run" if capture else None)
+
+
+def train(*arguments, config=None, **options):
+    """Train with TRL."""
+    settings = ["--config", json.dumps(config)] if config else []
+    return program("train.py", *arguments, *settings, **options)
