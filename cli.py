@@ -79,21 +79,24 @@ def main() -> None:
     "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
+@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, force: bool, command: Sequence[str]) -> None:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
     """
+    from .analysis.stats import comparable_pair
     from .analysis.sums import summarize
     from .tracer.launch import record as run
 
     _tell(f"recording to {os.path.abspath(output)}")
     recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, force=force)
+    pair = None
     if recording.num_sequences:
         summarize(recording.folder, progress=_progress)
-    _tell(_recorded(output, recording))
+        pair = comparable_pair(recording.folder)
+    _tell(_recorded(output, recording, pair))
     sys.exit(recording.exit_code)
 
 
@@ -102,7 +105,7 @@ def record(output: str, capture: str, capture_fraction: float, force: bool, comm
 @click.argument("format", type=click.Choice(["parquet"]))
 @click.argument("path")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
-@click.option("--force", is_flag=True, help="Replace a trace that lies there.")
+@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
 def import_(format: str, path: str, output: str, force: bool) -> None:
     """Make a trace of another tool's files.
 
@@ -110,18 +113,19 @@ def import_(format: str, path: str, output: str, force: bool) -> None:
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
     PATH is a file, a folder or a pattern.
     """
+    from .analysis.stats import comparable_pair
     from .analysis.sums import summarize
     from .tracer.importers.neutral import import_parquet
 
     imported = import_parquet(path, output=output, force=force, progress=_progress)
     summarize(imported.folder, progress=_progress)
-    _tell(_brought_in(output, imported))
+    _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
 
 @_example("tim-trace info runs/demo")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
 def info(traces: Sequence[str], as_json: bool) -> None:
     """Say what a trace holds, who wrote it, what is missing and what is damaged."""
     from dataclasses import asdict
@@ -140,9 +144,9 @@ def info(traces: Sequence[str], as_json: bool) -> None:
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
-@click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@click.option("--unsafe", is_flag=True, default=False, help="Let the query write, and read other files.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV.")
 def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
@@ -173,8 +177,8 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
     type=click.Choice(["run", "step", "sequence"]),
     help="What a row stands for.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every digit.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with every digit.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
 def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis.stats import stats as compare
@@ -225,7 +229,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda units: bar.update(task, advance=units)
 
 
-def _recorded(output: str, recording: Any) -> str:
+def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if not recording.num_sequences:
         return (
             f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "
@@ -236,11 +240,17 @@ def _recorded(output: str, recording: Any) -> str:
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
     return (
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
-        f"next: tim-trace info {output}\n      tim-trace stats {output}"
+        f"next: tim-trace info {output}{_stats_command(output, pair)}"
     )
 
 
-def _brought_in(output: str, imported: Any) -> str:
+def _stats_command(output: str, pair: str | None) -> str:
+    if pair is None:
+        return ""
+    return f"\n      tim-trace stats {output}" + ("" if pair == "train:rollout" else f" --pair {pair}")
+
+
+def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     holes, parts = imported.placeholders, []
     if holes.total:
         parts.append(
@@ -255,6 +265,6 @@ def _brought_in(output: str, imported: Any) -> str:
         f"imported {imported.num_sequences:,} sequences, {imported.num_tokens:,} response tokens, "
         f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes)}",
         *parts,
-        f"next: tim-trace stats {output}",
+        f"next: tim-trace info {output}{_stats_command(output, pair)}",
     ]
     return "\n".join(lines)

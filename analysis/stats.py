@@ -46,26 +46,35 @@ def parse_pair(text: str) -> Pair:
     return a, b
 
 
+def comparable_pair(traces: Traces) -> str | None:
+    """The pair that says most of what the traces hold: train:rollout, else two passes that have logprobs; None if none."""
+    names = list(_counts(Database(traces)))
+    if {"train", "rollout"} <= set(names):
+        return "train:rollout"
+    return f"{names[0]}:{names[1]}" if len(names) > 1 else None
+
+
+def _counts(database: Database) -> dict[str, int]:
+    """Pass -> rows of scores with logprobs, for those that have any."""
+    query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
+    return dict(database.connection.execute(query).fetchall())
+
+
 def _why_nothing(database: Database, pair: Pair) -> str:
     """Say which pass is missing, and what can be compared instead."""
-    counts = dict(
-        database.connection.execute(
-            'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
-        ).fetchall()
-    )
+    counts = _counts(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
     if lacking:
         problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
     else:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
-    others = [name for name in counts if name not in lacking]
-    advice = (
-        f"compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
-        if len(others) > 1
-        else (f"the only pass with logprobs is {others[0]!r}" if others else "the trace has no scores at all")
-    )
-    return f"{where}: {problem}; {advice}"
+    others = list(counts)
+    if len(others) > 1:
+        return f"{where}: {problem}; compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
+    if others:
+        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
+    return f"{where}: {problem}; the trace has no scores at all"
 
 
 def _note(database: Database, passes: list[str]) -> str:

@@ -26,6 +26,7 @@ from .writer import now
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """How a recorded command ended, and what it left."""

@@ -87,7 +87,12 @@ def test_the_user_s_own_sitecustomize_still_runs(tmp_path):
 
 
 def test_a_python_without_tim_trace_runs_and_says_that_it_is_not_recorded(tmp_path):
-    program = [sys.executable, "-S", "-c", "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import sitecustomize; print('ran')"]
+    program = [
+        sys.executable,
+        "-S",
+        "-c",
+        "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; import sitecustomize; print('ran')",
+    ]
     done = tim_trace("record", "-o", tmp_path / "run", "--", *program)
     assert done.stdout == "ran\n"
     assert "it cannot import tim_trace" in done.stderr
@@ -95,7 +100,9 @@ def test_a_python_without_tim_trace_runs_and_says_that_it_is_not_recorded(tmp_pa
 
 
 def test_a_recorded_python_starts_without_the_heavy_libraries(tmp_path):
-    program = "import sys, json; print(json.dumps([n for n in sys.modules if n in ('pyarrow', 'duckdb', 'numpy', 'zarr')]))"
+    program = (
+        "import sys, json; print(json.dumps([n for n in sys.modules if n in ('pyarrow', 'duckdb', 'numpy', 'zarr')]))"
+    )
     done = tim_trace("record", "-o", tmp_path / "run", "--", *SAY, program)
     assert json.loads(done.stdout) == []
 

@@ -43,7 +43,9 @@ def test_every_completion_is_recorded_with_the_engine_s_logprobs(env):
             assert row[3:6] == (temperature, top_p, most)
             assert row[6] in ("stop", "length")
             if completion["logprobs"] is not None:
-                told = [entry[str(token)][0] for token, entry in zip(completion["ids"], completion["logprobs"], strict=True)]
+                told = [
+                    entry[str(token)][0] for token, entry in zip(completion["ids"], completion["logprobs"], strict=True)
+                ]
                 assert row[2] == told
 
 
@@ -56,7 +58,9 @@ def test_logprobs_that_the_script_did_not_ask_for_are_recorded():
 
 def test_completions_of_a_prompt_are_a_group():
     run = program("generate.py", capture="logprobs")
-    query = "SELECT group_id, count(*), count(DISTINCT prompt_ids) FROM sequences WHERE step = 1 GROUP BY ALL ORDER BY ALL"
+    query = (
+        "SELECT group_id, count(*), count(DISTINCT prompt_ids) FROM sequences WHERE step = 1 GROUP BY ALL ORDER BY ALL"
+    )
     assert rows(run, query) == [(str(prompt), 2, 1) for prompt in range(4)]
 
 

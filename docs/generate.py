@@ -1,0 +1,92 @@
+"""Write the parts of docs/ that come from the code: every --help, and every column.
+
+python docs/generate.py            # write them
+python docs/generate.py --check    # fail when they are stale
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import click
+from tim_trace import cli
+from tim_trace.schemas.sums import KINDS
+from tim_trace.schemas.tables import TABLES
+
+DOCS = Path(__file__).parent
+
+
+def helps():
+    """Every --help as it is printed."""
+    names = ["tim-trace", *(f"tim-trace {name}" for names in cli.SECTIONS.values() for name in names)]
+    for name in names:
+        command = cli.main if name == "tim-trace" else cli.main.commands[name.split()[1]]
+        context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+        yield f"## {name}\n\n```\n{command.get_help(context)}\n```"
+
+
+def table(spec):
+    """A table of the trace as a Markdown table."""
+    lines = [
+        f"### {spec.name}",
+        "",
+        spec.doc,
+        "",
+        "| column | type | meaning | unit | elements | NULL says |",
+        "|---|---|---|---|---|---|",
+    ]
+    for column in spec.columns:
+        elements = column.alignment if "list" in str(column.type) or "map" in str(column.type) else ""
+        cells = (
+            f"`{column.name}`",
+            f"`{_type(column.type)}`",
+            column.doc,
+            column.unit,
+            elements,
+            column.null or "never",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _type(type):
+    return re.sub(r"<(element|item): ", "<", str(type)).replace(" ('entries')", "")
+
+
+def pages():
+    """Page -> marker -> generated text."""
+    return {
+        "cli.md": {"help": "\n\n".join(helps())},
+        "trace-format.md": {
+            "tables": "\n\n".join(table(spec) for spec in TABLES.values()),
+            "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
+        },
+    }
+
+
+def filled(text, parts):
+    """The page with its generated parts written anew."""
+    for marker, content in parts.items():
+        before, begin, rest = text.partition(f"<!-- begin {marker} -->\n")
+        _, end, after = rest.partition(f"<!-- end {marker} -->")
+        assert begin and end, f"the page has no place for {marker}"
+        text = f"{before}{begin}{content}\n{end}{after}"
+    return text
+
+
+def main():
+    stale = []
+    for name, parts in pages().items():
+        path = DOCS / name
+        old = path.read_text(encoding="utf-8")
+        new = filled(old, parts)
+        if old != new:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        sys.exit(f"stale: {', '.join(stale)}; write them anew with: make docs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+import inspect
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from builders import ROOT, make_trace, run, tim_trace
+from tim_trace import cli
+from tim_trace.analysis.info import info
+from tim_trace.analysis.query import sql
+from tim_trace.analysis.stats import stats
+from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.launch import record
+
+PRINTING = {"as_json", "as_csv", "help"}
+"""Options that say how to print, and have no twin."""
+
+TWINS = {"record": record, "import": import_parquet, "info": info, "sql": sql, "stats": stats}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    make_trace(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_every_command_has_a_twin_and_a_section():
+    assert set(cli.main.commands) == set(TWINS)
+    assert {name for names in cli.SECTIONS.values() for name in names} == set(TWINS)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_command_s_options_and_defaults_are_its_twin_s(name):
+    options = {
+        option.name: None if option.required else option.default
+        for option in cli.main.commands[name].params
+        if isinstance(option, click.Option) and option.name not in PRINTING
+    }
+    parameters = {
+        parameter.name: None if parameter.default is inspect.Parameter.empty else parameter.default
+        for parameter in inspect.signature(TWINS[name]).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name != "progress"
+    }
+    assert options == parameters
+
+
+@pytest.mark.parametrize("name", ["record", "info", "sql", "stats"])
+def test_a_command_and_its_twin_say_the_same_first(name):
+    assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
+
+
+def examples():
+    for name, command in cli.main.commands.items():
+        lines = command.epilog.splitlines()
+        assert lines[:2] == ["\b", "Example:"], f"{name} has no example"
+        yield from (pytest.param(name, line.strip(), id=name) for line in lines[2:])
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder as the examples expect it: a recorded demo, the examples, and a dump to import."""
+    folder = tmp_path_factory.mktemp("workplace")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    row = {"step": 1, "prompt_ids": [1], "response_ids": [2, 3]}
+    logprobs = {"rollout_logprobs": [-0.5, -1.0], "train_logprobs": [-0.5, -1.25]}
+    (folder / "dump.jsonl").write_text(json.dumps(row | logprobs) + "\n")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([row | logprobs]), folder / "dump.parquet")
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("name", "line"), list(examples()))
+def test_the_example_of_every_help_works(workplace, name, line):
+    # `record` comes first and makes the trace that the others look at.
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    done = run(*shlex.split(line), cwd=workplace, env=env)
+    assert done.code == 0, done.stderr[-2000:]
+    if name == "record":
+        assert "mean reward: " in done.stdout
+        assert "recorded 2,560 sequences" in done.stderr
+
+
+def test_help_comes_up_without_the_heavy_libraries():
+    heavy = ("torch", "pyarrow", "duckdb", "numpy", "zarr", "rich", "fsspec")
+    program = f"""
+import sys
+from tim_trace.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print("heavy:", [name for name in {heavy!r} if name in sys.modules])
+"""
+    done = run(sys.executable, "-c", program)
+    assert done.stdout.endswith("heavy: []\n")
+
+
+@pytest.mark.parametrize("command", [["info"], ["stats"], ["sql", "SELECT 1"]])
+def test_looking_at_a_trace_needs_no_torch(trace, command):
+    program = f"""
+import sys
+from tim_trace.cli import main
+try:
+    main({[command[0], str(trace), *command[1:]]!r})
+except SystemExit as done:
+    assert not done.code
+assert "torch" not in sys.modules
+"""
+    assert run(sys.executable, "-c", program).code == 0
+
+
+def test_help_groups_the_verbs_by_question():
+    shown = tim_trace("--help").stdout
+    assert shown.index("get a trace:") < shown.index("  record ") < shown.index("look:") < shown.index("  stats ")
+
+
+def test_python_dash_m_is_the_same_program():
+    assert run(sys.executable, "-m", "tim_trace", "--version").stdout == tim_trace("--version").stdout
+
+
+def test_json_has_every_digit(trace):
+    shown = tim_trace("stats", trace, "--by", "step", "--json").json()
+    assert shown == stats(trace, by="step").dicts()
+
+
+def test_csv_has_every_digit_and_an_empty_field_for_null(trace):
+    done = tim_trace("sql", trace, "SELECT k3, NULL AS gone FROM pair_runs('train', 'rollout')", "--csv")
+    assert done.stdout == f"k3,gone\n{stats(trace).dicts()[0]['k3']!r},\n"
+
+
+def test_numbers_that_json_lacks_are_told_apart_from_null(trace):
+    query = "SELECT 'NaN'::DOUBLE AS a, 'inf'::DOUBLE AS b, '-inf'::DOUBLE AS c, NULL AS d, [1.5, 'nan'::DOUBLE] AS e"
+    assert tim_trace("sql", trace, query, "--json").json() == [
+        {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": None, "e": [1.5, "NaN"]}
+    ]
+
+
+def test_a_query_may_come_on_stdin(trace):
+    done = tim_trace("sql", trace, "--json", stdin="SELECT count(*) AS n\nFROM sequences;")
+    assert done.json() == [{"n": 12}]
+
+
+def test_several_traces_are_queried_together(trace, tmp_path):
+    make_trace(tmp_path / "other", steps=1)
+    done = tim_trace(
+        "sql", trace, tmp_path / "other", "SELECT run, count(*) AS n FROM sequences GROUP BY run ORDER BY run", "--json"
+    )
+    assert done.json() == [{"run": "other", "n": 4}, {"run": "run", "n": 12}]
+    assert len(tim_trace("stats", trace, tmp_path / "other", "--json").json()) == 2
+    assert len(tim_trace("info", trace, tmp_path / "other", "--json").json()) == 2
+
+
+def test_info_tells_the_trace_in_words_and_as_json(trace):
+    shown, told = tim_trace("info", trace).stdout, tim_trace("info", trace, "--json").json()
+    assert "sequences  12" in shown
+    assert told["num_sequences"] == 12
+    assert [p["name"] for p in told["passes"]] == ["rollout", "train"]
+
+
+def test_data_goes_to_stdout_and_the_rest_to_stderr(trace):
+    for command in (["info", trace], ["stats", trace], ["sql", trace, "FROM steps"]):
+        done = tim_trace(*command)
+        assert done.stdout
+        assert done.stderr == ""
+
+
+def test_control_characters_of_the_data_do_not_reach_the_terminal(trace):
+    done = tim_trace("sql", trace, "SELECT chr(27) || '[31mred' || chr(8238) AS text")
+    assert "\x1b" not in done.stdout
+    assert "\\x1b[31mred" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stats"], "Missing argument"),
+        (["stats", "x", "--by", "moon"], "'moon' is not one of"),
+        (["sql", "x", "SELECT 1", "--json", "--csv"], "exclude each other"),
+        (["import", "csv", "x", "-o", "y"], "'csv' is not"),
+        (["fly"], "No such command 'fly'"),
+    ],
+)
+def test_wrong_use_ends_with_2(arguments, message):
+    done = tim_trace(*arguments)
+    assert done.code == 2
+    assert message in done.stderr

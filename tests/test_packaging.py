@@ -1,0 +1,112 @@
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from builders import ROOT, run
+
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
+LAYERS = ("schemas", "tracer", "analysis", "cli")
+"""Each may import those before it."""
+
+
+def python_files():
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in tracked.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def test_the_list_of_packages_is_the_tree():
+    outside = ("tests", "examples", "benchmarks", "docs")
+    found = {".".join(("tim_trace", *path.parent.parts)) for path in python_files() if path.parts[0] not in outside}
+    assert set(SETUPTOOLS["packages"]) == found
+
+
+def test_no_module_but_the_package_s_own_lies_at_the_root():
+    assert {str(path) for path in python_files() if len(path.parts) == 1} == {"__init__.py", "__main__.py", "cli.py"}
+
+
+def test_the_root_package_holds_nothing_but_its_version():
+    lines = (ROOT / "__init__.py").read_text().splitlines()
+    assert [line for line in lines if line and not line.startswith('"""')] == [f'__version__ = "{version()}"']
+
+
+def version():
+    return re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text())[1]
+
+
+def test_imports_run_one_way():
+    for path in python_files():
+        layer = path.parts[0].removesuffix(".py")
+        if layer not in LAYERS:
+            continue
+        allowed = {*LAYERS[: LAYERS.index(layer) + 1], "__version__"}
+        depth = len(path.parts) - 1
+        for dots, rest in re.findall(r"^\s*from (\.+)([\w.]*) import", (ROOT / path).read_text(), re.MULTILINE):
+            if len(dots) > depth:
+                first = rest.split(".")[0] or "__version__"
+                assert first in allowed, f"{path} imports {first}"
+
+
+def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
+    for path in python_files():
+        if path.parts[0] in ("schemas", "tracer", "analysis", "cli.py"):
+            found = re.findall(
+                r"^(?:import|from) (torch|transformers|trl|vllm|ray)\b", (ROOT / path).read_text(), re.MULTILINE
+            )
+            assert not found, f"{path} imports {found} at its top"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    done = run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
+    assert done.code == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"tim_trace", f"tim_trace-{version()}.dist-info"}
+    inside = {name.removeprefix("tim_trace/") for name in names if name.startswith("tim_trace/")}
+    outside = ("tests", "examples", "benchmarks", "docs")
+    sources = {str(path) for path in python_files() if path.parts[0] not in outside}
+    queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis" / "sql").glob("*.sql")}
+    assert inside == sources | queries
+
+
+def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
+    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
+    assert done.code == 0, done.stderr
+    trace = ROOT / "tests" / "data" / "trace-v1"
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+import tim_trace
+assert tim_trace.__file__.startswith({str(tmp_path)!r}), tim_trace.__file__
+from tim_trace.analysis.stats import stats
+print(len(stats({str(trace)!r}, by="step")))
+"""
+    done = run(sys.executable, "-I", "-c", program, cwd=tmp_path)
+    assert done.stdout == "2\n", done.stderr
+
+
+def test_nothing_in_the_repository_names_a_package_index_or_this_machine():
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in tracked.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in (".parquet", ".png") or not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert str(ROOT) not in text, name
+        assert (
+            not re.search(r"--(extra-)?index-url\s+\S|pypi\.org/simple", text) or name == "tests/test_packaging.py"
+        ), name
