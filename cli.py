@@ -86,14 +86,15 @@ def record(output: str, capture: str, capture_fraction: float, force: bool, comm
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
     """
-    from .analysis.stats import comparable_pair
-    from .analysis.sums import summarize
     from .tracer.launch import record as run
 
     _tell(f"recording to {os.path.abspath(output)}")
     recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, force=force)
     pair = None
     if recording.num_sequences:
+        from .analysis.stats import comparable_pair
+        from .analysis.sums import summarize
+
         summarize(recording.folder, progress=_progress)
         pair = comparable_pair(recording.folder)
     _tell(_recorded(output, recording, pair))

@@ -69,7 +69,8 @@ def filled(text, parts):
     for marker, content in parts.items():
         before, begin, rest = text.partition(f"<!-- begin {marker} -->\n")
         _, end, after = rest.partition(f"<!-- end {marker} -->")
-        assert begin and end, f"the page has no place for {marker}"
+        if not (begin and end):
+            sys.exit(f"the page has no place for {marker}")
         text = f"{before}{begin}{content}\n{end}{after}"
     return text
 

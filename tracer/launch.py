@@ -14,14 +14,13 @@ from pathlib import Path
 
 from .. import __version__
 from ..schemas.capture import Capture
+from ..schemas.clock import now
 from ..schemas.errors import InvalidOption
 from ..schemas.layout import WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.writer_state import CLOSED, WriterState
-from .adopt import adopt
 from .hooks.session import ENVIRONMENT, Order
 from .store import Store, create_trace, write_whole
-from .writer import now
 
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
@@ -81,10 +80,16 @@ def record(
         shutil.rmtree(folder)
         raise InvalidOption(_not_started(command[0], error)) from error
     state.state, state.closed_at, state.exit_code = CLOSED, now(), exit_code
-    adopt(folder)
+    _adopt(folder)
     write_whole(folder / WRITERS / f"{LAUNCHER}.json", state.to_json().encode())
     writers = [writer for writer in Store(folder).writers()[0] if writer.writer != LAUNCHER]
     return Recording(folder=folder, exit_code=exit_code, writers=tuple(writers))
+
+
+def _adopt(folder: Path) -> None:
+    from .adopt import adopt  # here, so that the command starts before Arrow is loaded
+
+    adopt(folder)
 
 
 def _environment(order: Order) -> dict[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import __version__
 from ..schemas.capture import Capture
+from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TraceExists
 from ..schemas.layout import METRICS, SCORES, SEQUENCES, TOKENIZER
@@ -42,7 +43,7 @@ from .rows import (
 )
 from .staging import Staged, to_numpy
 from .store import Store, create_trace, join_trace, whole_file
-from .writer import QUEUE_BYTES, TraceWriter, now
+from .writer import QUEUE_BYTES, TraceWriter
 
 HYPERPARAMETER = "hyperparameter/"
 

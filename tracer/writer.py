@@ -7,12 +7,12 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
+from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.errors import InvalidRecord
 from ..schemas.layout import JOURNAL, PASSES, TEMPORARY_PREFIX, WRITERS
@@ -161,8 +161,3 @@ class TraceWriter:
     def _note_versions(self) -> None:
         self.state.versions = environment.all_versions()
         self.save_state()
-
-
-def now() -> str:
-    """The time, ISO 8601 in UTC."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")

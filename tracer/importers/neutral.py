@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from ... import __version__
 from ...schemas.capture import Capture
+from ...schemas.clock import now
 from ...schemas.errors import ImportFailed, InvalidRecord
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
@@ -23,7 +24,7 @@ from ..progress import Progress, no_progress
 from ..ragged import Ragged
 from ..recorder import Recorder
 from ..store import create_trace
-from ..writer import TraceWriter, now
+from ..writer import TraceWriter
 from .placeholders import Placeholders
 from .rowfiles import RowFiles
 

@@ -1,0 +1,50 @@
+"""Measurements taken in turn, and their ratio."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One figure a round, with the bound that the project sets itself."""
+
+    what: str
+    values: list[float]
+    """One a round."""
+    unit: str = ""
+    """Empty for a ratio."""
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def __str__(self):
+        middle = statistics.median(self.values)
+        spread = f"{min(self.values):.3g} to {max(self.values):.3g} in {len(self.values)} rounds"
+        if self.at_most is not None:
+            bound, met = f"at most {self.at_most:g}", middle <= self.at_most
+        elif self.at_least is not None:
+            bound, met = f"at least {self.at_least:g}", middle >= self.at_least
+        else:
+            return f"{self.what}: {middle:.3g}{self.unit} ({spread})"
+        return f"{self.what}: {middle:.3g}{self.unit} ({spread}; wanted: {bound}{'' if met else ', MISSED'})"
+
+
+def seconds(function):
+    """Wall seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def in_turn(rounds, **functions):
+    """Seconds of each function in each round, called in turn: name -> [rounds]. The order turns round every round."""
+    taken = {name: [] for name in functions}
+    for number in range(rounds):
+        for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            taken[name].append(seconds(functions[name]))
+    return taken
+
+
+def ratios(above, below):
+    """The ratio of each round."""
+    return [a / b for a, b in zip(above, below, strict=True)]

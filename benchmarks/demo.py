@@ -1,0 +1,50 @@
+"""The example with and without recording."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from comparison import Comparison, in_turn, ratios
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo_addition.py"
+ROUNDS = 5
+
+
+def compare():
+    """The whole GRPO example (200 steps, vLLM rollouts), recorded and bare."""
+    shares, training = [], {"recorded": [], "bare": []}
+    with tempfile.TemporaryDirectory() as folder:
+        taken = in_turn(
+            ROUNDS,
+            recorded=lambda: training["recorded"].append(_recorded(folder, shares)),
+            bare=lambda: training["bare"].append(_run(folder, sys.executable, EXAMPLE)),
+        )
+    yield Comparison(
+        what="share of the wall time that recording takes from the training thread", values=shares, at_most=0.03
+    )
+    yield Comparison(
+        what="time of trainer.train() over that of the bare run",
+        values=ratios(training["recorded"], training["bare"]),
+    )
+    yield Comparison(what="wall time over that of the bare run", values=ratios(taken["recorded"], taken["bare"]))
+
+
+def _recorded(folder, shares):
+    """Run recorded; notes the seconds counted in the hooks over the wall seconds of the command."""
+    record = (sys.executable, "-m", "tim_trace", "record", "-o", "trace", "--force", "--", sys.executable, EXAMPLE)
+    start = time.perf_counter()
+    train_s = _run(folder, *record)
+    wall_s = time.perf_counter() - start
+    states = [json.loads(path.read_text()) for path in Path(folder, "trace", "writers").glob("*.json")]
+    shares.append(sum(state["spent_s"] for state in states) / wall_s)
+    return train_s
+
+
+def _run(folder, *command):
+    """Run the example and return the seconds that its training took, as the trainer logs them."""
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return float(re.search(r"'train_runtime': '([\d.]+)'", done.stdout)[1])

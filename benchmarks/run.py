@@ -1,0 +1,42 @@
+"""Run the benchmarks and print them as ratios measured side by side.
+
+python benchmarks/run.py                  # all, about 15 minutes on 2 cores
+python benchmarks/run.py writing startup  # some
+"""
+
+import argparse
+import os
+import platform
+import sys
+
+import demo
+import memory
+import querying
+import startup
+import writing
+
+BENCHMARKS = {
+    "writing": writing.compare,
+    "querying": querying.compare,
+    "memory": memory.compare,
+    "startup": startup.compare,
+    "demo": demo.compare,
+}
+"""Name -> a function that measures and gives comparisons, each as soon as it is known."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    if unknown := set(names) - set(BENCHMARKS):
+        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}")
+    for name in names:
+        print(f"\n{name}: {BENCHMARKS[name].__doc__.splitlines()[0]}", flush=True)
+        for comparison in BENCHMARKS[name]():
+            print(f"  {comparison}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Recording next to bare Parquet and JSON lines of the same content."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from comparison import Comparison, in_turn, ratios
+from steps import make_step, record
+from tim_trace.tracer.recorder import Recorder
+
+COLUMNS = ("ids", "rollout", "train", "current")
+NUM_STEPS = 16
+
+
+def compare():
+    """16 million tokens (ids and three float32 columns) recorded, and the recorder's share of the training thread."""
+    steps = [make_step(number % 4) for number in range(NUM_STEPS)]
+    tables = [_table(step) for step in steps]
+    with tempfile.TemporaryDirectory() as folder:
+        trace, bare, lines = (Path(folder, name) for name in ("trace", "bare.parquet", "dump.jsonl"))
+        taken = in_turn(
+            7,
+            recorded=lambda: _record(steps, trace),
+            bare=lambda: _write_bare(pa.concat_tables(tables), bare),
+        )
+        yield Comparison(
+            what="the recorder's throughput over that of pyarrow.parquet.write_table",
+            values=ratios(taken["bare"], taken["recorded"]),
+            at_least=0.7,
+        )
+        recorded_bytes = sum(file.stat().st_size for file in trace.rglob("*") if file.is_file())
+        yield Comparison(
+            what="bytes over those of the bare Parquet", values=[recorded_bytes / bare.stat().st_size], at_most=1.1
+        )
+        taken = in_turn(3, recorded=lambda: _record(steps, trace), lines=lambda: _write_lines(steps, lines))
+    yield Comparison(
+        what="the recorder's throughput over that of JSON lines",
+        values=ratios(taken["lines"], taken["recorded"]),
+        at_least=20,
+    )
+    for longest in (180, 1800):
+        step = make_step(0, longest=longest)
+        yield Comparison(
+            what=f"time in the training thread, CPU tensors, {step.num_tokens:,} tokens a batch",
+            values=[_caller_ns(step) for _ in range(5)],
+            unit=" ns a token",
+            at_most=50,
+        )
+
+
+def _record(steps, folder):
+    with Recorder(folder, force=True) as recorder:
+        for number, step in enumerate(steps, 1):
+            record(recorder, number, step)
+
+
+def _table(step):
+    """The step as Arrow lists, ready to be written."""
+    offsets = pa.array([0, *step.mask.sum(1).cumsum()], pa.int32())
+    return pa.table(
+        {name: pa.ListArray.from_arrays(offsets, pa.array(getattr(step, name)[step.mask])) for name in COLUMNS}
+    )
+
+
+def _write_bare(table, path):
+    pq.write_table(
+        table,
+        path,
+        row_group_size=1000,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False,
+        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in COLUMNS[1:]},
+    )
+
+
+def _write_lines(steps, path):
+    """One JSON object a sequence, as trainers dump their generations."""
+    with path.open("w") as file:
+        for number, step in enumerate(steps, 1):
+            for row, mask in enumerate(step.mask):
+                values = {name: getattr(step, name)[row][mask].tolist() for name in COLUMNS}
+                file.write(json.dumps({"step": number, **values}, ensure_ascii=False) + "\n")
+
+
+def _caller_ns(step, num_steps=5):
+    """Nanoseconds a token that the caller spends, not counting what it waits for a full queue."""
+    spent, tensors = 0.0, step.tensors
+    with tempfile.TemporaryDirectory() as folder, Recorder(folder + "/trace") as recorder:
+        for number in range(1, num_steps + 1):
+            start = time.perf_counter()
+            record(recorder, number, step, tensors)
+            spent += time.perf_counter() - start
+            recorder.writer.drain()
+    return 1e9 * spent / (num_steps * step.num_tokens)
