@@ -36,7 +36,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_every_folder_of_the_repository_is_in_the_readme_s_tree():
-    tracked = run("git", "ls-files", cwd=ROOT).out.splitlines()
+    tracked = run("git", "ls-files", cwd=ROOT).stdout.splitlines()
     folders = {name.partition("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
     assert folders
     for name in folders:

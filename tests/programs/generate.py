@@ -20,11 +20,11 @@ def main():
 
     llm = LLM(model=arguments.model, max_model_len=64, seed=0, enforce_eager=True)
     prompts = [{"prompt_token_ids": [3, 12, 4 + i, 13]} for i in range(4)]
-    plain = llm.generate(prompts, SamplingParams(temperature=0.7, max_tokens=5, n=2), use_tqdm=False)
-    asked = [SamplingParams(temperature=1.0, max_tokens=5, logprobs=i % 3) for i in range(4)]
+    plain = llm.generate(prompts, SamplingParams(temperature=0.7, max_tokens=5, n=2, seed=1), use_tqdm=False)
+    asked = [SamplingParams(temperature=1.0, max_tokens=5, logprobs=i % 3, seed=i) for i in range(4)]
     listed = llm.generate(prompts, asked, use_tqdm=False)
     flat = llm.generate(
-        prompts[0], SamplingParams(max_tokens=4, logprobs=2, flat_logprobs=True, top_p=0.9), use_tqdm=False
+        prompts[0], SamplingParams(max_tokens=4, logprobs=2, flat_logprobs=True, top_p=0.9, seed=1), use_tqdm=False
     )
 
     def described(outputs):

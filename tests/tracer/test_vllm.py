@@ -19,12 +19,27 @@ def rows(run, query):
     return connect(run.trace).execute(query).fetchall()
 
 
-@pytest.mark.parametrize(
-    ("capture", "env"), [("logprobs", ()), ("topk:3", ()), ("logits", ()), ("topk:3", OWN_PROCESS)]
-)
-def test_the_script_gets_what_it_would_have_got(capture, env):
-    bare, recorded = program("generate.py", env=env), program("generate.py", capture=capture, env=env)
+@pytest.mark.parametrize("capture", ["logprobs", "topk:3", "logits"])
+def test_the_script_gets_what_it_would_have_got(capture):
+    bare, recorded = program("generate.py"), program("generate.py", capture=capture)
     assert recorded.result == bare.result
+
+
+def test_the_script_gets_what_it_would_have_got_from_an_engine_in_its_own_process():
+    bare = program("generate.py", env=OWN_PROCESS)
+    recorded = program("generate.py", capture="topk:3", env=OWN_PROCESS)
+    assert without_values(recorded.result) == without_values(bare.result)
+
+
+def without_values(result):
+    """Tokens and shapes alone: requests reach such an engine one by one, so which run together differs by the run."""
+    return {
+        call: [
+            [(c["ids"], c["container"], [len(entry) for entry in c["logprobs"] or ()]) for c in output]
+            for output in outputs
+        ]
+        for call, outputs in result.items()
+    }
 
 
 @pytest.mark.parametrize("env", [(), OWN_PROCESS])
