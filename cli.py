@@ -21,6 +21,7 @@ from .schemas.errors import TimTraceError
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "stats"),
+    "replay": ("weights",),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -79,9 +80,21 @@ def main() -> None:
     "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
+@click.option(
+    "--weights", default="auto", show_default=True, type=click.Choice(["auto", "delta", "none"]),
+    help="Keep every policy version's weights, bit for bit; auto: of a model below --weights-below.",
+)  # fmt: skip
+@click.option(
+    "--weights-below", default="500MB", show_default=True, metavar="SIZE",
+    help="Largest model whose weights are kept by --weights auto.",
+)  # fmt: skip
+@click.option(
+    "--weights-from", default=None, metavar="DIR",
+    help="Folder of the Hugging Face checkpoints that the run saves, to read weights from there instead.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
-def record(output: str, capture: str, capture_fraction: float, force: bool, command: Sequence[str]) -> None:
+def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
@@ -89,7 +102,7 @@ def record(output: str, capture: str, capture_fraction: float, force: bool, comm
     from .tracer.launch import record as run
 
     _tell(f"recording to {os.path.abspath(output)}")
-    recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, force=force)
+    recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, **options)
     pair = None
     if recording.num_sequences:
         from .analysis.stats import comparable_pair
@@ -187,6 +200,39 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other; choose one")
     _print(compare(list(traces), pair=pair, by=by, progress=_progress), as_json, as_csv)
+
+
+@_example("tim-trace weights runs/demo --by module")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--by",
+    default="version",
+    show_default=True,
+    type=click.Choice(["version", "module"]),
+    help="What a row stands for.",
+)
+@click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
+@click.option(
+    "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    help="Write a version as a folder that from_pretrained loads.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+def weights(trace: str, by: str, verify: bool, exported: tuple[int, str] | None, as_json: bool, as_csv: bool) -> None:
+    """List the versions of the weights: what they take, and which share of their elements changed."""
+    from .analysis.weights import OK, export
+    from .analysis.weights import weights as versions
+
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other; choose one")
+    if exported is not None:
+        _tell(f"wrote version {exported[0]} to {export(trace, *exported)}")
+        return
+    rows = versions(trace, by=by, verify=verify, progress=_progress)
+    _print(rows, as_json, as_csv)
+    if any(row.get("verified", OK) != OK for row in rows.dicts()):
+        raise click.exceptions.Exit(2)
 
 
 def _print(rows: Any, as_json: bool, as_csv: bool) -> None:

@@ -43,5 +43,9 @@ class NothingToCompare(TimTraceError, ValueError):
     """The two passes share no token."""
 
 
+class WeightsMissing(TimTraceError, LookupError):
+    """The trace does not hold the weights that are asked for."""
+
+
 class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 MANIFEST = "trace.json"
 SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
-PASSES, DENSE, SUMS, WRITERS, JOURNAL, TOKENIZER = "passes", "dense", "sums", "writers", "journal", "tokenizer"
-FOLDERS = (SEQUENCES, SCORES, METRICS, PASSES, DENSE, SUMS, WRITERS, JOURNAL, TOKENIZER)
+PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "journal"
+TOKENIZER, WEIGHTS = "tokenizer", "weights"
+FOLDERS = (SEQUENCES, SCORES, METRICS, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER)
 TABLES = (SEQUENCES, SCORES, METRICS)
 
 TEMPORARY_PREFIX = ".tmp-"

@@ -30,6 +30,8 @@ class Manifest:
     """What is kept of each distribution: `logprobs`, `topk:K` or `logits`."""
     capture_fraction: float = 1.0
     """Share of the sequences for which it is kept."""
+    weights_from: str | None = None
+    """Folder of the Hugging Face checkpoints that the run saves, where weights are read from there; else None."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

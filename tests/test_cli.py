@@ -12,13 +12,14 @@ from tim_trace import cli
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.weights import weights
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 
-PRINTING = {"as_json", "as_csv", "help"}
-"""Options that say how to print, and have no twin."""
+PRINTING = {"as_json", "as_csv", "help", "exported"}
+"""Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
-TWINS = {"record": record, "import": import_parquet, "info": info, "sql": sql, "stats": stats}
+TWINS = {"record": record, "import": import_parquet, "info": info, "sql": sql, "stats": stats, "weights": weights}
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     assert options == parameters
 
 
-@pytest.mark.parametrize("name", ["record", "info", "sql", "stats"])
+@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights"])
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 

@@ -18,10 +18,12 @@ from ..schemas.clock import now
 from ..schemas.errors import InvalidOption
 from ..schemas.layout import WRITERS
 from ..schemas.manifest import Manifest
+from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, WriterState
 from .hooks.session import ENVIRONMENT, Order
 from .store import Store, create_trace, write_whole
 
+WEIGHTS_CHOICES = ("auto", "delta", "none")
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
 
@@ -50,9 +52,16 @@ def record(
     output: str | os.PathLike[str],
     capture: str = "logprobs",
     capture_fraction: float = 1.0,
+    weights: str = "auto",
+    weights_below: str = "500MB",
+    weights_from: str | None = None,
     force: bool = False,
 ) -> Recording:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
+
+    `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
+    `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
+    run saves anyway, to read weights from there instead.
 
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started.
@@ -62,6 +71,9 @@ def record(
             "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
         )
     spec = Capture.parse(capture, capture_fraction)
+    if weights not in WEIGHTS_CHOICES:
+        raise InvalidOption(f"weights: got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}")
+    limit = parse_size(weights_below)
     manifest = Manifest(
         run_id=str(uuid.uuid4()),
         created_at=now(),
@@ -70,9 +82,16 @@ def record(
         command=tuple(command),
         capture=str(spec),
         capture_fraction=capture_fraction,
+        weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
     folder = create_trace(output, manifest, force=force)
-    order = Order(run=str(folder), capture=str(spec), capture_fraction=capture_fraction)
+    order = Order(
+        run=str(folder),
+        capture=str(spec),
+        capture_fraction=capture_fraction,
+        weights="none" if weights_from is not None and weights == "auto" else weights,
+        weights_below=limit,
+    )
     state = WriterState(writer=LAUNCHER, pid=os.getpid(), opened_at=now(), program=tuple(command))
     try:
         exit_code = _run(command, _environment(order))

@@ -313,6 +313,16 @@ class Recorder:
             batch.take_back(pass_name, chosen)
             raise
 
+    def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Keep the weights that scored or sampled, bit for bit: a state_dict, and the optimizer updates it has seen.
+
+        Tensors may be on any device and may be DTensors, of which each process keeps its part. They may change once
+        this returns; it waits while the version before is still being written. A version is kept once.
+
+        Raises InvalidRecord for a dtype that cannot be kept.
+        """
+        self.writer.keep_weights(version, tensors)
+
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Record logged values: numbers (tensors too) as they are, anything else as text.
 

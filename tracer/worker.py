@@ -48,6 +48,12 @@ class Worker:
             while self._tasks or self._busy:
                 self._changed.wait()
 
+    def wait(self) -> None:
+        """Wait until every queued task ran, and count the wait."""
+        begin = time.monotonic()
+        self.drain()
+        self.waited_s += time.monotonic() - begin
+
     def close(self) -> None:
         """Run what is queued and end the thread."""
         with self._changed:

@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,6 +21,7 @@ from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .segments import SegmentWriter
 from .store import write_whole
+from .weights.writer import WeightWriter
 from .worker import Worker
 
 QUEUE_BYTES = 128 << 20
@@ -50,6 +52,7 @@ class TraceWriter:
         )
         self.segments = SegmentWriter(folder, self.name)
         self._reserve = folder / JOURNAL / f"{TEMPORARY_PREFIX}reserve-{self.name}"
+        self._weights: WeightWriter | None = None
         self._contracts: set[tuple[str, str]] = set()
         self._invalid: InvalidRecord | None = None
         self._reserve.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +99,19 @@ class TraceWriter:
             self.submit(lambda: write_whole(path, text.encode()), 0)
         return digest
 
+    def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Keep a version of the weights (names of a state_dict -> tensors), once; the caller may change them then.
+
+        Raises InvalidRecord for a dtype that cannot be kept.
+        """
+        if not self.is_open:
+            return
+        if self._weights is None:
+            self._weights = WeightWriter(self.folder, self.name)
+        self._weights.snapshot(version, tensors)
+        if self._weights.error is not None:
+            self.stop(self._weights.error)
+
     def drain(self) -> None:
         """Wait until everything submitted is in the journal."""
         self._worker.drain()
@@ -133,6 +149,10 @@ class TraceWriter:
         if self.is_open:
             close = partial(self.segments.close, distributions=not at_exit)
             self._worker.submit(lambda: self._run(close), 0)
+        if self._weights is not None:
+            self._weights.close()
+            if self._weights.error is not None:
+                self.stop(self._weights.error)
         self._worker.close()
         if self.is_open:
             self.state.state = CLOSED
@@ -152,7 +172,7 @@ class TraceWriter:
     def _end(self) -> None:
         self._reserve.unlink(missing_ok=True)
         self.state.closed_at = now()
-        self.state.waited_s = self._worker.waited_s
+        self.state.waited_s = self._worker.waited_s + (self._weights.waited_s if self._weights else 0.0)
         try:
             self.save_state()
         except OSError as error:

@@ -27,6 +27,9 @@ class Order:
     """The trace's folder, absolute."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
+    weights: str = "auto"
+    """`delta`, `none`, or `auto`: delta for a model of at most `weights_below` bytes."""
+    weights_below: int = 500_000_000
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))

@@ -42,6 +42,7 @@ from .trl_contract import (
 )
 from .trl_distributions import HeadTap
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState
+from .trl_weights import keeps_weights, own_tensors
 from .versions import version_sentence
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
@@ -104,6 +105,8 @@ class TrainerHooks:
         if not trainer.model.training or not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
+        with self.session.guard("weights"):
+            self._keep_weights(trainer, state)
         with self.session.guard("the generation batch"):
             state.generation = self._begin(trainer, len(inputs))
             self.session.generation = state.generation
@@ -156,6 +159,8 @@ class TrainerHooks:
     ) -> Any:
         state = self._state(trainer)
         if trainer.model.training and self.session.is_recording:
+            with self.session.guard("weights"):
+                self._keep_weights(trainer, state)
             with self.session.guard("the loss"):
                 state.loss = loss_of(state.recorded, inputs)
         try:
@@ -207,6 +212,17 @@ class TrainerHooks:
         if state is None:
             state = self._states[trainer] = TrainerState()
         return state
+
+    def _keep_weights(self, trainer: Any, state: TrainerState) -> None:
+        """Keep the weights of this policy version, when they sample or score for the first time."""
+        version = int(trainer.state.global_step)
+        if state.kept_version == version:
+            return
+        state.kept_version = version
+        if state.keeps_weights is None:
+            state.keeps_weights = keeps_weights(self.session, trainer)
+        if state.keeps_weights:
+            self.session.recorder.add_weights(version, own_tensors(trainer))
 
     def _begin(self, trainer: Any, rows: int) -> Generation:
         state = self._state(trainer)

@@ -108,6 +108,9 @@ class TrainerState:
         self._num_batches = 0
         self.num_forwards: dict[str, int] = {}
         self.described = False
+        self.keeps_weights: bool | None = None
+        """Whether weights are kept; None before that was decided."""
+        self.kept_version: int | None = None
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
         """Metrics of that step that are recorded."""

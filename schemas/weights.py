@@ -1,0 +1,132 @@
+"""Weights as a trace keeps them: the bits of every tensor, by policy version.
+
+A writer's versions lie in segments. A segment has one array of bits a dtype, one row a version: the first row is a
+keyframe, the bits themselves; each other row is a delta, the bits XOR those of the row before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from .errors import DamagedTrace
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes an element, for every dtype that can be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor's place in its segment."""
+
+    name: str
+    """As the model's state_dict names it."""
+    dtype: str
+    """torch's name of it, such as `bfloat16`."""
+    shape: tuple[int, ...]
+    """Shape of what this writer holds."""
+    start: int
+    """First element in the array of its dtype; elements follow in row-major order."""
+    whole_shape: tuple[int, ...] | None = None
+    """Shape of the whole tensor, where several writers hold parts of it."""
+    offsets: tuple[int, ...] | None = None
+    """Where this part begins in the whole, one a dimension."""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.shape if self.whole_shape is None else self.whole_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLayout:
+    """Which tensors a segment holds, and where."""
+
+    tensors: tuple[StoredTensor, ...]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Name of a tensor that shares its memory with another -> that other, which is kept."""
+
+    @property
+    def num_elements(self) -> dict[str, int]:
+        """dtype -> elements of its array."""
+        counts: dict[str, int] = {}
+        for tensor in self.tensors:
+            counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
+        return counts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one version before compression."""
+        return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
+        return cls(tensors=tuple(_tensor(entry) for entry in values["tensors"]), tied=dict(values["tied"]))
+
+
+def _tensor(values: Mapping[str, Any]) -> StoredTensor:
+    shapes = ("shape", "whole_shape", "offsets")
+    fields: dict[str, Any] = {k: tuple(v) if k in shapes and v is not None else v for k, v in values.items()}
+    return StoredTensor(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """One version of the weights as one writer kept it; written once all of its chunks are there."""
+
+    version: int
+    """Optimizer updates that these weights have seen."""
+    segment: str
+    """Folder below weights/."""
+    row: int
+    """Row of the segment's arrays; row 0 is the keyframe."""
+    previous: int | None
+    """The version in the row before; None for a keyframe."""
+    hashes: dict[str, str]
+    """Tensor -> SHA-256 of its bytes."""
+    num_changed: dict[str, int] | None
+    """Tensor -> elements whose bits differ from the version before; None where there is no version before."""
+    chunks: dict[str, list[int]]
+    """dtype -> chunks that hold something; the others are all zero bits and have no file."""
+    chain: str
+    """SHA-256 over the chain of the version before and this version's hashes: it names the whole history."""
+    num_bytes: int
+    """Bytes on disk."""
+    stored_at: str
+    """When it was written, ISO 8601 in UTC."""
+
+    @property
+    def is_keyframe(self) -> bool:
+        return self.row == 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def parse_weight_version(text: str, where: str) -> WeightVersion:
+    """Read a version's file. Raises DamagedTrace."""
+    try:
+        return WeightVersion(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise DamagedTrace(f"{where}: holds no version of weights ({error}); restore it from a copy") from error
+
+
+def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:
+    """SHA-256 over the chain before and every tensor's hash, by name."""
+    content = "\n".join([previous or "", *(f"{name} {hashes[name]}" for name in sorted(hashes))])
+    return sha256(content.encode()).hexdigest()

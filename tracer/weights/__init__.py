@@ -1,0 +1,1 @@
+"""The weights of every policy version, bit for bit."""

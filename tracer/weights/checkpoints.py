@@ -1,0 +1,106 @@
+"""Hugging Face folders: reading the checkpoints that a run saves, and writing one of a recorded version."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import InvalidOption, StorageError, WeightsMissing
+from .chunks import bits_type
+from .reader import Tensor
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""safetensors' name of a dtype -> torch's."""
+_VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
+
+
+class CheckpointReader:
+    """Reads the versions that lie as Hugging Face folders below one folder: `checkpoint-100`, `step_200`, ...
+
+    The number at the end of a folder's name is the policy version: the optimizer updates that it has seen.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.damaged: list[str] = []
+        self.folders: dict[int, Path] = {}
+        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+            match = _VERSION.search(path.name)
+            if match and path.is_dir() and any(path.glob("*.safetensors")):
+                self.folders[int(match[1])] = path
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that are there, in order."""
+        return sorted(self.folders)
+
+    def load(self, version: int) -> dict[str, Tensor]:
+        """Every tensor that the version's files hold. Raises WeightsMissing."""
+        if version not in self.folders:
+            there = ", ".join(map(str, self.versions)) or "none"
+            raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; there: {there}")
+        return read_folder(self.folders[version])
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a Hugging Face folder's safetensors files. Raises WeightsMissing."""
+    from safetensors import SafetensorError, deserialize
+
+    tensors: dict[str, Tensor] = {}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise WeightsMissing(f"{folder}: holds no *.safetensors; name a folder that save_pretrained wrote")
+    for path in paths:
+        try:
+            entries = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a copy") from error
+        for name, entry in entries:
+            dtype = _DTYPES.get(entry["dtype"])
+            if dtype is None:
+                raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which cannot be read here")
+            bits = np.frombuffer(entry["data"], bits_type(dtype))
+            tensors[name] = Tensor(dtype, bits.reshape(entry["shape"]))
+    return tensors
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes]
+) -> None:
+    """Write weights, a model's config and a tokenizer's files as a folder that `from_pretrained` loads.
+
+    Raises InvalidOption when something lies there, StorageError when the folder cannot be written.
+    """
+    from safetensors import TensorSpec, serialize_file
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidOption(f"{folder}: something lies there already; name a folder that does not exist yet")
+    shared: dict[int, str] = {}
+    arrays: dict[str, np.ndarray] = {}
+    specs = {}
+    for name, tensor in tensors.items():
+        # A tied tensor is the same array under a second name; the config ties it again.
+        if shared.setdefault(id(tensor), name) == name:
+            arrays[name] = np.ascontiguousarray(tensor.bits)
+            specs[name] = TensorSpec(
+                dtype=tensor.dtype,
+                shape=list(tensor.bits.shape),
+                data_ptr=arrays[name].ctypes.data,
+                data_len=arrays[name].nbytes,
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        serialize_file(specs, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        for name, content in tokenizer.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written ({error}); name a folder that can") from error

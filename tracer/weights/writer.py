@@ -1,0 +1,149 @@
+"""Keeping the weights of each policy version while training goes on.
+
+Shapes: E elements of all tensors of one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.clock import now
+from ...schemas.layout import WEIGHTS, Segment
+from ...schemas.weights import StoredTensor, WeightLayout, WeightVersion, chain_hash
+from ..store import write_whole
+from ..worker import Worker
+from .chunks import bits_type, write_array, write_group, write_row
+from .layout import layout_of, local_part
+
+VERSIONS_A_KEYFRAME = 16
+"""Rows of a segment: a version is rebuilt from at most so many."""
+
+Bits = dict[str, np.ndarray]
+"""dtype -> [E] bits."""
+
+
+class WeightWriter:
+    """Copies weights to the host and writes them from a thread of its own.
+
+    It holds two copies of the weights in host memory: the version that is being written and the one before. A caller
+    who comes with the next version before the last is written waits, and the wait is counted.
+    """
+
+    def __init__(self, folder: Path, writer: str, *, versions_a_keyframe: int = VERSIONS_A_KEYFRAME):
+        self.folder = folder / WEIGHTS
+        self.rows = versions_a_keyframe
+        self._segment = Segment(writer, -1)
+        self._worker = Worker(max_bytes=0)
+        self._layout: WeightLayout | None = None
+        self._spare: Bits = {}
+        self._last: Bits = {}
+        self._written: WeightVersion | None = None
+        self._version: int | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why nothing is written any more, or None."""
+        return self._worker.error
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that callers waited for the disk."""
+        return self._worker.waited_s
+
+    def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Keep a version, once: names of a state_dict -> tensors, on any device, whole or sharded (DTensor).
+
+        Returns when the tensors may change again; for CUDA tensors the current stream waits for the copy, not the
+        caller. Raises InvalidRecord for a dtype that cannot be kept.
+        """
+        if version == self._version:
+            return
+        self._version = version
+        layout = layout_of(tensors)
+        self._worker.wait()
+        fresh = layout != self._layout
+        if fresh:
+            self._layout, self._spare, self._last = layout, {}, {}
+        bits, wait = _copy(layout, tensors, self._spare)
+        self._spare = {}
+        self._worker.submit(partial(self._write, version, layout, bits, wait), 1)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._worker.close()
+
+    def _write(self, version: int, layout: WeightLayout, bits: Bits, wait: Any) -> None:
+        wait()
+        last, known = self._last, self._written
+        follows = known is not None and bool(last) and known.row + 1 < self.rows
+        row = known.row + 1 if known is not None and follows else 0
+        if not follows:
+            self._begin_segment(layout)
+        # The copy before last becomes the delta, and then room for the next copy.
+        delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
+        hashes = {tensor.name: sha256(_part(bits, tensor).data).hexdigest() for tensor in layout.tensors}
+        chunks, num_bytes = {}, 0
+        for dtype, row_E in (delta if follows else bits).items():
+            chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E)
+            num_bytes += size
+        record = WeightVersion(
+            version=version,
+            segment=self._segment.name,
+            row=row,
+            previous=known.version if known is not None and follows else None,
+            hashes=hashes,
+            num_changed={t.name: int(np.count_nonzero(_part(delta, t))) for t in layout.tensors} if delta else None,
+            chunks=chunks,
+            chain=chain_hash(known.chain if known is not None else None, hashes),
+            num_bytes=num_bytes,
+            stored_at=now(),
+        )
+        write_whole(self.folder / f"{self._segment.name}.{version}.json", record.to_json().encode())
+        self._written, self._last, self._spare = record, bits, delta
+
+    def _begin_segment(self, layout: WeightLayout) -> None:
+        self._segment = Segment(self._segment.writer, self._segment.number + 1)
+        folder = self.folder / self._segment.name
+        write_group(folder, {"layout": layout.to_dict()})
+        for dtype, count in layout.num_elements.items():
+            write_array(folder / dtype, dtype, self.rows, count)
+
+
+def _part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
+    return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
+
+
+def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Any]:
+    """Copy every tensor's bits to the host, into spare room where there is some; returns also what waits for it."""
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    on_cuda = any(local_part(tensor).device.type == "cuda" for tensor in tensors.values())
+    bits: Bits = {}
+    hosts: dict[str, Any] = {}
+    for dtype, count in layout.num_elements.items():
+        kind = kinds[np.dtype(bits_type(dtype)).itemsize]
+        if dtype in spare:
+            hosts[dtype] = torch.from_numpy(spare[dtype].view(_signed(spare[dtype].dtype)))
+        else:
+            hosts[dtype] = torch.empty(count, dtype=kind, pin_memory=on_cuda)
+        bits[dtype] = hosts[dtype].numpy().view(bits_type(dtype))
+    for tensor in layout.tensors:
+        source = local_part(tensors[tensor.name])
+        target = hosts[tensor.dtype][tensor.start : tensor.start + tensor.numel]
+        target.copy_(source.contiguous().view(target.dtype).reshape(-1), non_blocking=on_cuda)
+    if not on_cuda:
+        return bits, lambda: None
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return bits, copied.synchronize
+
+
+def _signed(dtype: np.dtype) -> np.dtype:
+    return np.dtype("u1") if dtype.itemsize == 1 else np.dtype(f"i{dtype.itemsize}")
