@@ -38,7 +38,7 @@ lint: $(VENV)/test-installed
 	"$(BIN)/ruff" check .
 	mkdir -p "$(VENV)/typed"
 	ln -sfn "$(CURDIR)" "$(VENV)/typed/tim_trace"
-	MYPYPATH="$(VENV)/typed" "$(BIN)/mypy" -p tim_trace.schemas -p tim_trace.tracer -p tim_trace.analysis -m tim_trace.cli
+	MYPYPATH="$(VENV)/typed" "$(BIN)/mypy" -p tim_trace.schemas -p tim_trace.tracer -p tim_trace.replay -p tim_trace.analysis -m tim_trace.cli
 
 bench: $(VENV)/test-installed
 	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/run.py

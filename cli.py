@@ -21,7 +21,7 @@ from .schemas.errors import TimTraceError
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "stats"),
-    "replay": ("weights",),
+    "replay": ("replay", "weights"),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -202,6 +202,62 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
     _print(compare(list(traces), pair=pair, by=by, progress=_progress), as_json, as_csv)
 
 
+@_example(
+    "tim-trace replay runs/demo --steps 1:200:50 --dtype bf16 --arm attention=math --arm batch-size=1,mode=decode"
+)
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@click.option(
+    "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."
+)
+@click.option("--lm-head", type=click.Choice(["fp32"]), help="Project the head in float32.")
+@click.option(
+    "--logits-dtype", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), help="Of the logits and the logprob."
+)
+@click.option(
+    "--attention", type=click.Choice(["eager", "math", "flash", "efficient", "cudnn", "flex"]), help="Attention kernel."
+)
+@click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
+@click.option("--padding", type=click.Choice(["left", "right"]), help="Side of the padding.")
+@click.option(
+    "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",
+    help="One forward, or the response through the KV cache, 1 or N tokens at a time.",
+)  # fmt: skip
+@click.option("--threads", type=int, metavar="N", help="Threads of a CPU operation.")
+@click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
+@click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
+@click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
+@click.option("--top-k", type=int, metavar="K", help="Keep the K most probable tokens.")
+@click.option("--weights-version", type=int, metavar="N", help="Score with the weights of this policy version.")
+@click.option("--name", metavar="NAME", help="Name of the arm that the options above make.")
+@click.option(
+    "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
+)
+@click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, a row a step.")
+def replay(trace: str, as_json: bool, **options: Any) -> None:
+    """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
+
+    Without a change, steps are replayed as recorded. That is done first in any case: it gives back the recorded bits,
+    or says what differs here. Steps that an arm has already are not done again.
+    """
+    from dataclasses import asdict
+
+    from .analysis.rows import table as table_of
+    from .analysis.rows import to_json
+    from .replay.engine import by_arm
+    from .replay.engine import replay as score_again
+
+    results = score_again(trace, progress=_progress, **options)
+    if as_json:
+        click.echo(to_json([asdict(result) for result in results]))
+    else:
+        _print(table_of(by_arm(results)), False, False)
+    for line in _replayed(trace, results):
+        _tell(line)
+
+
 @_example("tim-trace weights runs/demo --by module")
 @main.command()
 @click.argument("trace", metavar="RUN")
@@ -289,6 +345,20 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
         f"next: tim-trace info {output}{_stats_command(output, pair)}"
     )
+
+
+def _replayed(trace: str, results: Sequence[Any]) -> Iterator[str]:
+    """What to know of a replay, and what to do next."""
+    broken = [result for result in results if result.differs]
+    if broken:
+        yield (
+            f"the recorded bits did not come back in {len(broken)} steps (first: step {broken[0].step}), so a "
+            f"difference to `train` is not the arm's alone; what differs here: {'; '.join(broken[0].differs)}"
+        )
+    elif any(not result.identity_held for result in results):
+        yield "the recorded bits did not come back, although nothing that the contract names differs here"
+    last = results[-1].arm
+    yield f"next: tim-trace stats {trace} --pair replay/{last}:rollout --by step"
 
 
 def _stats_command(output: str, pair: str | None) -> str:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date, datetime
 from typing import Any
 
@@ -25,6 +25,12 @@ class Rows:
     def dicts(self) -> list[dict[str, Any]]:
         """Each row as column -> value."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def table(values: Sequence[Any]) -> Rows:
+    """Dataclass instances of one class as a table, a row each."""
+    columns = tuple(field.name for field in fields(values[0])) if values else ()
+    return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
 
 def to_json(value: Any) -> str:

@@ -47,5 +47,9 @@ class WeightsMissing(TimTraceError, LookupError):
     """The trace does not hold the weights that are asked for."""
 
 
+class CannotReplay(TimTraceError, RuntimeError):
+    """What is asked for cannot be replayed on this trace or this machine."""
+
+
 class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""

@@ -7,7 +7,7 @@ from tim_trace.analysis.info import info
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord
 from tim_trace.tracer import dense
 from tim_trace.tracer.dense import Logits, TopK, read_dense
-from tim_trace.tracer.hooks.trl_distributions import top_k_with_tail
+from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...schemas.capture import Capture
 from ..dense import Distribution, Logits, TopK
-
-_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+from ..logits import scaled, top_k_with_tail
 
 
 class HeadTap:
@@ -88,38 +87,9 @@ class HeadTap:
                     dtype = torch.get_autocast_dtype(kind)
         bias = None if head.bias is None else head.bias.to(dtype)
         logits_TV = torch.nn.functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
-        return _scaled(logits_TV, self._model.config.get_text_config())
-
-
-def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """The K most probable tokens of each row, their logprobs, and the log of the probability of all others.
-
-    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; a tail of -inf where K is the whole
-    vocabulary.
-    """
-    import torch
-
-    k = min(k, logits_TV.shape[-1])
-    logprobs_TV = torch.log_softmax(logits_TV.float() / temperature, dim=-1)
-    top = logprobs_TV.topk(k, dim=-1)
-    rest_TV = logprobs_TV.scatter(-1, top.indices, float("-inf"))
-    return top.indices.to(torch.int32), top.values, torch.logsumexp(rest_TV, dim=-1)
+        return scaled(logits_TV, self._model.config.get_text_config())
 
 
 def _language_model(trainer: Any, model: Any) -> Any:
     unwrapped = trainer.accelerator.unwrap_model(model)
     return unwrapped.get_base_model() if hasattr(unwrapped, "peft_config") else unwrapped
-
-
-def _scaled(logits_TV: Any, config: Any) -> Any:
-    """Apply the multiplier and soft cap that some models put on their logits."""
-    import torch
-
-    scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
-    divisor = getattr(config, "logits_scaling", None)
-    if scale is None and divisor is not None:
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
-    if scale is not None:
-        logits_TV = logits_TV * scale
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap

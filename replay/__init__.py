@@ -1,0 +1,1 @@
+"""Re-scoring recorded tokens under other numerics."""

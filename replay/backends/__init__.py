@@ -1,0 +1,1 @@
+"""What scores tokens: the trainer's own code, or ours over a transformers model."""

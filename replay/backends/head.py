@@ -1,0 +1,65 @@
+"""From hidden states to log-probabilities, a chunk of tokens at a time.
+
+Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...tracer.logits import scaled
+
+CHUNK_BYTES = 256 << 20
+"""Logits that exist at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How logits become a log-probability."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    projection_dtype: Any = None
+    """Of the projection; None for that of the hidden states."""
+    logits_dtype: Any = None
+    """Of the logits and all that follows; None for float32, or float64 after a float64 projection."""
+
+    def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
+        """[N] log-probabilities, nats, of tokens `ids_N` given the hidden states before them.
+
+        Logits are divided by the temperature, then cut to the top k, then to the smallest set of mass top p, then
+        normalised, in vLLM's order (its sampler: temperature, top-k, top-p); a token that was cut has -inf.
+        """
+        import torch
+
+        head = model.get_output_embeddings()
+        dtype = self.projection_dtype or hidden_NH.dtype
+        weight_VH, bias_V = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        result = self.logits_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
+        chunk = max(1, CHUNK_BYTES // (weight_VH.shape[0] * max(4, result.itemsize)))
+        parts = []
+        for start in range(0, len(hidden_NH), chunk):
+            logits_CV = torch.nn.functional.linear(hidden_NH[start : start + chunk].to(dtype), weight_VH, bias_V)
+            logits_CV = scaled(logits_CV, model.config.get_text_config()).to(result) / self.temperature
+            logits_CV = cut(logits_CV, self.top_k, self.top_p)
+            taken_C = logits_CV.gather(-1, ids_N[start : start + chunk, None]).squeeze(-1)
+            parts.append(taken_C - torch.logsumexp(logits_CV, dim=-1))
+        return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=result)
+
+
+def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
+    """Put -inf on all but the k most probable tokens, then on all but the smallest set of mass p."""
+    import torch
+
+    if top_k is not None and top_k < logits_CV.shape[-1]:
+        least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
+        logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ascending_CV, order_CV = logits_CV.sort(dim=-1)
+        mass_CV = ascending_CV.softmax(dim=-1).cumsum(dim=-1)
+        outside_CV = mass_CV <= 1 - top_p
+        outside_CV[..., -1] = False
+        logits_CV = logits_CV.masked_fill(torch.zeros_like(outside_CV).scatter(-1, order_CV, outside_CV), float("-inf"))
+    return logits_CV

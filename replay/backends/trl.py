@@ -1,0 +1,108 @@
+"""Scoring with TRL's own code: the function that the trainer called, on the rebuilt model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from ...schemas.contract import Contract
+from ...schemas.errors import CannotReplay
+from ..batching import ForwardBatch
+
+
+class TrlScorer:
+    """Calls the trainer's scoring function as the recorded pass did."""
+
+    def __init__(self, model: Any, contract: Contract, *, plain: bool, lm_head: str | None):
+        """Give the model TRL's fused head. `plain` says that weights have a dtype of their own: no autocast.
+
+        Raises CannotReplay when the function is not installed.
+        """
+        self.name = str(contract["scoring_function"])
+        self._score = _function(self.name)
+        self._head = _function(str(contract["fused_lm_head"]))
+        self._grad = bool(contract["grad_enabled"])
+        dtype = None if plain else _autocast_dtype(contract)
+        device = next(model.parameters()).device
+        outputs = ("log_probs", "entropy")
+        cast = lm_head == "fp32" or bool(contract["cast_lm_head_to_fp32"])
+        self._head(model, temperature=contract["temperature"], cast_lm_head_to_fp32=cast, outputs=outputs)
+        model.train(bool(contract["training_mode"]))
+        self._model = model
+        self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: _autocast(device.type, dtype)))
+        if dtype is not None:
+            _wrap_forward(model, lambda: _autocast(device.type, dtype))
+
+    def __call__(self, batch: ForwardBatch) -> Any:
+        """[B, K] log-probabilities of the batch's last K tokens."""
+        import torch
+
+        device = next(self._model.parameters()).device
+        with torch.set_grad_enabled(self._grad):
+            logprobs_BK = self._score(
+                self._trainer,
+                self._model,
+                torch.from_numpy(batch.ids_BW).to(device),
+                torch.from_numpy(batch.mask_BW).to(device),
+                batch.num_kept,
+            )[0]
+        return logprobs_BK.detach()
+
+
+def _autocast_dtype(contract: Contract) -> Any:
+    import torch
+
+    name = str(contract["torch"].get("autocast_dtype"))
+    return None if name == "None" else getattr(torch, name.removeprefix("torch."))
+
+
+def _autocast(device: str, dtype: Any) -> Any:
+    import torch
+
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+def _wrap_forward(model: Any, autocast: Callable[[], Any]) -> None:
+    """As Accelerator.prepare_model does under mixed precision: the forward in autocast, its outputs in float32."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    forward = model.forward
+
+    def in_autocast(*args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            return forward(*args, **kwargs)
+
+    model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
+
+
+def scores(contract: Contract) -> bool:
+    """Whether a pass was scored by TRL code that is installed here."""
+    if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
+        return False
+    try:
+        _function(str(contract["scoring_function"]))
+    except CannotReplay:
+        return False
+    return True
+
+
+def _function(path: str) -> Any:
+    """`package.module.Class.method` or `package.module.function`."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name, None)
+        if found is not None:
+            return inspect.unwrap(found)  # without the profiling that trainers put around it
+        break
+    raise CannotReplay(f"{path}: is not installed; install the versions that the trace names (tim-trace info)")

@@ -1,0 +1,138 @@
+"""A trace as replaying needs it: the tokens of a step, how they went through the model, and what the trainer gave them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..schemas.contract import Contract
+from ..schemas.errors import CannotReplay
+from ..schemas.layout import PASSES, SCORES, SEQUENCES
+from ..schemas.passes import TRAIN
+from ..schemas.tables import TABLES
+from ..tracer.adopt import adopt
+from ..tracer.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRow:
+    """One sequence of a step, and its row of the pass that is replayed."""
+
+    seq_id: str
+    prompt_ids: np.ndarray
+    """[P] int32"""
+    response_ids: np.ndarray
+    """[T] int32"""
+    logprobs: np.ndarray
+    """[T] float32, nats; where the pass gave none the value is meaningless and `scored` is false."""
+    scored: np.ndarray
+    """[T] bool"""
+    policy_version: int
+    contract: str
+    writer: str
+    forward_id: int
+    forward_row: int
+    pad_left: int
+    pad_right: int
+
+
+class RecordedRun:
+    """A trace on this machine that can be replayed."""
+
+    def __init__(self, trace: str | os.PathLike[str]):
+        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay."""
+        self.store = Store(trace)
+        self.manifest = self.store.manifest()
+        if not self.store.is_local:
+            raise CannotReplay(f"{trace}: replaying writes into the trace; copy it to this machine first")
+        self.folder = Path(self.store.root)
+        adopt(self.folder)
+        self.model, self.tokenizer = self._identities()
+
+    def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        states, _ = self.store.writers()
+        for state in states:
+            if state.model.get("config"):
+                return state.model, state.tokenizer
+        raise CannotReplay(
+            f"{self.store.url}: does not say which model was trained, so that none can be rebuilt; record with "
+            "`tim-trace record`, or describe the model with Recorder.describe(model={'class': ..., 'config': ...})"
+        )
+
+    def steps(self, pass_name: str) -> list[int]:
+        """The steps that a pass has scores of."""
+        table = self._table(SCORES, ds.field("pass") == pass_name, ["step"])
+        return sorted(set(table["step"].to_pylist()))
+
+    def contract(self, pass_name: str, digest: str) -> Contract:
+        """A contract by its hash."""
+        where = f"{PASSES}/{pass_name}/{digest}.json"
+        try:
+            content: Contract = json.loads(self.store.read_bytes(where))["contract"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CannotReplay(f"{self.store.shown(where)}: cannot be read ({error}); without it nothing says how the "
+                               "pass was made") from error  # fmt: skip
+        return content
+
+    def arms(self, pass_name: str) -> list[Contract]:
+        """Every contract that a pass has."""
+        folder = f"{PASSES}/{pass_name}"
+        return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
+
+    def writers_of(self, pass_name: str) -> set[str]:
+        """The writers that recorded a pass."""
+        return set(self._table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
+
+    def step(self, step: int, pass_name: str = TRAIN) -> list[RecordedRow]:
+        """The rows of a step in the order in which they went through the model. Raises CannotReplay."""
+        sequences = self._table(SEQUENCES, ds.field("step") == step, ["seq_id", "prompt_ids", "response_ids"])
+        columns = [
+            "seq_id", "logprobs", "policy_version", "contract", "writer",
+            "forward_id", "forward_row", "pad_left", "pad_right",
+        ]  # fmt: skip
+        scores = self._table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
+        tokens = {
+            seq_id: (np.asarray(prompt.values), np.asarray(response.values))
+            for seq_id, prompt, response in zip(
+                sequences["seq_id"].to_pylist(), sequences["prompt_ids"], sequences["response_ids"], strict=True
+            )
+            if prompt.is_valid
+        }
+        rows = [self._row(step, pass_name, scores, index, tokens) for index in range(scores.num_rows)]
+        if not rows:
+            raise CannotReplay(f"{self.store.url}: step {step} has no scores of pass {pass_name!r}")
+        return sorted(rows, key=lambda row: (row.writer, row.forward_id, row.forward_row))
+
+    def _row(
+        self, step: int, pass_name: str, scores: pa.Table, index: int, tokens: dict[str, tuple[np.ndarray, np.ndarray]]
+    ) -> RecordedRow:
+        values = {name: scores[name][index] for name in scores.column_names}
+        given = {name: value.as_py() for name, value in values.items() if name != "logprobs"}
+        lacking = [name for name, value in given.items() if value is None]
+        if given["seq_id"] not in tokens:
+            lacking.append("prompt_ids")
+        if lacking:
+            raise CannotReplay(
+                f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
+                "not recorded, so that its forward cannot be rebuilt"
+            )
+        prompt_ids, response_ids = tokens[given["seq_id"]]
+        logprobs, scored = np.zeros(len(response_ids), np.float32), np.zeros(len(response_ids), bool)
+        if values["logprobs"].is_valid:
+            array = values["logprobs"].values
+            scored = np.asarray(array.is_valid())
+            logprobs = np.asarray(array.fill_null(0.0))
+        return RecordedRow(prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored, **given)
+
+    def _table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
+        paths = [f"{self.folder}/{table}/{name}" for name in self.store.files(table) if name.endswith(".parquet")]
+        if not paths:
+            return pa.table({name: [] for name in columns})
+        return ds.dataset(paths, schema=TABLES[table].schema, format="parquet").to_table(columns, filter=condition)

@@ -1,0 +1,158 @@
+"""From an arm to what scores it: one model in memory, weights put in step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..schemas.contract import Contract
+from ..schemas.errors import CannotReplay
+from ..tracer import environment
+from ..tracer.weights.reader import Tensor
+from .arms import DTYPES, Arm
+from .backends import kernels, trl
+from .backends import model as models
+from .backends.head import Head
+from .backends.transformers import TransformersScorer
+from .batching import ForwardBatch, forwards
+from .recorded import RecordedRow, RecordedRun
+from .settings import settings
+
+LoadKey = tuple[str | None, str, str, bool, str | None]
+"""What decides how a model is built and wrapped; arms that share it share a model."""
+
+
+class Scored(NamedTuple):
+    """What an arm gave the rows of a step."""
+
+    rows: list[RecordedRow]
+    logprobs: list[np.ndarray]
+    """[T] of each row, nats."""
+    batches: list[ForwardBatch]
+    """The forwards that the rows went through, in their order."""
+
+
+class ArmScorer:
+    """Scores steps under one arm, on a model that arms of the same load key share."""
+
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+        self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        kernels.check(arm.attention, device)
+        if arm.dtype == "tf32" and device == "cpu":
+            raise CannotReplay(
+                "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; here work fp64, fp32, bf16 and fp16"
+            )
+        self._scorer: Any = None
+        self.kernels: set[str] = set()
+
+    @property
+    def key(self) -> LoadKey:
+        """What decides which model is built."""
+        return (self.arm.dtype, self.dtype, self.attention, self.uses_trl, self.arm.lm_head)
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype that the model is built in."""
+        return DTYPES[self.arm.dtype] if self.arm.dtype else _largest(self.contract["model"]["dtypes"])
+
+    @property
+    def attention(self) -> str:
+        """The model's attention implementation, as transformers names it."""
+        recorded = str(self.contract["model"]["attention"])
+        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
+
+    @property
+    def uses_trl(self) -> bool:
+        """Whether the trainer's own code scores: always where it can do what the arm asks."""
+        arm = self.arm
+        own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
+        return trl.scores(self.contract) and arm.dtype != "fp64" and all(value is None for value in own)
+
+    def attach(self, model: Any, shared: Any = None) -> Any:
+        """Score with this model, or with what another arm of the same key made of it; returns what scores."""
+        if self._scorer is None:
+            self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
+        return self._scorer
+
+    def _make(self, model: Any) -> Any:
+        import torch
+
+        arm = self.arm
+        if self.uses_trl:
+            return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
+        autocast = self.contract["torch"].get("autocast_dtype")
+        head_fp32 = arm.lm_head == "fp32" or self.contract.get("cast_lm_head_to_fp32")
+        head = Head(
+            temperature=arm.temperature or self.contract.get("temperature", 1.0),
+            top_k=arm.top_k,
+            top_p=arm.top_p,
+            projection_dtype=torch.float32 if head_fp32 else None,
+            logits_dtype=getattr(torch, DTYPES[arm.logits_dtype]) if arm.logits_dtype else None,
+        )
+        cast = None
+        if arm.dtype is None and autocast not in (None, "None"):
+            cast = getattr(torch, str(autocast).removeprefix("torch."))
+        return TransformersScorer(model, head, cached_tokens=arm.cached_tokens, autocast=cast)
+
+    def score(self, rows: list[RecordedRow]) -> Scored:
+        """Score rows with the weights that are loaded."""
+        pad_id = self.run.model["config"].get("pad_token_id") or 0
+        batches = forwards(rows, pad_id, batch_size=self.arm.batch_size, padding=self.arm.padding or "left")
+        order: list[RecordedRow] = []
+        values: list[np.ndarray] = []
+        for batch in batches:
+            logprobs_BK = self._forward(batch)
+            order += list(batch.rows)
+            values += batch.responses(logprobs_BK)
+        return Scored(order, values, batches)
+
+    def _forward(self, batch: ForwardBatch) -> np.ndarray:
+        with ExitStack() as stack:
+            stack.enter_context(settings(self.contract["torch"], self.arm))
+            stack.enter_context(kernels.forced(self.arm.attention))
+            if not self.kernels:
+                stack.enter_context(kernels.observed(self.kernels))
+            logprobs_BK = self._scorer(batch)
+            if not self.kernels:
+                self.kernels.add(self.attention)
+        return np.asarray(logprobs_BK.cpu().numpy())
+
+    def made_by(self) -> Contract:
+        """The contract of what this arm gives: the recorded one, with what was really used."""
+        arm = self.arm
+        with settings(self.contract["torch"], arm):
+            used = environment.torch_settings()
+        return self.contract | {
+            "engine": "trl" if self.uses_trl else "transformers",
+            "source": "replay",
+            "scoring_function": self._scorer.name,
+            "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
+            "arm": arm.changes,
+            "temperature": arm.temperature or self.contract.get("temperature"),
+            "model": self.contract["model"] | {"attention": self.attention, "built_in": self.dtype},
+            "attention_kernels": sorted(self.kernels),
+            "rows_a_forward": arm.batch_size or self.contract.get("rows_a_forward"),
+            "prompt_padding_side": arm.padding or "left",
+            "device": environment.device_name(self.device),
+            "torch": used
+            | {"autocast_dtype": self.contract["torch"].get("autocast_dtype") if not arm.dtype else "None"},
+            "versions": environment.numeric_versions(),
+        }
+
+
+def build(scorer: ArmScorer) -> Any:
+    """The model that an arm needs, without weights. Raises CannotReplay."""
+    return models.build(scorer.run.model, dtype=scorer.dtype, attention=scorer.attention, device=scorer.device)
+
+
+def put(scorer: ArmScorer, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+    models.load(model, tensors, scorer.dtype if scorer.arm.dtype else None)
+
+
+def _largest(dtypes: Mapping[str, int]) -> str:
+    """The dtype that most parameters have."""
+    return max(dtypes, key=lambda name: dtypes[name])

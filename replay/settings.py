@@ -1,0 +1,62 @@
+"""Torch's switches as a pass had them, for as long as it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .arms import Arm
+
+_SDP = {"sdp_flash": "flash", "sdp_mem_efficient": "mem_efficient", "sdp_math": "math", "sdp_cudnn": "cudnn"}
+
+
+@contextmanager
+def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
+    """Set what the recorded pass had, changed by the arm, and put everything back."""
+    import torch
+
+    before = _read()
+    _apply({name: recorded[name] for name in before if recorded.get(name) is not None})
+    try:
+        if arm.threads is not None:
+            torch.set_num_threads(arm.threads)
+        if arm.deterministic:
+            torch.use_deterministic_algorithms(True)
+        if arm.dtype is not None:
+            tf32 = arm.dtype == "tf32"
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        yield
+    finally:
+        _apply(before)
+
+
+def _read() -> dict[str, Any]:
+    import torch
+
+    cuda = torch.backends.cuda
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "num_threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        **{name: getattr(cuda, f"{kind}_sdp_enabled")()
+           for name, kind in _SDP.items()},
+    }  # fmt: skip
+
+
+def _apply(values: Mapping[str, Any]) -> None:
+    import torch
+
+    cuda = torch.backends.cuda
+    for name, value in values.items():
+        if name == "float32_matmul_precision":
+            torch.set_float32_matmul_precision(value)
+        elif name == "deterministic_algorithms":
+            torch.use_deterministic_algorithms(value)
+        elif name == "num_threads":
+            torch.set_num_threads(value)
+        elif name == "mkldnn":
+            torch.backends.mkldnn.enabled = value
+        else:
+            getattr(cuda, f"enable_{_SDP[name]}_sdp")(value)
