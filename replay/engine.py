@@ -98,7 +98,7 @@ def replay(
     progress: Progress = no_progress,
     **changes: Any,
 ) -> list[ReplayedStep]:
-    """Score recorded steps again and write each arm as a pass `replay/<arm>`.
+    """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
     `changes` are one arm's, by the names of `Arm`; `arm` holds further ones as text (`dtype=fp16,batch-size=1`). The
     recording itself is always replayed first, as `replay/as-recorded`: another arm's distance says something only where

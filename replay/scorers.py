@@ -11,6 +11,7 @@ import numpy as np
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..tracer import environment
+from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
 from .arms import DTYPES, Arm
 from .backends import kernels, trl
@@ -118,7 +119,7 @@ class ArmScorer:
             logprobs_BK = self._scorer(batch)
             if not self.kernels:
                 self.kernels.add(self.attention)
-        return np.asarray(logprobs_BK.cpu().numpy())
+        return to_numpy(logprobs_BK.cpu())
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""

@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 import json
 import shlex
@@ -13,13 +14,23 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.weights import weights
+from tim_trace.replay.arms import Arm
+from tim_trace.replay.engine import replay
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 
 PRINTING = {"as_json", "as_csv", "help", "exported"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
-TWINS = {"record": record, "import": import_parquet, "info": info, "sql": sql, "stats": stats, "weights": weights}
+TWINS = {
+    "record": record,
+    "import": import_parquet,
+    "info": info,
+    "sql": sql,
+    "stats": stats,
+    "weights": weights,
+    "replay": replay,
+}
 
 
 @pytest.fixture
@@ -33,22 +44,30 @@ def test_every_command_has_a_twin_and_a_section():
     assert {name for names in cli.SECTIONS.values() for name in names} == set(TWINS)
 
 
+def said(default):
+    """A default as a value; None where there is none."""
+    return default if isinstance(default, (str, int, float)) else None
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     options = {
-        option.name: None if option.required else option.default
+        option.name: said(None if option.required else option.default)
         for option in cli.main.commands[name].params
         if isinstance(option, click.Option) and option.name not in PRINTING
     }
     parameters = {
-        parameter.name: None if parameter.default is inspect.Parameter.empty else parameter.default
+        parameter.name: said(parameter.default)
         for parameter in inspect.signature(TWINS[name]).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name != "progress"
     }
+    if name == "replay":  # one arm's changes are options of their own
+        parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
+        parameters["deterministic"] = False
     assert options == parameters
 
 
-@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights"])
+@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights", "replay"])
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 

@@ -10,7 +10,7 @@ from builders import ROOT, run
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
-LAYERS = ("schemas", "tracer", "analysis", "cli")
+LAYERS = ("schemas", "tracer", "replay", "analysis", "cli")
 """Each may import those before it."""
 
 
@@ -55,7 +55,7 @@ def test_imports_run_one_way():
 
 def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
     for path in python_files():
-        if path.parts[0] in ("schemas", "tracer", "analysis", "cli.py"):
+        if path.parts[0] in ("schemas", "tracer", "replay", "analysis", "cli.py"):
             found = re.findall(
                 r"^(?:import|from) (torch|transformers|trl|vllm|ray)\b", (ROOT / path).read_text(), re.MULTILINE
             )

@@ -11,9 +11,6 @@ import numpy as np
 from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
 
-KEPT_SWITCHES = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
-SDPA_KERNELS = ("math", "flash", "efficient", "cudnn")
-
 
 def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: str) -> Any:
     """Build the model with weights still to be loaded.

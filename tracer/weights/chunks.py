@@ -10,6 +10,8 @@ Shapes: R rows (versions) of a segment, E elements a row, C elements a chunk.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from numcodecs import Blosc
 
 from ...schemas.weights import ITEM_BYTES
 from ..store import write_whole
+from ..worker import Worker
 
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -68,21 +71,34 @@ def write_array(folder: Path, dtype: str, rows: int, num_elements: int) -> None:
     write_whole(folder / "zarr.json", json.dumps(document, indent=1).encode())
 
 
-def write_row(folder: Path, dtype: str, row: int, bits_E: np.ndarray) -> tuple[list[int], int]:
-    """Write one row and return the chunks that hold something, and their bytes on disk."""
+def write_row(
+    folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
+) -> tuple[list[int], int]:
+    """Write one row on the encoders' threads and return the chunks that hold something, and their bytes on disk."""
     size = chunk_elements(dtype, len(bits_E))
-    written, num_bytes = [], 0
-    for index, start in enumerate(range(0, len(bits_E), size)):
-        part_C = bits_E[start : start + size]
-        if not part_C.any():
-            continue
-        if len(part_C) < size:
-            part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
-        encoded = _CODEC.encode(np.ascontiguousarray(part_C))
-        write_whole(folder / chunk_key(row, index), encoded)
-        written.append(index)
-        num_bytes += len(encoded)
-    return written, num_bytes
+    written: dict[int, int] = {}
+
+    def write(index: int) -> None:
+        part_C = bits_E[index * size : (index + 1) * size]
+        if part_C.any():
+            written[index] = _write_chunk(folder / chunk_key(row, index), part_C, size)
+
+    for index in range(-(-len(bits_E) // size)):
+        encoders[index % len(encoders)].submit(partial(write, index), 0)
+    for encoder in encoders:
+        encoder.drain()
+        if encoder.error is not None:
+            raise encoder.error
+    return sorted(written), sum(written.values())
+
+
+def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
+    """Write a chunk, padded with zero bits to its full size, and return its bytes on disk."""
+    if len(part_C) < size:
+        part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
+    encoded = _CODEC.encode(np.ascontiguousarray(part_C))
+    write_whole(path, encoded)
+    return len(encoded)
 
 
 def decode_chunk(encoded: bytes, dtype: str) -> np.ndarray:

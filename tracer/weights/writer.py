@@ -24,6 +24,9 @@ from .layout import layout_of, local_part
 VERSIONS_A_KEYFRAME = 16
 """Rows of a segment: a version is rebuilt from at most so many."""
 
+ENCODERS = 2
+"""Threads that compress."""
+
 Bits = dict[str, np.ndarray]
 """dtype -> [E] bits."""
 
@@ -40,7 +43,9 @@ class WeightWriter:
         self.rows = versions_a_keyframe
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0)
+        self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
         self._layout: WeightLayout | None = None
+        self._known: tuple[tuple[str, int], ...] = ()
         self._spare: Bits = {}
         self._last: Bits = {}
         self._written: WeightVersion | None = None
@@ -65,18 +70,30 @@ class WeightWriter:
         if version == self._version:
             return
         self._version = version
-        layout = layout_of(tensors)
+        layout = self._layout_of(tensors)
         self._worker.wait()
-        fresh = layout != self._layout
-        if fresh:
+        if layout != self._layout:
             self._layout, self._spare, self._last = layout, {}, {}
         bits, wait = _copy(layout, tensors, self._spare)
         self._spare = {}
         self._worker.submit(partial(self._write, version, layout, bits, wait), 1)
 
+    def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
+        """The tensors' layout, made anew only when they are others than the last time."""
+        known = tuple((name, id(tensor)) for name, tensor in tensors.items())
+        if self._layout is None or known != self._known:
+            self._known = known
+            return layout_of(tensors)
+        return self._layout
+
+    def drain(self) -> None:
+        """Wait until every version so far is written."""
+        self._worker.drain()
+
     def close(self) -> None:
         """Wait until everything is written."""
-        self._worker.close()
+        for worker in (self._worker, *self._encoders):
+            worker.close()
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits, wait: Any) -> None:
         wait()
@@ -90,7 +107,7 @@ class WeightWriter:
         hashes = {tensor.name: sha256(_part(bits, tensor).data).hexdigest() for tensor in layout.tensors}
         chunks, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
-            chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E)
+            chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E, self._encoders)
             num_bytes += size
         record = WeightVersion(
             version=version,

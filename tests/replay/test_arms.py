@@ -1,0 +1,63 @@
+import pytest
+from tim_trace.replay.arms import Arm, parse_arm
+from tim_trace.replay.steps import parse_steps
+from tim_trace.schemas.errors import InvalidOption
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "name"),
+    [
+        ("dtype=fp16", {"dtype": "fp16"}, "fp16"),
+        ("dtype=fp16,batch-size=1", {"dtype": "fp16", "batch_size": 1}, "fp16+batch-size-1"),
+        ("mode=chunked:4, deterministic", {"mode": "chunked:4", "deterministic": True}, "chunked-4+deterministic"),
+        ("top-p=0.9,name=nucleus", {"top_p": 0.9}, "nucleus"),
+        ("lm-head=fp32", {"lm_head": "fp32"}, "head-fp32"),
+        ("", {}, "as-recorded"),
+    ],
+)
+def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
+    arm = parse_arm(text)
+    assert (arm.changes, arm.name) == (changes, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dtype=fp8", "dtype: got 'fp8'; use fp64"),
+        ("speed=9", "write changes as name=value"),
+        ("batch-size", "write changes as name=value"),
+        ("batch-size=two", "batch-size cannot be 'two'"),
+        ("batch-size=0", "use 1 or more"),
+        ("mode=chunked:0", "use prefill, decode or chunked:N"),
+        ("temperature=0", "use a number above 0"),
+        ("top-p=1.5", "above 0 and up to 1"),
+    ],
+)
+def test_an_arm_that_makes_no_sense_is_refused(text, message):
+    with pytest.raises(InvalidOption, match=message):
+        parse_arm(text)
+
+
+def test_cached_tokens_follow_from_the_mode():
+    assert [Arm(mode=mode).cached_tokens for mode in ("prefill", "decode", "chunked:7")] == [None, 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("3", [3]),
+        ("2:4", [2, 3, 4]),
+        ("2:8:3", [2, 5]),
+        ("all", [1, 2, 3, 4, 5, 9]),
+        (":2,9", [1, 2, 9]),
+        ("5:", [5, 9]),
+    ],
+)
+def test_steps_are_read(text, steps):
+    assert parse_steps(text, [1, 2, 3, 4, 5, 9]) == steps
+
+
+@pytest.mark.parametrize("text", ["", "six", "7", "1:2:3:4"])
+def test_steps_that_name_nothing_are_refused(text):
+    with pytest.raises(InvalidOption, match="steps"):
+        parse_steps(text, [1, 2, 3, 4, 5, 9])

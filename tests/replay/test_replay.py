@@ -1,0 +1,273 @@
+"""Replaying real recordings. Bits are compared as bits."""
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from builders import TIM_TRACE, make_trace, tim_trace
+from tim_trace.analysis.database import connect
+from tim_trace.analysis.stats import stats
+from tim_trace.replay.arms import Arm
+from tim_trace.replay.engine import by_arm, replay
+from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.scorers import ArmScorer, build, put
+from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
+from tim_trace.tracer.store import Store
+from tim_trace.tracer.weights.source import open_weights
+
+from runs import train
+
+pytestmark = pytest.mark.engine
+
+OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "beta": 0.1}
+ACCUMULATION = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "temperature": 0.7}
+MIXED = {"bf16": True}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """A copy of a recorded run: on-policy, no vLLM, prompts of several lengths."""
+    shutil.copytree(train(capture="logprobs").trace, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def copy(run, tmp_path):
+    shutil.copytree(run.trace, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def rows(trace, query):
+    return connect(trace).execute(query).fetchall()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ((), {}),
+        (("--steps", "4"), OFF_POLICY),
+        ((), ACCUMULATION),
+        ((), MIXED),
+        (("--trainer", "rloo", "--vllm", "--bf16-engine"), {"beta": 0.05}),
+        (("--ranks", "2"), {"steps_per_generation": 1}),
+    ],
+    ids=["on-policy", "off-policy", "accumulation", "mixed-precision", "rloo-vllm", "two-ranks"],
+)
+def test_replaying_as_recorded_gives_every_bit_back(arguments, config, tmp_path):
+    trace = copy(train(*arguments, capture="logprobs", **({"config": config} if config else {})), tmp_path)
+    results = replay(trace)
+    assert {result.arm for result in results} == {"as-recorded"}
+    assert all(result.identity_held and result.num_equal == result.num_tokens > 0 for result in results)
+    different = """
+        SELECT count(*) FILTER (WHERE a.logprobs IS DISTINCT FROM b.logprobs), count(*)
+        FROM scores a JOIN scores b USING (step, seq_id)
+        WHERE a.pass = 'replay/as-recorded' AND b.pass = 'train'
+    """
+    ((wrong, count),) = rows(trace, different)
+    assert wrong == 0
+    assert count == rows(trace, "SELECT count(*) FROM scores WHERE pass = 'train'")[0][0]
+
+
+def test_the_contract_names_the_trainer_s_own_function(trace):
+    replay(trace, steps="1")
+    ((function, kernels, arm),) = rows(
+        trace,
+        """SELECT contract_json ->> '$.scoring_function', contract_json ->> '$.attention_kernels', contract_json ->> '$.arm'
+        FROM passes WHERE pass = 'replay/as-recorded'""",
+    )
+    assert function.endswith("GRPOTrainer._get_per_token_logps_and_entropies")
+    assert "sdpa" in kernels
+    assert arm == "{}"
+
+
+def test_other_weights_are_noticed(trace):
+    stale, own = by_arm(replay(trace, steps="3", weights_version=0))[::-1]
+    assert own.share_equal == 1.0
+    assert stale.share_equal < 1.0
+    assert stale.mean_abs_d > 1e-4
+    assert rows(trace, "SELECT DISTINCT policy_version FROM scores WHERE pass LIKE 'replay/weights%'") == [(0,)]
+
+
+def test_when_bits_do_not_come_back_it_says_what_differs(trace):
+    for path in (trace / "passes" / "train").glob("*.json"):
+        path.write_text(path.read_text().replace('"temperature":1.0', '"temperature":0.9').replace("1.16.0", "1.15.9"))
+    done = tim_trace("replay", trace, "--steps", "2", "--json")
+    (result,) = done.json()
+    assert not result["identity_held"]
+    assert result["differs"] == [f"versions.trl: recorded 1.15.9, now {version('trl')}"]
+    assert "the recorded bits did not come back in 1 steps (first: step 2)" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory):
+    """Several arms on one recording, in one call."""
+    trace = tmp_path_factory.mktemp("arms") / "run"
+    shutil.copytree(train(capture="logprobs").trace, trace)
+    texts = [
+        "dtype=fp64", "dtype=fp32", "dtype=bf16", "dtype=fp16", "batch-size=1", "padding=right", "attention=eager",
+        "attention=math", "attention=flash", "mode=decode", "mode=chunked:2", "mode=chunked:2,dtype=fp64", "threads=1",
+        "temperature=0.5", "top-k=3", "dtype=bf16,lm-head=fp32", "logits-dtype=bf16", "deterministic",
+    ]  # fmt: skip
+    return trace, {result.arm: result for result in by_arm(replay(trace, arm=texts))}
+
+
+def test_every_arm_is_a_pass_of_the_trace(arms):
+    trace, results = arms
+    found = dict(rows(trace, "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"))
+    assert found == {f"replay/{name}": 24 for name in results}
+    assert len(results) == 19
+    assert stats(trace, pair="replay/bf16:train").rows
+
+
+def test_arms_lie_as_far_off_as_their_precision(arms):
+    _, results = arms
+    distance = {name: result.mean_abs_d for name, result in results.items()}
+    assert distance["fp32"] == 0.0
+    assert 0 < distance["fp64"] < 1e-6
+    assert 1e-6 < distance["fp16"] < 3e-3
+    assert distance["fp16"] < distance["bf16"] < 3e-2
+    assert distance["bf16+head-fp32"] < 3e-2
+    for name in ("batch-size-1", "padding-right", "eager", "math", "flash", "decode", "chunked-2", "threads-1"):
+        assert distance[name] < 1e-6, name
+    assert distance["temperature-0.5"] > 1e-3
+
+
+def test_the_kernel_that_was_used_is_in_the_contract(arms):
+    trace, _ = arms
+    query = "SELECT pass, contract_json ->> '$.attention_kernels' FROM passes WHERE pass LIKE 'replay/%'"
+    kernels = dict(rows(trace, query))
+    assert kernels["replay/math"] == '["sdpa math"]'
+    assert kernels["replay/eager"] == '["eager"]'
+    assert kernels["replay/flash"] == '["sdpa flash"]'
+
+
+def test_two_ways_to_the_same_number_agree_in_double_precision(arms):
+    trace, _ = arms
+    ((distance,),) = rows(trace, "SELECT max_abs_d FROM pair_runs('replay/fp64+chunked-2', 'replay/fp64')")
+    # Both are kept as float32; what they round differs by less than its last place.
+    assert distance <= 2.4e-7
+
+
+def test_double_precision_does_not_depend_on_the_batch():
+    run = RecordedRun(train(capture="logprobs").trace)
+    recorded = run.step(2)
+    contract = run.contract("train", recorded[0].contract)
+    weights = open_weights(run.store).load(recorded[0].policy_version)
+
+    def scored(**changes):
+        scorer = ArmScorer(run, Arm(**changes), contract, "cpu")
+        model = build(scorer)
+        put(scorer, model, weights)
+        scorer.attach(model)
+        result = scorer.score(recorded)
+        return np.concatenate([value for _, value in sorted(zip([r.seq_id for r in result.rows], result.logprobs))])  # noqa: B905
+
+    whole, alone = scored(dtype="fp64"), scored(dtype="fp64", batch_size=1)
+    assert whole.dtype == np.float64
+    np.testing.assert_allclose(alone, whole, rtol=0, atol=1e-13)
+    single, single_alone = scored(mode="decode"), scored(mode="decode", batch_size=1)
+    assert np.abs(single - single_alone).max() > 1e-13
+
+
+def test_finished_steps_are_not_done_again(trace):
+    assert [result.step for result in replay(trace, steps="2", dtype="bf16") if result.arm == "bf16"] == [2]
+    assert [result.step for result in replay(trace, steps="all", dtype="bf16") if result.arm == "bf16"] == [1, 3]
+    with pytest.raises(InvalidOption, match=r"replay/bf16 has all of these steps already.*--force"):
+        replay(trace, dtype="bf16")
+    assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'replay/bf16'") == [(24,)]
+
+
+def test_force_replaces_an_arm_and_leaves_the_rest(trace):
+    replay(trace, steps="1:2", dtype="bf16", arm=["dtype=fp16"])
+    replay(trace, steps="3", dtype="bf16", force=True)
+    found = rows(trace, "SELECT pass, step FROM scores WHERE pass LIKE 'replay/%' GROUP BY ALL ORDER BY ALL")
+    assert [row for row in found if row[0] == "replay/bf16"] == [("replay/bf16", 3)]
+    assert [row for row in found if row[0] == "replay/fp16"] == [("replay/fp16", 1), ("replay/fp16", 2)]
+
+
+def test_a_name_that_stands_for_other_changes_is_refused(trace):
+    replay(trace, steps="1", dtype="bf16", name="mine")
+    with pytest.raises(InvalidOption, match="replay/mine is there already with other changes"):
+        replay(trace, steps="2", dtype="fp16", name="mine")
+    with pytest.raises(InvalidOption, match="named twice"):
+        replay(trace, arm=["dtype=fp16", "dtype=fp16"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "tf32"}, "tf32: needs an NVIDIA GPU.*fp64, fp32, bf16 and fp16"),
+        ({"attention": "efficient"}, "efficient: needs an NVIDIA GPU.*eager, math, flash"),
+        ({"attention": "cudnn"}, "cudnn: needs an NVIDIA GPU"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU refuses")
+def test_what_the_device_lacks_is_refused_and_the_trace_stays_as_it_was(trace, changes, message):
+    before = sorted(path.relative_to(trace) for path in trace.rglob("*"))
+    with pytest.raises(CannotReplay, match=message):
+        replay(trace, **changes)
+    assert sorted(path.relative_to(trace) for path in trace.rglob("*")) == before
+
+
+def test_a_trace_without_a_model_or_weights_says_so(tmp_path, trace):
+    make_trace(tmp_path / "bare")
+    with pytest.raises(CannotReplay, match="does not say which model"):
+        replay(tmp_path / "bare")
+    shutil.rmtree(trace / "weights")
+    with pytest.raises(WeightsMissing, match="record with --weights delta"):
+        replay(trace)
+    assert rows(trace, "SELECT count(*) FROM scores WHERE pass LIKE 'replay/%'") == [(0,)]
+
+
+def test_tokens_outside_of_the_vocabulary_are_named(trace):
+    path = next((trace / "sequences").glob("*.parquet"))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    ids = table["response_ids"].to_pylist()
+    ids[0][0] = 9_999
+    column = pa.array(ids, table.schema.field("response_ids").type)
+    pq.write_table(table.set_column(table.schema.get_field_index("response_ids"), "response_ids", column), path)
+    with pytest.raises(CannotReplay, match=r"holds token 9999, outside of the model's vocabulary"):
+        replay(trace, steps="1")
+
+
+def test_a_killed_replay_goes_on_where_it_was(trace):
+    draw = random.Random(0)
+    command = [str(TIM_TRACE), "replay", str(trace), "--batch-size", "1", "--arm", "dtype=bf16"]
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not _replayed(trace) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = tim_trace("replay", trace, "--batch-size", "1", "--arm", "dtype=bf16")
+    assert done.code in (0, 2), done.stderr
+    if done.code == 2:
+        assert "has all of these steps already" in done.stderr
+    query = "SELECT pass, count(*), count(DISTINCT (step, seq_id)) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
+    found = {name: (count, distinct) for name, count, distinct in rows(trace, query)}
+    assert set(found.values()) == {(24, 24)}, found
+
+
+def _replayed(trace):
+    return any(name.startswith("p") for name in Store(trace).files("journal"))
+
+
+def test_the_command_prints_a_row_an_arm_and_what_comes_next(trace):
+    done = tim_trace("replay", trace, "--steps", "1:2", "--dtype", "bf16")
+    assert done.code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == [
+        "arm", "num_steps", "num_tokens", "share_equal", "mean_abs_d", "max_abs_d", "identity_held",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[2:]] == ["as-recorded", "bf16"]
+    assert "--pair replay/bf16:train" in done.stderr
