@@ -21,7 +21,7 @@ from .schemas.errors import TimTraceError
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "stats"),
-    "replay": ("replay", "weights"),
+    "replay": ("replay", "triangulate", "weights"),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -256,6 +256,33 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
         _print(table_of(by_arm(results)), False, False)
     for line in _replayed(trace, results):
         _tell(line)
+
+
+@_example("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@click.option(
+    "--reference",
+    default="fp64",
+    show_default=True,
+    type=click.Choice(["fp64", "fp32"]),
+    help="Precision of the reference.",
+)
+@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def triangulate(trace: str, as_json: bool, **options: Any) -> None:
+    """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
+    from dataclasses import asdict
+
+    from .analysis.rows import to_json
+    from .analysis.triangulate import triangulate as who
+    from .analysis.triangulate_text import triangulation_text
+
+    found = who(trace, progress=_progress, **options)
+    click.echo(
+        to_json(asdict(found) | {"sentence": found.sentence}) if as_json else triangulation_text(found, _width())
+    )
 
 
 @_example("tim-trace weights runs/demo --by module")

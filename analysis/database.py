@@ -34,7 +34,7 @@ class Database:
         _define_passes(self.connection, self.sources)
         _define_computed(self.connection)
         self.define_sums(set())
-        for name in ("macros", "pair", "sums", "views"):
+        for name in ("macros", "pair", "triangle", "sums", "views"):
             self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))

@@ -13,6 +13,7 @@ from tim_trace import cli
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.triangulate import triangulate
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
@@ -29,6 +30,7 @@ TWINS = {
     "sql": sql,
     "stats": stats,
     "weights": weights,
+    "triangulate": triangulate,
     "replay": replay,
 }
 
@@ -67,7 +69,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     assert options == parameters
 
 
-@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights", "replay"])
+@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights", "replay", "triangulate"])
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 

@@ -1,0 +1,263 @@
+"""Who is wrong: the trainer or the engine, measured against a replay of higher precision.
+
+With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and
+the gap is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and what a side carries of it is
+its own square less the common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+
+Shapes: N tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..replay.arms import Arm, named, parse_arm
+from ..replay.engine import replay
+from ..replay.recorded import RecordedRun
+from ..replay.steps import parse_steps
+from ..schemas.errors import InvalidOption, NothingToCompare
+from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
+from ..tracer.progress import Progress, no_progress
+from .database import Database, quoted
+from .rows import Rows
+
+NUM_BOOTSTRAP = 1000
+PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
+"""Edges of the bins of the reference's probability."""
+POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""Edges of the bins of the token's position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side's error against the reference."""
+
+    name: str
+    mean: float
+    """nats"""
+    mean_abs: float
+    """nats"""
+    rms: float
+    """nats"""
+    share: float
+    """Of mean d^2, what this side carries."""
+    share_low: float
+    """2.5 % of the share's bootstrap over sequences."""
+    share_high: float
+    """97.5 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Triangulation:
+    """Both sides' errors, and what single changes remove of the gap."""
+
+    run: str
+    reference: str
+    """Pass of the reference."""
+    steps: tuple[int, ...]
+    num_sequences: int
+    num_tokens: int
+    gap_rms: float
+    """Root mean square of d = train - rollout, nats."""
+    resolution: float
+    """Mean rounding of the reference, which is kept as float32, nats: errors below it cannot be told."""
+    sides: tuple[Side, ...]
+    correlation: float
+    """Pearson correlation of the two errors."""
+    identity_held: bool
+    """Whether the replayed steps gave the recorded bits back."""
+    by_probability: Rows
+    by_position: Rows
+    arms: Rows
+    """Each arm: the gap to the rollout when it takes the trainer's place, and the share of mean d^2 that it removes."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer in a sentence."""
+        if self.gap_rms == 0.0:
+            return "There is no gap: trainer and engine gave every token the same logprob."
+        larger = max(self.sides, key=lambda side: side.share)
+        if larger.share < 0.6:
+            return (
+                f"Both sides carry the gap: the trainer {self.sides[0].share:.0%} of its mean square and the engine "
+                f"{self.sides[1].share:.0%}."
+            )
+        who = "trainer" if larger.name == TRAIN else "engine"
+        return (
+            f"The {who} carries {larger.share:.1%} of the gap's mean square "
+            f"({larger.share_low:.1%} to {larger.share_high:.1%} by bootstrap over sequences)."
+        )
+
+
+def triangulate(
+    trace: str | os.PathLike[str],
+    *,
+    steps: str = "all",
+    reference: str = "fp64",
+    arm: Sequence[str] = (),
+    progress: Progress = no_progress,
+) -> Triangulation:
+    """Say which side carries the gap between trainer and engine, and what each single change removes of it.
+
+    Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
+    Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference.
+
+    Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
+    """
+    if reference not in ("fp64", "fp32"):
+        raise InvalidOption(f"reference: got {reference!r}; use fp64 or fp32")
+    run = RecordedRun(trace)
+    chosen = parse_steps(steps, run.steps(TRAIN))
+    if not set(chosen) & set(run.steps(ROLLOUT)):
+        raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
+    arms = [named(Arm(dtype=reference), reference), *(parse_arm(text) for text in arm)]
+    held = _replay_missing(run, arms, chosen, progress)
+    database = Database([run.store.url])
+    names = [REPLAY_PREFIX + single.name for single in arms]
+    tokens = _tokens(database, names[0], chosen)
+    return _measure(run, names, chosen, tokens, held, [_tokens(database, name, chosen) for name in names[1:]])
+
+
+def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool:
+    """Replay the arms that lack one of the steps; returns whether the recorded bits came back."""
+    lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
+    texts = [",".join(f"{key}={value}" for key, value in {**arm.changes, "name": arm.name}.items()) for arm in lacking]
+    if texts:
+        results = replay(run.store.url, steps=",".join(map(str, steps)), arm=texts, progress=progress)
+        return all(result.identity_held for result in results)
+    query = f"""
+        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
+        WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
+    """
+    ((different,),) = Database([run.store.url]).connection.execute(query).fetchall()
+    return not different
+
+
+def _tokens(database: Database, name: str, steps: list[int]) -> dict[str, np.ndarray]:
+    """[N] columns of the tokens that trainer, engine and one replay scored, in one order for every replay."""
+    query = f"""
+        SELECT step, seq_id, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed
+        FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) WHERE step IN ({_list(steps)})
+        ORDER BY step, seq_id, position
+    """
+    columns: dict[str, np.ndarray] = database.connection.execute(query).fetchnumpy()
+    if not len(columns["train"]):
+        raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}")
+    return columns
+
+
+def _measure(
+    run: RecordedRun,
+    names: list[str],
+    steps: list[int],
+    tokens: dict[str, np.ndarray],
+    held: bool,
+    arms: list[dict[str, np.ndarray]],
+) -> Triangulation:
+    error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
+    d = tokens["train"] - tokens["rollout"]
+    sequence_N, num_sequences = _sequences(tokens)
+    draws = _draws(num_sequences)
+    sides = tuple(
+        _side(name, own, other, d, sequence_N, draws)
+        for name, own, other in ((TRAIN, error_t, error_r), (ROLLOUT, error_r, error_t))
+    )
+    return Triangulation(
+        run=run.store.name,
+        reference=names[0],
+        steps=tuple(steps),
+        num_sequences=num_sequences,
+        num_tokens=len(d),
+        gap_rms=_rms(d),
+        resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
+        sides=sides,
+        correlation=_correlation(error_t, error_r),
+        identity_held=held,
+        by_probability=_split(
+            "probability", np.exp(tokens["replayed"]), PROBABILITIES, d, error_t, error_r, "{:g} to {:g}"
+        ),
+        by_position=_split("position", tokens["position"], POSITIONS, d, error_t, error_r, "{:g} to {:g}"),
+        arms=Rows(
+            ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
+            [_arm(name, column, draws) for name, column in zip(names[1:], arms, strict=True)],
+        ),
+    )
+
+
+def _sequences(tokens: dict[str, np.ndarray]) -> tuple[np.ndarray, int]:
+    """[N] number of each token's sequence, and S; tokens of a sequence follow each other."""
+    fresh = np.ones(len(tokens["step"]), bool)
+    fresh[1:] = (tokens["step"][1:] != tokens["step"][:-1]) | (tokens["seq_id"][1:] != tokens["seq_id"][:-1])
+    return np.cumsum(fresh) - 1, int(fresh.sum())
+
+
+def _draws(num_sequences: int) -> np.ndarray:
+    """[bootstraps, S] how often each sequence is drawn, the same every time."""
+    draw = np.random.default_rng(0)
+    return draw.multinomial(num_sequences, np.full(num_sequences, 1 / num_sequences), size=NUM_BOOTSTRAP)
+
+
+def _side(
+    name: str, own: np.ndarray, other: np.ndarray, d: np.ndarray, sequence_N: np.ndarray, draws: np.ndarray
+) -> Side:
+    carried_S = np.bincount(sequence_N, own * own - own * other, draws.shape[1])
+    share, low, high = _share(carried_S, np.bincount(sequence_N, d * d, draws.shape[1]), draws)
+    return Side(
+        name=name, mean=float(own.mean()), mean_abs=float(np.abs(own).mean()), rms=_rms(own),
+        share=share, share_low=low, share_high=high,
+    )  # fmt: skip
+
+
+def _arm(name: str, tokens: dict[str, np.ndarray], draws: np.ndarray) -> tuple[Any, ...]:
+    sequence_N, num_sequences = _sequences(tokens)
+    left, gap = tokens["replayed"] - tokens["rollout"], tokens["train"] - tokens["rollout"]
+    if num_sequences != draws.shape[1]:
+        draws = _draws(num_sequences)
+    removed_S = np.bincount(sequence_N, gap * gap - left * left, num_sequences)
+    return name, _rms(left), *_share(removed_S, np.bincount(sequence_N, gap * gap, num_sequences), draws)
+
+
+def _share(part_S: np.ndarray, whole_S: np.ndarray, draws: np.ndarray) -> tuple[float, float, float]:
+    """A ratio of sums over sequences, with the middle 95 % of its bootstrap; NaN where the whole is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        resampled = (draws @ part_S) / (draws @ whole_S)
+        share = part_S.sum() / whole_S.sum()
+    finite = resampled[np.isfinite(resampled)]
+    low, high = np.percentile(finite, [2.5, 97.5]) if len(finite) else (np.nan, np.nan)
+    return float(share), float(low), float(high)
+
+
+def _split(
+    name: str, values: np.ndarray, edges: Sequence[float], d: np.ndarray, error_t: np.ndarray, error_r: np.ndarray,
+    label: str,
+) -> Rows:  # fmt: skip
+    bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
+    total = float(np.sum(d * d))
+    rows = []
+    for index in np.unique(bins):
+        mask = bins == index
+        rows.append((
+            label.format(edges[index], edges[index + 1]), int(mask.sum()), _rms(d[mask]), _rms(error_t[mask]),
+            _rms(error_r[mask]), float(np.sum(d[mask] ** 2)) / total if total else None,
+        ))  # fmt: skip
+    return Rows((name, "num_tokens", "gap_rms", "train_rms", "rollout_rms", "share_of_gap"), rows)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values * values)))
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Pearson correlation; NaN where one side has no spread."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        a, b = a - a.mean(), b - b.mean()
+        return float(np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)))
+
+
+def _list(steps: Sequence[int]) -> str:
+    return ", ".join(str(int(step)) for step in steps)

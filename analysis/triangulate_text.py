@@ -1,0 +1,32 @@
+"""`tim-trace triangulate` as text."""
+
+from __future__ import annotations
+
+from .rows import Rows, table, to_text
+from .triangulate import Triangulation
+
+
+def triangulation_text(found: Triangulation, width: int | None = None) -> str:
+    """Write who is wrong, for reading."""
+    steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
+    facts = [
+        ("reference", found.reference),
+        ("identity", "held: the recorded bits came back" if found.identity_held else "NOT HELD: see tim-trace replay"),
+        ("steps", steps),
+        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences"),
+        ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
+        ("correlation", f"{found.correlation:.3g} of the two errors"),
+        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+    ]
+    parts = [
+        found.sentence,
+        "\n".join(f"{name:<11}  {value}" for name, value in facts),
+        to_text(_sides(found), width),
+    ]
+    parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
+    return "\n\n".join(parts)
+
+
+def _sides(found: Triangulation) -> Rows:
+    rows = table(found.sides)
+    return Rows(("side", *rows.columns[1:]), rows.rows)
