@@ -215,6 +215,9 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @click.option(
     "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."
 )
+@click.option(
+    "--quantize", type=click.Choice(["int8", "int4", "fp8"]), help="Round linear layers' weights, the head's not."
+)
 @click.option("--lm-head", type=click.Choice(["fp32"]), help="Project the head in float32.")
 @click.option(
     "--logits-dtype", type=click.Choice(["fp64", "fp32", "bf16", "fp16"]), help="Of the logits and the logprob."

@@ -11,6 +11,7 @@ from ..schemas.errors import InvalidOption
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """What --dtype takes -> torch's name of the weights' dtype."""
 ATTENTIONS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 PADDINGS = ("left", "right")
 ENGINES = ("hf", "vllm")
 AS_RECORDED = "as-recorded"
@@ -26,6 +27,8 @@ class Arm:
     """`hf`: the rebuilt transformers model; `vllm`: vLLM on the same weights."""
     dtype: str | None = None
     """Of weights and activations: a key of DTYPES."""
+    quantize: str | None = None
+    """Weight-only fake quantisation of linear layers but the head: int8, int4 or fp8, in groups of 128 inputs."""
     lm_head: str | None = None
     """`fp32`: the head's projection in float32."""
     logits_dtype: str | None = None
@@ -54,6 +57,7 @@ class Arm:
         _one_of("engine", self.engine, ENGINES)
         _one_of("prefix-caching", self.prefix_caching, ("on", "off"))
         _one_of("dtype", self.dtype, tuple(DTYPES))
+        _one_of("quantize", self.quantize, QUANTIZATIONS)
         _one_of("lm-head", self.lm_head, ("fp32",))
         _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
         _one_of("attention", self.attention, ATTENTIONS)
@@ -78,7 +82,7 @@ class Arm:
             if self.prefix_caching is not None:
                 raise InvalidOption("prefix-caching: is vLLM's; add --engine vllm")
             return
-        names = ("lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads")
+        names = ("quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads")
         set_here = [name.replace("_", "-") for name in names if getattr(self, name)]
         if set_here:
             raise InvalidOption(
@@ -109,6 +113,7 @@ class Arm:
             return AS_RECORDED
         words = {
             "engine": "",
+            "quantize": "",
             "dtype": "",
             "attention": "",
             "mode": "",

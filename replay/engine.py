@@ -169,13 +169,18 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], device: str, fo
 
 
 def _contract(run: RecordedRun, steps: list[int]) -> Contract:
-    """The contract of the recorded `train` pass; steps that have another one are refused."""
+    """The contract of the recorded `train` pass; a step that was scored under several is refused."""
     digests = {row.contract for row in run.step(steps[0])}
     if len(digests) != 1:
         raise CannotReplay(
             f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts; which one held?"
         )
-    return run.contract(TRAIN, digests.pop())
+    contract = run.contract(TRAIN, digests.pop())
+    # A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config.
+    config = run.model["config"]
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | dict(contract.get("model") or {})
+    return {"torch": {}, "temperature": 1.0} | contract | {"model": model}
 
 
 def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
@@ -231,8 +236,15 @@ def _step(run: RecordedRun, entry: _Wanted, step: int, scored: Scored, held: dic
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
         max_abs_d=float(np.abs(d).max(initial=0.0)),
         identity_held=held[step],
-        differs=tuple(differences(scorer.contract, contract)) if scorer.arm.is_identity and not held[step] else (),
+        differs=_differs(scorer, order, contract) if scorer.arm.is_identity and not held[step] else (),
     )
+
+
+def _differs(scorer: ArmScorer | VllmScorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
+    """Why the recorded bits did not come back, as far as the trace tells."""
+    unknown = not all(row.composition_known for row in rows)
+    words = ("batch composition: not recorded, now one row a forward",) if unknown else ()
+    return (*words, *differences(scorer.contract, contract))
 
 
 def _write(

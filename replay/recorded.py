@@ -20,6 +20,8 @@ from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
 from ..tracer.store import Store
 
+_COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
@@ -41,6 +43,8 @@ class RecordedRow:
     forward_row: int
     pad_left: int
     pad_right: int
+    composition_known: bool = True
+    """Whether it was recorded which rows went through the model together; if not, each goes alone."""
 
 
 class RecordedRun:
@@ -92,16 +96,21 @@ class RecordedRun:
 
     def step(self, step: int, pass_name: str = TRAIN) -> list[RecordedRow]:
         """The rows of a step in the order in which they went through the model. Raises CannotReplay."""
-        sequences = self._table(SEQUENCES, ds.field("step") == step, ["seq_id", "prompt_ids", "response_ids"])
+        named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]
+        sequences = self._table(SEQUENCES, ds.field("step") == step, named)
         columns = [
             "seq_id", "logprobs", "policy_version", "contract", "writer",
             "forward_id", "forward_row", "pad_left", "pad_right",
         ]  # fmt: skip
         scores = self._table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
         tokens = {
-            seq_id: (np.asarray(prompt.values), np.asarray(response.values))
-            for seq_id, prompt, response in zip(
-                sequences["seq_id"].to_pylist(), sequences["prompt_ids"], sequences["response_ids"], strict=True
+            seq_id: (np.asarray(prompt.values), np.asarray(response.values), version)
+            for seq_id, prompt, response, version in zip(
+                sequences["seq_id"].to_pylist(),
+                sequences["prompt_ids"],
+                sequences["response_ids"],
+                sequences["policy_version"].to_pylist(),
+                strict=True,
             )
             if prompt.is_valid
         }
@@ -111,10 +120,20 @@ class RecordedRun:
         return sorted(rows, key=lambda row: (row.writer, row.forward_id, row.forward_row))
 
     def _row(
-        self, step: int, pass_name: str, scores: pa.Table, index: int, tokens: dict[str, tuple[np.ndarray, np.ndarray]]
+        self,
+        step: int,
+        pass_name: str,
+        scores: pa.Table,
+        index: int,
+        tokens: dict[str, tuple[np.ndarray, np.ndarray, int | None]],
     ) -> RecordedRow:
         values = {name: scores[name][index] for name in scores.column_names}
         given = {name: value.as_py() for name, value in values.items() if name != "logprobs"}
+        if given["seq_id"] in tokens and given["policy_version"] is None:
+            given["policy_version"] = tokens[given["seq_id"]][2]
+        known = all(given[name] is not None for name in _COMPOSITION)
+        if not known:
+            given |= {"forward_id": index, "forward_row": 0, "pad_left": 0, "pad_right": 0}
         lacking = [name for name, value in given.items() if value is None]
         if given["seq_id"] not in tokens:
             lacking.append("prompt_ids")
@@ -123,13 +142,16 @@ class RecordedRun:
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
                 "not recorded, so that its forward cannot be rebuilt"
             )
-        prompt_ids, response_ids = tokens[given["seq_id"]]
+        prompt_ids, response_ids, _ = tokens[given["seq_id"]]
         logprobs, scored = np.zeros(len(response_ids), np.float32), np.zeros(len(response_ids), bool)
         if values["logprobs"].is_valid:
             array = values["logprobs"].values
             scored = np.asarray(array.is_valid())
             logprobs = np.asarray(array.fill_null(0.0))
-        return RecordedRow(prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored, **given)
+        return RecordedRow(
+            prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored,
+            composition_known=known, **given,
+        )  # fmt: skip
 
     def _table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
         paths = [f"{self.folder}/{table}/{name}" for name in self.store.files(table) if name.endswith(".parquet")]

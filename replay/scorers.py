@@ -17,6 +17,7 @@ from .arms import DTYPES, Arm
 from .backends import kernels, trl
 from .backends import model as models
 from .backends.head import Head
+from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
 from .batching import ForwardBatch, forwards
 from .recorded import RecordedRow, RecordedRun
@@ -48,11 +49,13 @@ class ArmScorer:
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
         models.load(model, tensors, self.dtype if self.arm.dtype else None)
+        if self.arm.quantize:
+            quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
         """What decides which model is built."""
-        return (self.arm.dtype, self.dtype, self.attention, self.uses_trl, self.arm.lm_head)
+        return (self.arm.dtype, self.dtype, self.attention, self.uses_trl, self.arm.lm_head, self.arm.quantize)
 
     @property
     def dtype(self) -> str:
@@ -124,6 +127,7 @@ class ArmScorer:
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
+        quantized = {"weight_quantization": f"{arm.quantize}, groups of {GROUP} inputs"} if arm.quantize else {}
         with settings(self.contract["torch"], arm):
             used = environment.torch_settings()
         return self.contract | {
@@ -133,7 +137,7 @@ class ArmScorer:
             "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
             "arm": arm.changes,
             "temperature": arm.temperature or self.contract.get("temperature"),
-            "model": self.contract["model"] | {"attention": self.attention, "built_in": self.dtype},
+            "model": self.contract["model"] | {"attention": self.attention, "built_in": self.dtype} | quantized,
             "attention_kernels": sorted(self.kernels),
             "rows_a_forward": arm.batch_size or self.contract.get("rows_a_forward"),
             "prompt_padding_side": arm.padding or "left",

@@ -18,6 +18,7 @@ from tim_trace.replay.engine import by_arm, replay
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.scorers import ArmScorer
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
+from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 
@@ -111,7 +112,7 @@ def arms(tmp_path_factory):
     texts = [
         "dtype=fp64", "dtype=fp32", "dtype=bf16", "dtype=fp16", "batch-size=1", "padding=right", "attention=eager",
         "attention=math", "attention=flash", "mode=decode", "mode=chunked:2", "mode=chunked:2,dtype=fp64", "threads=1",
-        "temperature=0.5", "top-k=3", "dtype=bf16,lm-head=fp32", "logits-dtype=bf16", "deterministic",
+        "temperature=0.5", "top-k=3", "dtype=bf16,lm-head=fp32", "logits-dtype=bf16", "deterministic", "quantize=int8", "quantize=int4", "quantize=fp8",
     ]  # fmt: skip
     return trace, {result.arm: result for result in by_arm(replay(trace, arm=texts))}
 
@@ -120,7 +121,7 @@ def test_every_arm_is_a_pass_of_the_trace(arms):
     trace, results = arms
     found = dict(rows(trace, "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"))
     assert found == {f"replay/{name}": 24 for name in results}
-    assert len(results) == 19
+    assert len(results) == 22
     assert stats(trace, pair="replay/bf16:train").rows
 
 
@@ -135,6 +136,7 @@ def test_arms_lie_as_far_off_as_their_precision(arms):
     for name in ("batch-size-1", "padding-right", "eager", "math", "flash", "decode", "chunked-2", "threads-1"):
         assert distance[name] < 1e-6, name
     assert distance["temperature-0.5"] > 1e-3
+    assert 1e-5 < distance["int8"] < distance["fp8"] < distance["int4"] < 1
 
 
 def test_the_kernel_that_was_used_is_in_the_contract(arms):
@@ -172,6 +174,39 @@ def test_double_precision_does_not_depend_on_the_batch():
     np.testing.assert_allclose(alone, whole, rtol=0, atol=1e-13)
     single, single_alone = scored(mode="decode"), scored(mode="decode", batch_size=1)
     assert np.abs(single - single_alone).max() > 1e-13
+
+
+def record_a_loop(path):
+    """A loop of one's own: a model, its logprobs by a plain forward of one row, and its weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=30, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, dtype="float32",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    prompts, responses = [[1, 2], [3, 4, 5]], [[6, 7, 8], [9, 1]]
+    logprobs = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        with torch.no_grad():
+            table = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
+        logprobs.append([float(table[len(prompt) - 1 + i, token]) for i, token in enumerate(response)])
+    with Recorder(path) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": config.to_dict()})
+        recorder.add_contract("train", {"engine": "mine", "dtype": "float32"})
+        recorder.add_weights(0, model.state_dict())
+        batch = recorder.add_sequences(step=1, prompt_ids=prompts, response_ids=responses, policy_version=0)
+        recorder.add_scores("train", batch, logprobs=logprobs)
+
+
+def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
+    record_a_loop(tmp_path / "run")
+    identity, double = by_arm(replay(tmp_path / "run", dtype="fp64"))
+    assert (identity.arm, double.arm) == ("as-recorded", "fp64")
+    assert identity.max_abs_d < 1e-6
+    assert double.max_abs_d < 1e-6
 
 
 def test_finished_steps_are_not_done_again(trace):

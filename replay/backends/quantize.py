@@ -1,0 +1,41 @@
+"""Weight-only fake quantisation: weights take the values that a quantised engine's would have, in their own dtype.
+
+Shapes: O outputs and I inputs of a linear layer, G inputs of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+GROUP = 128
+"""G: inputs that share a scale; a row's last group may be shorter."""
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""Largest magnitude of each kind; fp8 is e4m3."""
+
+
+def quantize(model: Any, kind: str) -> None:
+    """Round every linear layer's weight but the head's."""
+    import torch
+
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(rounded(module.weight, kind))
+
+
+def rounded(weight_OI: Any, kind: str) -> Any:
+    """A weight rounded to the values of `kind`, with one symmetric scale a group: its largest magnitude on the grid's.
+
+    The grid of int8 has 255 values and that of int4 has 15.
+    """
+    import torch
+
+    parts = []
+    for part_OG in weight_OI.float().split(GROUP, dim=1):
+        scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]
+        scale_O1 = torch.where(scale_O1 == 0, torch.ones_like(scale_O1), scale_O1)
+        grid_OG = part_OG / scale_O1
+        grid_OG = grid_OG.to(torch.float8_e4m3fn).float() if kind == "fp8" else grid_OG.round()
+        parts.append(grid_OG * scale_O1)
+    return torch.cat(parts, dim=1).to(weight_OI.dtype)
