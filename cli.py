@@ -254,8 +254,8 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
 
     from .analysis.rows import table as table_of
     from .analysis.rows import to_json
-    from .replay.engine import by_arm
     from .replay.engine import replay as score_again
+    from .replay.results import by_arm
 
     results = score_again(trace, progress=_progress, **options)
     if as_json:

@@ -12,6 +12,7 @@ import sys
 import demo
 import memory
 import querying
+import replaying
 import startup
 import weights
 import writing
@@ -19,6 +20,7 @@ import writing
 BENCHMARKS = {
     "writing": writing.compare,
     "querying": querying.compare,
+    "replaying": replaying.compare,
     "memory": memory.compare,
     "weights": weights.compare,
     "startup": startup.compare,

@@ -23,63 +23,13 @@ from ..tracer.writer import TraceWriter
 from .arms import AS_RECORDED, Arm, named, parse_arm
 from .batching import ForwardBatch, check_tokens
 from .differences import differences
+from .loaded import LoadedModel
 from .recorded import RecordedRow, RecordedRun
+from .results import ReplayedStep
 from .scored import Scored
 from .scorers import ArmScorer, scorer_of
 from .steps import parse_steps
 from .vllm_scorer import VllmScorer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedStep:
-    """One step under one arm, next to the recorded `train` pass: d = replay - train, nats."""
-
-    arm: str
-    step: int
-    num_tokens: int
-    num_equal: int
-    """Tokens with the same bits."""
-    mean_abs_d: float
-    max_abs_d: float
-    identity_held: bool
-    """Whether replaying this step as recorded gave every bit back: only then is the arm's d the arm's own."""
-    differs: tuple[str, ...] = ()
-    """For the identity arm where it did not hold: contract fields that differ, `field: recorded, now`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedArm:
-    """An arm over all steps that were replayed; d = replay - train, nats."""
-
-    arm: str
-    num_steps: int
-    num_tokens: int
-    share_equal: float
-    """Share of tokens with the recorded bits."""
-    mean_abs_d: float
-    max_abs_d: float
-    identity_held: int
-    """Steps in which replaying as recorded gave every bit back."""
-
-
-def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
-    """Take each arm's steps together."""
-    summaries = []
-    for name in dict.fromkeys(result.arm for result in results):
-        steps = [result for result in results if result.arm == name]
-        tokens = sum(step.num_tokens for step in steps)
-        summaries.append(
-            ReplayedArm(
-                arm=name,
-                num_steps=len(steps),
-                num_tokens=tokens,
-                share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
-                mean_abs_d=sum(step.mean_abs_d * step.num_tokens for step in steps) / max(tokens, 1),
-                max_abs_d=max(step.max_abs_d for step in steps),
-                identity_held=sum(step.identity_held for step in steps),
-            )
-        )
-    return summaries
 
 
 @dataclass(slots=True)
@@ -88,6 +38,8 @@ class _Wanted:
 
     scorer: ArmScorer | VllmScorer
     steps: list[int]
+    done: set[int]
+    """Steps that the trace has of this arm already."""
     recorder: Any = None
 
 
@@ -164,7 +116,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], device: str, fo
                 "or replace it with --force"
             )
         # The identity arm is computed for every step that another arm is: its bits are what that arm is judged by.
-        wanted.append(_Wanted(scorer_of(run, arm, contract, device), steps if identity else left))
+        wanted.append(_Wanted(scorer_of(run, arm, contract, device), steps if identity else left, done))
     return wanted
 
 
@@ -191,36 +143,19 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
 
 
 def _group(run: RecordedRun, group: list[_Wanted], weights: Any, held: dict[int, bool]) -> Iterator[ReplayedStep]:
-    model, shared = None, None
+    loaded = LoadedModel(weights)
     for step in sorted({step for entry in group for step in entry.steps}):
         rows = run.step(step)
+        check_tokens(rows, run.model["config"])
         for entry in group:
-            if step not in entry.steps:
-                continue
-            if model is None:
-                model = entry.scorer.build()
-                check_tokens(rows, run.model["config"])
-            shared = entry.scorer.attach(model, shared)
-            yield _step(run, entry, step, _scored(entry.scorer, model, weights, rows), held)
-
-
-def _scored(scorer: ArmScorer | VllmScorer, model: Any, weights: Any, rows: list[RecordedRow]) -> Scored:
-    """Score each row with its own version's weights, or all with the arm's."""
-    whole = Scored([], [], [])
-    for version in sorted({row.policy_version for row in rows}):
-        stale = scorer.arm.weights_version
-        scorer.put(model, weights.load(version if stale is None else stale))
-        part = scorer.score([row for row in rows if row.policy_version == version])
-        whole.rows.extend(part.rows)
-        whole.logprobs.extend(part.logprobs)
-        whole.batches.extend(part.batches)
-    return whole
+            if step in entry.steps:
+                yield _step(run, entry, step, loaded.score(entry.scorer, rows), held)
 
 
 def _step(run: RecordedRun, entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> ReplayedStep:
     scorer, (order, values, batches) = entry.scorer, scored
     contract = scorer.made_by()
-    if step not in run.steps(REPLAY_PREFIX + scorer.arm.name):
+    if step not in entry.done:
         _write(run, entry, step, order, values, batches, contract)
     recorded = np.concatenate([row.logprobs[row.scored] for row in order])
     replayed = np.concatenate([value[row.scored] for row, value in zip(order, values, strict=True)])

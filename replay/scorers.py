@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -41,6 +42,8 @@ class ArmScorer:
             )
         self._scorer: Any = None
         self.kernels: set[str] = set()
+        self._rows: int | None = None
+        """Rows of a forward, once memory has run out; None before."""
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
@@ -102,16 +105,40 @@ class ArmScorer:
         return TransformersScorer(model, head, cached_tokens=arm.cached_tokens, autocast=cast)
 
     def score(self, rows: list[RecordedRow]) -> Scored:
-        """Score rows with the weights that are loaded."""
+        """Score rows with the weights that are loaded.
+
+        A GPU that runs out of memory gets half as many rows from then on, unless the batch shape is what the arm is
+        about. Raises CannotReplay.
+        """
+        import torch
+
+        while True:
+            try:
+                return self._score(rows)
+            except torch.OutOfMemoryError as error:
+                largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
+                if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
+                    raise CannotReplay(
+                        f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
+                        + ("use a machine with more" if largest == 1 else "use --batch-size with fewer")
+                    ) from error
+                self._rows = largest // 2
+                torch.cuda.empty_cache()
+                warnings.warn(
+                    f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {self._rows}",
+                    stacklevel=2,
+                )
+
+    def _score(self, rows: list[RecordedRow]) -> Scored:
+        scored = Scored([], [], self._batches(rows))
+        for batch in scored.batches:
+            scored.rows.extend(batch.rows)
+            scored.logprobs.extend(batch.responses(self._forward(batch)))
+        return scored
+
+    def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
         pad_id = self.run.model["config"].get("pad_token_id") or 0
-        batches = forwards(rows, pad_id, batch_size=self.arm.batch_size, padding=self.arm.padding or "left")
-        order: list[RecordedRow] = []
-        values: list[np.ndarray] = []
-        for batch in batches:
-            logprobs_BK = self._forward(batch)
-            order += list(batch.rows)
-            values += batch.responses(logprobs_BK)
-        return Scored(order, values, batches)
+        return forwards(rows, pad_id, batch_size=self.arm.batch_size or self._rows, padding=self.arm.padding or "left")
 
     def _forward(self, batch: ForwardBatch) -> np.ndarray:
         with ExitStack() as stack:
@@ -139,7 +166,7 @@ class ArmScorer:
             "temperature": arm.temperature or self.contract.get("temperature"),
             "model": self.contract["model"] | {"attention": self.attention, "built_in": self.dtype} | quantized,
             "attention_kernels": sorted(self.kernels),
-            "rows_a_forward": arm.batch_size or self.contract.get("rows_a_forward"),
+            "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
             "prompt_padding_side": arm.padding or "left",
             "device": environment.device_name(self.device),
             "torch": used

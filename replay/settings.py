@@ -48,8 +48,10 @@ def _read() -> dict[str, Any]:
 def _apply(values: Mapping[str, Any]) -> None:
     import torch
 
-    cuda = torch.backends.cuda
+    cuda, now = torch.backends.cuda, _read()
     for name, value in values.items():
+        if value == now[name]:
+            continue
         if name == "float32_matmul_precision":
             torch.set_float32_matmul_precision(value)
         elif name == "deterministic_algorithms":

@@ -42,7 +42,9 @@ class Head:
         parts = []
         for start in range(0, len(hidden_NH), chunk):
             logits_CV = torch.nn.functional.linear(hidden_NH[start : start + chunk].to(dtype), weight_VH, bias_V)
-            logits_CV = scaled(logits_CV, model.config.get_text_config()).to(result) / self.temperature
+            logits_CV = scaled(logits_CV, model.config.get_text_config()).to(result)
+            if self.temperature != 1.0:
+                logits_CV = logits_CV / self.temperature
             logits_CV = cut(logits_CV, self.top_k, self.top_p)
             taken_C = logits_CV.gather(-1, ids_N[start : start + chunk, None]).squeeze(-1)
             parts.append(taken_C - torch.logsumexp(logits_CV, dim=-1))

@@ -14,8 +14,9 @@ from builders import TIM_TRACE, make_trace, tim_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
 from tim_trace.replay.arms import Arm
-from tim_trace.replay.engine import by_arm, replay
+from tim_trace.replay.engine import replay
 from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.results import by_arm
 from tim_trace.replay.scorers import ArmScorer
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
@@ -207,6 +208,45 @@ def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
     assert (identity.arm, double.arm) == ("as-recorded", "fp64")
     assert identity.max_abs_d < 1e-6
     assert double.max_abs_d < 1e-6
+
+
+class ScarceMemory:
+    """Scores zeros, and runs out of memory with more rows than it is good for."""
+
+    name = "scarce"
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, batch):
+        if len(batch.rows) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(len(batch.rows), batch.num_kept)
+
+
+def scarce(rows, **changes):
+    run = RecordedRun(train(capture="logprobs").trace)
+    recorded = run.step(1)
+    scorer = ArmScorer(run, Arm(**changes), run.contract("train", recorded[0].contract), "cpu")
+    scorer._scorer = ScarceMemory(rows)
+    return scorer, recorded
+
+
+def test_out_of_memory_halves_the_batch_and_says_so():
+    scorer, recorded = scarce(3, dtype="fp32")
+    with pytest.warns(UserWarning, match="out of memory") as told:
+        result = scorer.score(recorded)
+    assert [str(warning.message).rpartition("with ")[2] for warning in told] == ["4", "2"]
+    assert max(len(batch.rows) for batch in result.batches) == 2
+    assert [row.seq_id for row in result.rows] == [row.seq_id for row in recorded]
+
+
+@pytest.mark.parametrize(("rows", "changes"), [(3, {}), (3, {"batch_size": 8}), (0, {"dtype": "fp32"})])
+@pytest.mark.filterwarnings("ignore:arm fp32")
+def test_out_of_memory_stops_where_the_batch_shape_is_the_arm(rows, changes):
+    scorer, recorded = scarce(rows, **changes)
+    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows"):
+        scorer.score(recorded)
 
 
 def test_finished_steps_are_not_done_again(trace):

@@ -1,0 +1,90 @@
+"""Replay next to a bare loop over the same model and batches."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from comparison import Comparison, in_turn, ratios
+from tim_trace.replay.engine import replay
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
+
+NUM_STEPS, BATCHES, ROWS, PROMPT, RESPONSE = 8, 4, 8, 32, 224
+VOCAB = 8000
+ROUNDS = 5
+
+
+def compare():
+    """Tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of the loop that it stands for."""
+    import torch
+
+    model, steps = _model(), [_step(seed) for seed in range(NUM_STEPS)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "run")
+        _record(trace, model, steps)
+        fresh = iter([_copy(trace, number) for number in range(ROUNDS)])
+        taken = in_turn(
+            ROUNDS,
+            replayed=lambda: replay(next(fresh)),
+            bare=lambda: _loop(torch, model, steps),
+        )
+    yield Comparison(
+        what="throughput over that of the bare loop, reading and writing the trace included",
+        values=ratios(taken["bare"], taken["replayed"]),
+        at_least=0.95,
+    )
+
+
+def _model():
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, dtype="float32",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def _step(seed):
+    return np.random.default_rng(seed).integers(0, VOCAB, (BATCHES * ROWS, PROMPT + RESPONSE))
+
+
+def _record(trace, model, steps):
+    rows = BATCHES * ROWS
+    with Recorder(trace) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.add_contract("train", {"engine": "a loop"})
+        recorder.add_weights(0, model.state_dict())
+        for number, ids in enumerate(steps, 1):
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=ids[:, :PROMPT], response_ids=ids[:, PROMPT:], policy_version=0
+            )
+            none = np.zeros(rows, np.int32)
+            forward = Forward(
+                ids=np.arange(rows) // ROWS,
+                places=(np.arange(rows) % ROWS).astype("i4"),
+                rows=np.full(rows, ROWS, np.int32),
+                pad_left=none,
+                pad_right=none,
+            )
+            logprobs = np.full((rows, RESPONSE), -1.0, np.float32)
+            recorder.add_scores("train", batch, logprobs=logprobs, forward=forward)
+
+
+def _copy(trace, number):
+    """A copy of the trace of which nothing was replayed."""
+    return shutil.copytree(trace, trace.with_name(f"copy-{number}"))
+
+
+def _loop(torch, model, steps):
+    """What a user would write: forward, log_softmax, gather."""
+    for ids in steps:
+        for start in range(0, len(ids), ROWS):
+            ids_BW = torch.from_numpy(ids[start : start + ROWS])
+            with torch.no_grad():
+                logits_BTV = model(ids_BW, logits_to_keep=RESPONSE + 1).logits[:, :-1]
+                torch.log_softmax(logits_BTV, -1).gather(-1, ids_BW[:, PROMPT:, None])

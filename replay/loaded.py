@@ -1,0 +1,41 @@
+"""The one model in memory, with the weights of one version in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .recorded import RecordedRow
+from .scored import Scored
+from .scorers import ArmScorer
+from .vllm_scorer import VllmScorer
+
+
+class LoadedModel:
+    """A model that arms of the same load key share; built when it is first needed."""
+
+    def __init__(self, weights: Any):
+        self.weights = weights
+        """What gives a version's tensors: `.load(version)`."""
+        self._model: Any = None
+        self._shared: Any = None
+        self._version: int | None = None
+
+    def score(self, scorer: ArmScorer | VllmScorer, rows: list[RecordedRow]) -> Scored:
+        """Score each row with its own version's weights, or all with the arm's."""
+        if self._model is None:
+            self._model = scorer.build()
+        self._shared = scorer.attach(self._model, self._shared)
+        whole = Scored([], [], [])
+        for version in sorted({row.policy_version for row in rows}):
+            stale = scorer.arm.weights_version
+            self._put(scorer, version if stale is None else stale)
+            part = scorer.score([row for row in rows if row.policy_version == version])
+            whole.rows.extend(part.rows)
+            whole.logprobs.extend(part.logprobs)
+            whole.batches.extend(part.batches)
+        return whole
+
+    def _put(self, scorer: ArmScorer | VllmScorer, version: int) -> None:
+        if version != self._version:
+            scorer.put(self._model, self.weights.load(version))
+            self._version = version

@@ -1,0 +1,58 @@
+"""What a replay found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """One step under one arm, next to the recorded `train` pass: d = replay - train, nats."""
+
+    arm: str
+    step: int
+    num_tokens: int
+    num_equal: int
+    """Tokens with the same bits."""
+    mean_abs_d: float
+    max_abs_d: float
+    identity_held: bool
+    """Whether replaying this step as recorded gave every bit back: only then is the arm's d the arm's own."""
+    differs: tuple[str, ...] = ()
+    """For the identity arm where it did not hold: contract fields that differ, `field: recorded, now`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedArm:
+    """An arm over all steps that were replayed; d = replay - train, nats."""
+
+    arm: str
+    num_steps: int
+    num_tokens: int
+    share_equal: float
+    """Share of tokens with the recorded bits."""
+    mean_abs_d: float
+    max_abs_d: float
+    identity_held: int
+    """Steps in which replaying as recorded gave every bit back."""
+
+
+def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
+    """Take each arm's steps together."""
+    summaries = []
+    for name in dict.fromkeys(result.arm for result in results):
+        steps = [result for result in results if result.arm == name]
+        tokens = sum(step.num_tokens for step in steps)
+        summaries.append(
+            ReplayedArm(
+                arm=name,
+                num_steps=len(steps),
+                num_tokens=tokens,
+                share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
+                mean_abs_d=sum(step.mean_abs_d * step.num_tokens for step in steps) / max(tokens, 1),
+                max_abs_d=max(step.max_abs_d for step in steps),
+                identity_held=sum(step.identity_held for step in steps),
+            )
+        )
+    return summaries
