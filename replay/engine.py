@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption
-from ..schemas.layout import SCORES, WRITERS
+from ..schemas.layout import PASSES, SCORES, WRITERS
 from ..schemas.passes import REPLAY_PREFIX, TRAIN
 from ..tracer.batch import Batch
 from ..tracer.progress import Progress, no_progress
@@ -97,26 +98,33 @@ def _arms(texts: Sequence[str], changes: dict[str, Any]) -> list[Arm]:
 
 
 def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], device: str, force: bool) -> list[_Wanted]:
+    """What is to be done of each arm; everything that can be refused is, before anything is removed."""
     contract = _contract(run, steps)
+    scorers = [scorer_of(run, arm, contract, device) for arm in arms]
+    needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
+    missing = sorted((needed | {run.step(steps[0])[0].policy_version}) - set(open_weights(run.store).versions))
+    if missing:
+        open_weights(run.store).load(missing[0])  # raises, and says what there is
     wanted = []
-    for arm in arms:
+    for arm, scorer in zip(arms, scorers, strict=True):
         pass_name = REPLAY_PREFIX + arm.name
-        identity = arm.is_identity
-        if force and not (identity and len(arms) > 1):
-            _remove(run, pass_name)
-        done = set(run.steps(pass_name))
+        serves_others = arm.is_identity and len(arms) > 1
+        done = set() if force and not serves_others else set(run.steps(pass_name))
         if done and any(found.get("arm") != arm.changes for found in run.arms(pass_name)):
             raise InvalidOption(
                 f"{pass_name} is there already with other changes; choose a name (--name), or replace it with --force"
             )
         left = [step for step in steps if step not in done]
-        if not left and not (identity and len(arms) > 1):
+        if not left and not serves_others:
             raise InvalidOption(
                 f"{pass_name} has all of these steps already; look at it (tim-trace stats RUN --pair {pass_name}:train), "
                 "or replace it with --force"
             )
         # The identity arm is computed for every step that another arm is: its bits are what that arm is judged by.
-        wanted.append(_Wanted(scorer_of(run, arm, contract, device), steps if identity else left, done))
+        wanted.append(_Wanted(scorer, steps if arm.is_identity else left, done))
+    for entry in wanted:
+        if force and not entry.done:
+            _remove(run, REPLAY_PREFIX + entry.scorer.arm.name)
     return wanted
 
 
@@ -135,6 +143,17 @@ def _contract(run: RecordedRun, steps: list[int]) -> Contract:
     return {"torch": {}, "temperature": 1.0} | contract | {"model": model}
 
 
+def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contract: Contract) -> None:
+    """Raise CannotReplay when a step was scored under another contract than the first."""
+    for digest in {row.contract for row in rows}:
+        found = list(differences({**contract, **run.contract(TRAIN, digest)}, contract))
+        if found:
+            raise CannotReplay(
+                f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
+                "replay such steps apart, with --steps"
+            )
+
+
 def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
     """Arms that share a model, the identity arm's first."""
     keys = list(dict.fromkeys(entry.scorer.key for entry in wanted))
@@ -147,6 +166,7 @@ def _group(run: RecordedRun, group: list[_Wanted], weights: Any, held: dict[int,
     for step in sorted({step for entry in group for step in entry.steps}):
         rows = run.step(step)
         check_tokens(rows, run.model["config"])
+        _check_contract(run, step, rows, group[0].scorer.contract)
         for entry in group:
             if step in entry.steps:
                 yield _step(run, entry, step, loaded.score(entry.scorer, rows), held)
@@ -235,6 +255,7 @@ def _remove(run: RecordedRun, pass_name: str) -> None:
             if name.startswith(f"{writer}-"):
                 (run.folder / SCORES / name).unlink()
         (run.folder / WRITERS / f"{writer}.json").unlink(missing_ok=True)
+    shutil.rmtree(run.folder / PASSES / pass_name, ignore_errors=True)
 
 
 def _device() -> str:

@@ -265,6 +265,23 @@ def test_force_replaces_an_arm_and_leaves_the_rest(trace):
     assert [row for row in found if row[0] == "replay/fp16"] == [("replay/fp16", 1), ("replay/fp16", 2)]
 
 
+def test_a_refused_replay_removes_nothing(trace):
+    replay(trace, steps="1", dtype="bf16")
+    before = sorted(path.relative_to(trace) for path in trace.rglob("*") if path.is_file())
+    for changes in ({"weights_version": 99, "dtype": "bf16", "name": "bf16"}, {"dtype": "bf16", "arm": ["dtype=tf32"]}):
+        with pytest.raises((CannotReplay, WeightsMissing)):
+            replay(trace, steps="1", force=True, **changes)
+    assert sorted(path.relative_to(trace) for path in trace.rglob("*") if path.is_file()) == before
+
+
+def test_force_may_give_a_name_another_meaning(trace):
+    replay(trace, steps="1", dtype="bf16", name="mine")
+    replay(trace, steps="1", dtype="fp16", name="mine", force=True)
+    assert [
+        result.step for result in replay(trace, steps="1:2", dtype="fp16", name="mine") if result.arm == "mine"
+    ] == [2]
+
+
 def test_a_name_that_stands_for_other_changes_is_refused(trace):
     replay(trace, steps="1", dtype="bf16", name="mine")
     with pytest.raises(InvalidOption, match="replay/mine is there already with other changes"):
