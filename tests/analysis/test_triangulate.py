@@ -5,11 +5,10 @@ import shutil
 import numpy as np
 import pytest
 from builders import tim_trace
+from runs import train as train_with_trl
 from tim_trace.analysis.triangulate import triangulate
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
-
-from runs import train as train_with_trl
 
 
 def make_trace(path, error_t, error_r, reference=None, mask=None, arm=None, identity=None):

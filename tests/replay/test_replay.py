@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import TIM_TRACE, make_trace, tim_trace
+from runs import train
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
 from tim_trace.replay.arms import Arm
@@ -22,8 +23,6 @@ from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
-
-from runs import train
 
 pytestmark = pytest.mark.engine
 
