@@ -83,6 +83,9 @@ def write_row(
         if part_C.any():
             written[index] = _write_chunk(folder / chunk_key(row, index), part_C, size)
 
+    if len(bits_E) <= size:
+        write(0)  # waking another thread would cost a small model's training more than the work itself
+        return sorted(written), sum(written.values())
     for index in range(-(-len(bits_E) // size)):
         encoders[index % len(encoders)].submit(partial(write, index), 0)
     for encoder in encoders:
