@@ -114,7 +114,7 @@ def _by_module(reader: WeightReader) -> Rows:
         for part in reader.parts[version]:
             for tensor in reader.layout(part).tensors:
                 module = module_of(tensor.name)
-                sizes.setdefault(module, {})[f"{part.segment.rpartition('-')[0]} {tensor.name}"] = tensor.numel
+                sizes.setdefault(module, {})[f"{part.writer} {tensor.name}"] = tensor.numel
                 if part.num_changed is not None:
                     counts[module] = counts.get(module, 0) + part.num_changed[tensor.name]
         for module, count in counts.items():

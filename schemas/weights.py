@@ -7,6 +7,7 @@ keyframe, the bits themselves; each other row is a delta, the bits XOR those of 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -40,14 +41,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        return self.shape if self.whole_shape is None else self.whole_shape
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +107,11 @@ class WeightVersion:
     @property
     def is_keyframe(self) -> bool:
         return self.row == 0
+
+    @property
+    def writer(self) -> str:
+        """The writer whose segment it is in."""
+        return self.segment.rpartition("-")[0]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -4,7 +4,7 @@ The metadata and the chunks are those of the Zarr v3 specification (core 3.0, co
 library reads them. They are written here without one: it takes 10 ms and its own threads for an array of any size,
 which a small model's training would notice at every step, and its threads are gone when the interpreter ends.
 
-Shapes: R rows (versions) of a segment, E elements a row, C elements a chunk.
+Shapes: R rows (versions) of a segment, E elements of a row, those of all tensors of a dtype, C elements a chunk.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ from typing import Any
 import numpy as np
 from numcodecs import Blosc
 
-from ...schemas.weights import ITEM_BYTES
+from ...schemas.weights import ITEM_BYTES, StoredTensor
 from ..store import write_whole
 from ..worker import Worker
 
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes an element -> the unsigned integers that hold its bits."""
+Bits = dict[str, np.ndarray]
+"""dtype -> [E] bits."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
     """The unsigned integers that hold a dtype's bits."""
     return BITS[ITEM_BYTES[dtype]]
+
+
+def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
+    """A tensor's elements."""
+    return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
 def chunk_elements(dtype: str, num_elements: int) -> int:

@@ -16,10 +16,7 @@ from ...schemas.errors import DamagedTrace, WeightsMissing
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ..store import Store
-from .chunks import bits_type, chunk_elements, chunk_key, decode_chunk
-
-Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits."""
+from .chunks import Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +85,16 @@ class WeightReader:
             layout, bits = self.layout(record), self._bits(record)
             for tensor in layout.tensors:
                 if tensor.whole_shape is None:
-                    whole[tensor.name] = Tensor(tensor.dtype, _part(bits, tensor).reshape(tensor.shape).copy())
+                    whole[tensor.name] = Tensor(tensor.dtype, part(bits, tensor).reshape(tensor.shape).copy())
                     filled[tensor.name] = tensor.numel
-                elif (part := (tensor.name, tensor.offsets or ())) not in seen and tensor.numel:
+                elif (place := (tensor.name, tensor.offsets or ())) not in seen and tensor.numel:
                     # Processes that replicate each other hold the same part.
-                    seen.add(part)
+                    seen.add(place)
                     filled[tensor.name] = filled.get(tensor.name, 0) + _put(whole, tensor, bits)
         self._check_whole(version, whole, filled)
         for record in self.parts[version]:
             whole |= {name: whole[kept] for name, kept in self.layout(record).tied.items()}
         return whole
-
-    def verify(self, version: int) -> None:
-        """Rebuild a version and compare every hash. Raises as `load` does."""
-        self.load(version)
 
     def _bits(self, record: WeightVersion) -> Bits:
         """A writer's bits of a version, compared with their hashes."""
@@ -110,13 +103,9 @@ class WeightReader:
         if held is not None and held[0].row <= record.row and held[0] in path:
             bits, path = held[1], path[path.index(held[0]) + 1 :]
         else:
-            bits = {
-                dtype: np.zeros(count, bits_type(dtype)) for dtype, count in self.layout(record).num_elements.items()
-            }
+            bits = self._zeros(record)
         # Other segments of this writer are done with; one version of each writer is held.
-        writer = Segment.parse(record.segment)
-        for segment in [name for name in self._held if _writer(name) == (writer.writer if writer else None)]:
-            del self._held[segment]
+        self._held = {name: other for name, other in self._held.items() if other[0].writer != record.writer}
         for step in path:
             self._apply(step, bits)
         try:
@@ -127,9 +116,13 @@ class WeightReader:
         self._held[record.segment] = (record, bits)
         return bits
 
+    def _zeros(self, record: WeightVersion) -> Bits:
+        return {dtype: np.zeros(count, bits_type(dtype)) for dtype, count in self.layout(record).num_elements.items()}
+
     def _path(self, record: WeightVersion) -> Iterator[WeightVersion]:
         """The keyframe and the deltas up to a version, in order. Raises WeightsMissing for one that is not there."""
-        by_row = {part.row: part for parts in self.parts.values() for part in parts if part.segment == record.segment}
+        same = (kept for parts in self.parts.values() for kept in parts if kept.segment == record.segment)
+        by_row = {kept.row: kept for kept in same}
         for row in range(record.row + 1):
             if row not in by_row:
                 raise WeightsMissing(
@@ -156,7 +149,7 @@ class WeightReader:
 
     def _compare(self, record: WeightVersion, bits: Bits) -> None:
         for tensor in self.layout(record).tensors:
-            if sha256(_part(bits, tensor).data).hexdigest() != record.hashes[tensor.name]:
+            if sha256(part(bits, tensor).data).hexdigest() != record.hashes[tensor.name]:
                 raise DamagedTrace(
                     f"{WEIGHTS}/{record.segment}: version {record.version}: {tensor.name} is not what was recorded "
                     "(its hash differs); restore the folder from a copy"
@@ -164,7 +157,7 @@ class WeightReader:
 
     def _blame(self, record: WeightVersion) -> None:
         """Find the first row whose bits are wrong, and raise for it."""
-        bits = {dtype: np.zeros(n, bits_type(dtype)) for dtype, n in self.layout(record).num_elements.items()}
+        bits = self._zeros(record)
         for step in self._path(record):
             self._apply(step, bits)
             self._compare(step, bits)
@@ -185,21 +178,12 @@ class WeightReader:
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
 
 
-def _part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
-
-
 def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
     """Put a writer's part into the whole tensor and return its elements."""
     if tensor.name not in whole:
-        whole[tensor.name] = Tensor(tensor.dtype, np.zeros(tensor.full_shape, bits_type(tensor.dtype)))
+        whole[tensor.name] = Tensor(tensor.dtype, np.zeros(tensor.whole_shape or (), bits_type(tensor.dtype)))
     place = tuple(
         slice(start, start + length) for start, length in zip(tensor.offsets or (), tensor.shape, strict=True)
     )
-    whole[tensor.name].bits[place] = _part(bits, tensor).reshape(tensor.shape)
+    whole[tensor.name].bits[place] = part(bits, tensor).reshape(tensor.shape)
     return tensor.numel
-
-
-def _writer(segment: str) -> str | None:
-    parsed = Segment.parse(segment)
-    return parsed.writer if parsed else None

@@ -15,10 +15,10 @@ import numpy as np
 
 from ...schemas.clock import now
 from ...schemas.layout import WEIGHTS, Segment
-from ...schemas.weights import StoredTensor, WeightLayout, WeightVersion, chain_hash
+from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
 from ..store import write_whole
 from ..worker import Worker
-from .chunks import bits_type, write_array, write_group, write_row
+from .chunks import Bits, part, write_array, write_group, write_row
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
@@ -26,9 +26,6 @@ VERSIONS_A_KEYFRAME = 16
 
 ENCODERS = 2
 """Threads that compress."""
-
-Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits."""
 
 
 class WeightWriter:
@@ -104,7 +101,7 @@ class WeightWriter:
             self._begin_segment(layout)
         # The copy before last becomes the delta, and then room for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
-        hashes = {tensor.name: sha256(_part(bits, tensor).data).hexdigest() for tensor in layout.tensors}
+        hashes = {tensor.name: sha256(part(bits, tensor).data).hexdigest() for tensor in layout.tensors}
         chunks, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
             chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E, self._encoders)
@@ -115,7 +112,7 @@ class WeightWriter:
             row=row,
             previous=known.version if known is not None and follows else None,
             hashes=hashes,
-            num_changed={t.name: int(np.count_nonzero(_part(delta, t))) for t in layout.tensors} if delta else None,
+            num_changed={t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None,
             chunks=chunks,
             chain=chain_hash(known.chain if known is not None else None, hashes),
             num_bytes=num_bytes,
@@ -132,25 +129,20 @@ class WeightWriter:
             write_array(folder / dtype, dtype, self.rows, count)
 
 
-def _part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
-
-
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Any]:
     """Copy every tensor's bits to the host, into spare room where there is some; returns also what waits for it."""
     import torch
 
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     on_cuda = any(local_part(tensor).device.type == "cuda" for tensor in tensors.values())
     bits: Bits = {}
     hosts: dict[str, Any] = {}
     for dtype, count in layout.num_elements.items():
-        kind = kinds[np.dtype(bits_type(dtype)).itemsize]
         if dtype in spare:
-            hosts[dtype] = torch.from_numpy(spare[dtype].view(_signed(spare[dtype].dtype)))
+            hosts[dtype] = torch.from_numpy(spare[dtype])
         else:
-            hosts[dtype] = torch.empty(count, dtype=kind, pin_memory=on_cuda)
-        bits[dtype] = hosts[dtype].numpy().view(bits_type(dtype))
+            hosts[dtype] = torch.empty(count, dtype=kinds[ITEM_BYTES[dtype]], pin_memory=on_cuda)
+        bits[dtype] = hosts[dtype].numpy()
     for tensor in layout.tensors:
         source = local_part(tensors[tensor.name])
         target = hosts[tensor.dtype][tensor.start : tensor.start + tensor.numel]
@@ -160,7 +152,3 @@ def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tupl
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     return bits, copied.synchronize
-
-
-def _signed(dtype: np.dtype) -> np.dtype:
-    return np.dtype("u1") if dtype.itemsize == 1 else np.dtype(f"i{dtype.itemsize}")
