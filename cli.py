@@ -170,8 +170,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
     from .analysis.prompt import prompt, split_arguments
     from .analysis.query import Session
 
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other; choose one")
+    _check_format(as_json, as_csv)
     traces, query = split_arguments(arguments)
     session = Session(traces, unsafe=unsafe)
     if query is None and sys.stdin.isatty():
@@ -197,8 +196,7 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis.stats import stats as compare
 
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other; choose one")
+    _check_format(as_json, as_csv)
     _print(compare(list(traces), pair=pair, by=by, progress=_progress), as_json, as_csv)
 
 
@@ -226,13 +224,19 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
     "--attention", type=click.Choice(["eager", "math", "flash", "efficient", "cudnn", "flex"]), help="Attention kernel."
 )
 @click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
-@click.option("--padding", type=click.Choice(["left", "right"]), help="Side of the padding.")
+@click.option(
+    "--padding", type=click.Choice(["left", "right", "packed"]),
+    help="Side of the padding; or rows of like length end to end, without any.",
+)  # fmt: skip
 @click.option(
     "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",
     help="One forward, or the response through the KV cache, 1 or N tokens at a time.",
 )  # fmt: skip
+@click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of what the KV cache holds.")
 @click.option("--threads", type=int, metavar="N", help="Threads of a CPU operation.")
+@click.option("--compile", is_flag=True, default=False, help="torch.compile of the backbone.")
 @click.option("--prefix-caching", type=click.Choice(["on", "off"]), help="vLLM's prefix cache.")
+@click.option("--attention-backend", metavar="NAME", help="vLLM's attention, by its own name, as FLASH_ATTN.")
 @click.option("--deterministic", is_flag=True, default=False, help="Deterministic algorithms only.")
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
@@ -242,6 +246,8 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="One more arm, as dtype=fp16,batch-size=1; can be repeated."
 )
+@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, a row a step.")
 def replay(trace: str, as_json: bool, **options: Any) -> None:
@@ -315,8 +321,7 @@ def weights(trace: str, by: str, verify: bool, exported: tuple[int, str] | None,
     from .analysis.weights import OK, export
     from .analysis.weights import weights as versions
 
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other; choose one")
+    _check_format(as_json, as_csv)
     if exported is not None:
         _tell(f"wrote version {exported[0]} to {export(trace, *exported)}")
         return
@@ -324,6 +329,11 @@ def weights(trace: str, by: str, verify: bool, exported: tuple[int, str] | None,
     _print(rows, as_json, as_csv)
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
+
+
+def _check_format(as_json: bool, as_csv: bool) -> None:
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other; choose one")
 
 
 def _print(rows: Any, as_json: bool, as_csv: bool) -> None:

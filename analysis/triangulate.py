@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..replay.arms import Arm, named, parse_arm
+from ..replay.arms import Arm, parse_arm
 from ..replay.engine import replay
 from ..replay.recorded import RecordedRun
 from ..replay.steps import parse_steps
@@ -115,26 +115,31 @@ def triangulate(
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
-    arms = [named(Arm(dtype=reference), reference), *(parse_arm(text) for text in arm)]
-    held = _replay_missing(run, arms, chosen, progress)
+    arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
+    replayed = _replay_missing(run, arms, chosen, progress)
     database = Database([run.store.url])
+    held = _identity_held(database, chosen) if replayed is None else replayed
     names = [REPLAY_PREFIX + single.name for single in arms]
     tokens = _tokens(database, names[0], chosen)
     return _measure(run, names, chosen, tokens, held, [_tokens(database, name, chosen) for name in names[1:]])
 
 
-def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool:
-    """Replay the arms that lack one of the steps; returns whether the recorded bits came back."""
+def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool | None:
+    """Replay the arms that lack one of the steps; returns whether the recorded bits came back, None without a replay."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
-    texts = [",".join(f"{key}={value}" for key, value in {**arm.changes, "name": arm.name}.items()) for arm in lacking]
-    if texts:
-        results = replay(run.store.url, steps=",".join(map(str, steps)), arm=texts, progress=progress)
-        return all(result.identity_held for result in results)
+    if not lacking:
+        return None
+    results = replay(run.store.url, steps=_list(steps), arm=lacking, progress=progress)
+    return all(result.identity_held for result in results)
+
+
+def _identity_held(database: Database, steps: list[int]) -> bool:
+    """Whether the recorded bits came back in the replays that are there."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
     """
-    ((different,),) = Database([run.store.url]).connection.execute(query).fetchall()
+    ((different,),) = database.connection.execute(query).fetchall()
     return not different
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import InvalidOption
@@ -12,9 +16,16 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
 """What --dtype takes -> torch's name of the weights' dtype."""
 ATTENTIONS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-PADDINGS = ("left", "right")
+PADDINGS = ("left", "right", "packed")
+KV_DTYPES = ("fp8",)
+PACKABLE = (None, "math", "flash", "efficient", "cudnn")
+"""What --attention may be in packed forwards."""
 ENGINES = ("hf", "vllm")
 AS_RECORDED = "as-recorded"
+_OF_HF = (
+    "quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile",
+)  # fmt: skip
+_OF_VLLM = ("prefix_caching", "attention_backend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +49,19 @@ class Arm:
     batch_size: int | None = None
     """Rows of a forward."""
     padding: str | None = None
-    """Side of the padding: left or right."""
+    """Side of the padding, left or right; `packed`: rows of like length end to end, without padding."""
     mode: str = "prefill"
     """`prefill`; `decode`: one token at a time through the KV cache; `chunked:N`: N at a time."""
+    kv_dtype: str | None = None
+    """Of what the KV cache holds: fp8 (e4m3, scale 1, vLLM's default)."""
     threads: int | None = None
     """Threads of a CPU operation."""
+    compile: bool = False
+    """torch.compile of the backbone."""
     prefix_caching: str | None = None
     """vLLM's, on or off."""
+    attention_backend: str | None = None
+    """vLLM's, by its own name, such as FLASH_ATTN."""
     deterministic: bool = False
     """torch.use_deterministic_algorithms."""
     temperature: float | None = None
@@ -62,12 +79,14 @@ class Arm:
         _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("padding", self.padding, PADDINGS)
+        _one_of("kv-dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
             raise InvalidOption(f"mode: got {self.mode!r}; use prefill, decode or chunked:N")
         for name, value in (("batch-size", self.batch_size), ("threads", self.threads)):
             if value is not None and value < 1:
                 raise InvalidOption(f"{name}: got {value}; use 1 or more")
         self._check_engine()
+        self._check_together()
         if self.temperature is not None and self.temperature <= 0:
             raise InvalidOption(f"temperature: got {self.temperature}; use a number above 0")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -78,16 +97,27 @@ class Arm:
             object.__setattr__(self, "name", self._made_name())
 
     def _check_engine(self) -> None:
-        if self.engine == "hf":
-            if self.prefix_caching is not None:
-                raise InvalidOption("prefix-caching: is vLLM's; add --engine vllm")
-            return
-        names = ("quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads")
-        set_here = [name.replace("_", "-") for name in names if getattr(self, name)]
-        if set_here:
+        theirs = _OF_VLLM if self.engine == "hf" else _OF_HF
+        wrong = [name.replace("_", "-") for name in theirs if getattr(self, name)]
+        if wrong and self.engine == "hf":
+            raise InvalidOption(f"{wrong[0]}: is vLLM's; add --engine vllm")
+        if wrong:
+            taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in (*_OF_HF, "name")]
+            raise InvalidOption(f"{wrong[0]}: vLLM has no such setting here; with --engine vllm use {', '.join(taken)}")
+
+    def _check_together(self) -> None:
+        """Refuse changes that exclude each other."""
+        prefill = self.mode == "prefill"
+        if self.kv_dtype and prefill and self.engine == "hf":
+            raise InvalidOption("kv-dtype: a prefill reads no cache; add --mode decode or --mode chunked:N")
+        for name in ("compile", "padding"):
+            value = getattr(self, name)
+            if value in (True, "packed") and not prefill:
+                raise InvalidOption(f"{name}{'' if value is True else ' packed'}: works with --mode prefill alone")
+        if self.padding == "packed" and self.attention not in PACKABLE:
             raise InvalidOption(
-                f"{set_here[0]}: vLLM has no such setting here; with --engine vllm use dtype, mode, batch-size, "
-                "prefix-caching, temperature, top-p, top-k, weights-version"
+                f"attention {self.attention}: cannot keep to each row of a packed forward; use math, flash, efficient "
+                "or cudnn, or pad with --padding left or right"
             )
 
     @property
@@ -118,7 +148,10 @@ class Arm:
             "attention": "",
             "mode": "",
             "deterministic": "deterministic",
+            "compile": "compile",
             "lm_head": "head-",
+            "kv_dtype": "kv-",
+            "attention_backend": "",
         }
         parts = [
             words.get(key, key.replace("_", "-") + "-") + ("" if value is True else str(value).replace(":", "-"))
@@ -133,30 +166,51 @@ def parse_arm(text: str) -> Arm:
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
     """
+    words = [part.partition("=") for part in filter(None, (part.strip() for part in text.split(",")))]
+    return _arm({key.strip(): value.strip() if equals else None for key, equals, value in words})
+
+
+def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
+    """The arms of a TOML file: a table each, by the arm's name, with the options' names as keys.
+
+    Raises InvalidOption for a file that holds none.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidOption(f"arm file {path}: cannot be read: {error}") from error
+    if not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise InvalidOption(f'arm file {path}: holds no arms; write a table each, as [half], then dtype = "fp16"')
+    arms = []
+    for name, table in tables.items():
+        try:
+            arms.append(_arm({key: str(value).lower() for key, value in table.items()} | {"name": name}))
+        except InvalidOption as error:
+            raise InvalidOption(f"arm file {path}, [{name}]: {error}") from error
+    return arms
+
+
+def _arm(words: Mapping[str, str | None]) -> Arm:
+    """The arm of options as they are written; a switch needs no value."""
     kinds = {field.name: str(field.type) for field in fields(Arm)}
     values: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = part.partition("=")
-        name = key.strip().replace("-", "_")
-        if name not in kinds or (not equals and kinds[name] != "bool"):
+    for key, value in words.items():
+        name = key.replace("-", "_")
+        if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"arm: got {part!r}; write changes as name=value with commas between them, as dtype=fp16,batch-size=1; "
-                f"names: {', '.join(sorted(key.replace('_', '-') for key in kinds))}"
+                f"arm: got {key if value is None else f'{key}={value}'!r}; write changes as name=value with commas "
+                f"between them, as dtype=fp16,batch-size=1; names: "
+                f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}"
             )
-        values[name] = _typed(name, value.strip(), kinds[name], equals)
+        values[name] = _typed(name, value, kinds[name])
     return Arm(**values)
 
 
-def named(arm: Arm, name: str) -> Arm:
-    """The arm under another name."""
-    return replace(arm, name=name)
-
-
-def _typed(name: str, value: str, kind: str, equals: str) -> Any:
+def _typed(name: str, value: str | None, kind: str) -> Any:
     try:
         if kind == "bool":
-            return {"": True, "true": True, "false": False}[value.lower() if equals else ""]
-        return int(value) if kind.startswith("int") else float(value) if kind.startswith("float") else value
+            return {None: True, "true": True, "false": False}[value]
+        return int(value or "") if kind.startswith("int") else float(value or "") if kind.startswith("float") else value
     except (ValueError, KeyError) as error:
         raise InvalidOption(f"arm: {name.replace('_', '-')} cannot be {value!r}") from error
 

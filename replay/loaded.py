@@ -19,12 +19,15 @@ class LoadedModel:
         self._model: Any = None
         self._shared: Any = None
         self._version: int | None = None
+        self._attached: list[ArmScorer | VllmScorer] = []
 
     def score(self, scorer: ArmScorer | VllmScorer, rows: list[RecordedRow]) -> Scored:
         """Score each row with its own version's weights, or all with the arm's."""
         if self._model is None:
             self._model = scorer.build()
-        self._shared = scorer.attach(self._model, self._shared)
+        if scorer not in self._attached:
+            self._shared = scorer.attach(self._model, self._shared)
+            self._attached.append(scorer)
         whole = Scored([], [], [])
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
@@ -34,6 +37,14 @@ class LoadedModel:
             whole.logprobs.extend(part.logprobs)
             whole.batches.extend(part.batches)
         return whole
+
+    def close(self) -> None:
+        """Let go of the model, so that the next fits into memory."""
+        for scorer in self._attached:
+            scorer.detach()
+        if hasattr(self._model, "close"):
+            self._model.close()
+        self._model = self._shared = None
 
     def _put(self, scorer: ArmScorer | VllmScorer, version: int) -> None:
         if version != self._version:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from ..schemas.passes import TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
 from ..tracer.store import Store
+from ..tracer.weights.checkpoints import CheckpointReader
+from ..tracer.weights.reader import WeightReader
+from ..tracer.weights.source import open_weights
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 
@@ -46,12 +50,21 @@ class RecordedRow:
     composition_known: bool = True
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 class RecordedRun:
     """A trace on this machine that can be replayed."""
 
-    def __init__(self, trace: str | os.PathLike[str]):
-        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay."""
+    def __init__(self, trace: str | os.PathLike[str], *, model_factory: str | None = None):
+        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay.
+
+        `model_factory` is `module:function` of what builds the model, where transformers does not know its class.
+        """
+        self.model_factory = model_factory
         self.store = Store(trace)
         self.manifest = self.store.manifest()
         if not self.store.is_local:
@@ -59,6 +72,11 @@ class RecordedRun:
         self.folder = Path(self.store.root)
         adopt(self.folder)
         self.model, self.tokenizer = self._identities()
+
+    @cached_property
+    def weights(self) -> WeightReader | CheckpointReader:
+        """The weights of its versions."""
+        return open_weights(self.store)
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
@@ -84,6 +102,17 @@ class RecordedRun:
             raise CannotReplay(f"{self.store.shown(where)}: cannot be read ({error}); without it nothing says how the "
                                "pass was made") from error  # fmt: skip
         return content
+
+    def train_contract(self, digest: str) -> Contract:
+        """The contract of the recorded `train` pass, by its hash.
+
+        A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config.
+        """
+        contract = self.contract(TRAIN, digest)
+        config = self.model["config"]
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | dict(contract.get("model") or {})
+        return {"torch": {}, "temperature": 1.0} | contract | {"model": model}
 
     def arms(self, pass_name: str) -> list[Contract]:
         """Every contract that a pass has."""

@@ -7,23 +7,22 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..tracer import environment
 from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
 from .arms import DTYPES, Arm
-from .backends import kernels, trl
+from .backends import kernels, packing, trl
 from .backends import model as models
 from .backends.head import Head
+from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
-from .batching import ForwardBatch, forwards
+from .batching import PACKED, ForwardBatch, forwards, responses
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
-from .settings import settings
+from .settings import autocast_dtype, settings
 from .vllm_scorer import VllmScorer
 
 LoadKey = tuple[Any, ...]
@@ -47,7 +46,16 @@ class ArmScorer:
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
-        return models.build(self.run.model, dtype=self.dtype, attention=self.attention, device=self.device)
+        model = models.build(
+            self.run.model,
+            dtype=self.dtype,
+            attention=self.attention,
+            device=self.device,
+            factory=self.run.model_factory,
+        )
+        if self.arm.padding == PACKED and gives_hidden(model):
+            packing.check(model.config)
+        return model
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
@@ -68,6 +76,8 @@ class ArmScorer:
     @property
     def attention(self) -> str:
         """The model's attention implementation, as transformers names it."""
+        if self.arm.padding == PACKED:
+            return packing.NAME
         recorded = str(self.contract["model"]["attention"])
         return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
 
@@ -76,7 +86,8 @@ class ArmScorer:
         """Whether the trainer's own code scores: always where it can do what the arm asks."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
-        return trl.scores(self.contract) and arm.dtype != "fp64" and all(value is None for value in own)
+        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
+        return trl.scores(self.contract) and not shaped and all(value is None for value in own)
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, or with what another arm of the same key made of it; returns what scores."""
@@ -84,13 +95,16 @@ class ArmScorer:
             self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
         return self._scorer
 
+    def detach(self) -> None:
+        """Let go of the model, so that the next fits into memory."""
+        self._scorer = None
+
     def _make(self, model: Any) -> Any:
         import torch
 
         arm = self.arm
         if self.uses_trl:
             return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
-        autocast = self.contract["torch"].get("autocast_dtype")
         head_fp32 = arm.lm_head == "fp32" or self.contract.get("cast_lm_head_to_fp32")
         head = Head(
             temperature=arm.temperature or self.contract.get("temperature", 1.0),
@@ -99,10 +113,16 @@ class ArmScorer:
             projection_dtype=torch.float32 if head_fp32 else None,
             logits_dtype=getattr(torch, DTYPES[arm.logits_dtype]) if arm.logits_dtype else None,
         )
-        cast = None
-        if arm.dtype is None and autocast not in (None, "None"):
-            cast = getattr(torch, str(autocast).removeprefix("torch."))
-        return TransformersScorer(model, head, cached_tokens=arm.cached_tokens, autocast=cast)
+        if not gives_hidden(model):
+            return ModuleScorer(model, head, arm)
+        return TransformersScorer(
+            model,
+            head,
+            cached_tokens=arm.cached_tokens,
+            kv_dtype=arm.kv_dtype,
+            autocast=None if arm.dtype else autocast_dtype(self.contract),
+            compile=arm.compile,
+        )
 
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded.
@@ -131,48 +151,59 @@ class ArmScorer:
 
     def _score(self, rows: list[RecordedRow]) -> Scored:
         scored = Scored([], [], self._batches(rows))
-        for batch in scored.batches:
-            scored.rows.extend(batch.rows)
-            scored.logprobs.extend(batch.responses(self._forward(batch)))
+        with ExitStack() as stack:
+            stack.enter_context(settings(self.contract["torch"], self.arm))
+            stack.enter_context(kernels.forced(self.arm.attention))
+            for batch in scored.batches:
+                scored.rows.extend(batch.rows)
+                scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
         return scored
 
     def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
         pad_id = self.run.model["config"].get("pad_token_id") or 0
         return forwards(rows, pad_id, batch_size=self.arm.batch_size or self._rows, padding=self.arm.padding or "left")
 
-    def _forward(self, batch: ForwardBatch) -> np.ndarray:
-        with ExitStack() as stack:
-            stack.enter_context(settings(self.contract["torch"], self.arm))
-            stack.enter_context(kernels.forced(self.arm.attention))
-            if not self.kernels:
-                stack.enter_context(kernels.observed(self.kernels))
-            logprobs_BK = self._scorer(batch)
-            if not self.kernels:
-                self.kernels.add(self.attention)
-        return to_numpy(logprobs_BK.cpu())
+    def _forward(self, batch: ForwardBatch) -> Any:
+        """Score a forward; the kernels that the first of them uses are noted."""
+        if self.kernels:
+            return self._scorer(batch)
+        with kernels.observed(self.kernels):
+            logprobs_N = self._scorer(batch)
+        if not self.kernels:
+            self.kernels.add(self.attention)
+        return logprobs_N
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
-        quantized = {"weight_quantization": f"{arm.quantize}, groups of {GROUP} inputs"} if arm.quantize else {}
+        changed: Contract = {"attention": self.attention, "built_in": self.dtype}
+        if arm.quantize:
+            changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
+        if arm.kv_dtype:
+            changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         with settings(self.contract["torch"], arm):
             used = environment.torch_settings()
-        return self.contract | {
-            "engine": "trl" if self.uses_trl else "transformers",
-            "source": "replay",
-            "scoring_function": self._scorer.name,
-            "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
-            "arm": arm.changes,
-            "temperature": arm.temperature or self.contract.get("temperature"),
-            "model": self.contract["model"] | {"attention": self.attention, "built_in": self.dtype} | quantized,
-            "attention_kernels": sorted(self.kernels),
-            "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
-            "prompt_padding_side": arm.padding or "left",
-            "device": environment.device_name(self.device),
-            "torch": used
-            | {"autocast_dtype": self.contract["torch"].get("autocast_dtype") if not arm.dtype else "None"},
-            "versions": environment.numeric_versions(),
-        }
+        autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
+        compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
+        return (
+            self.contract
+            | compiled
+            | {
+                "engine": "trl" if self.uses_trl else "transformers",
+                "source": "replay",
+                "scoring_function": self._scorer.name,
+                "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
+                "arm": arm.changes,
+                "temperature": arm.temperature or self.contract.get("temperature"),
+                "model": self.contract["model"] | changed,
+                "attention_kernels": sorted(self.kernels),
+                "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
+                "prompt_padding_side": arm.padding or "left",
+                "device": environment.device_name(self.device),
+                "torch": used | {"autocast_dtype": autocast},
+                "versions": environment.numeric_versions(),
+            }
+        )
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> ArmScorer | VllmScorer:

@@ -6,9 +6,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..schemas.contract import Contract
+from ..tracer.environment import torch_settings
 from .arms import Arm
 
 _SDP = {"sdp_flash": "flash", "sdp_mem_efficient": "mem_efficient", "sdp_math": "math", "sdp_cudnn": "cudnn"}
+_SWITCHES = ("float32_matmul_precision", "deterministic_algorithms", "num_threads", "mkldnn", *_SDP)
+"""Those of the recorded settings that can be set again."""
+
+
+def autocast_dtype(contract: Contract) -> Any:
+    """The dtype that a recorded pass's autocast computed in, or None. Needs torch."""
+    import torch
+
+    name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
+    return None if name == "None" else getattr(torch, name)
 
 
 @contextmanager
@@ -16,8 +28,9 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Set what the recorded pass had, changed by the arm, and put everything back."""
     import torch
 
-    before = _read()
-    _apply({name: recorded[name] for name in before if recorded.get(name) is not None})
+    now = torch_settings()
+    before = {name: now[name] for name in _SWITCHES}
+    _apply({name: recorded[name] for name in _SWITCHES if recorded.get(name) is not None})
     try:
         if arm.threads is not None:
             torch.set_num_threads(arm.threads)
@@ -31,24 +44,10 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
         _apply(before)
 
 
-def _read() -> dict[str, Any]:
-    import torch
-
-    cuda = torch.backends.cuda
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "num_threads": torch.get_num_threads(),
-        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        **{name: getattr(cuda, f"{kind}_sdp_enabled")()
-           for name, kind in _SDP.items()},
-    }  # fmt: skip
-
-
 def _apply(values: Mapping[str, Any]) -> None:
     import torch
 
-    cuda, now = torch.backends.cuda, _read()
+    cuda, now = torch.backends.cuda, torch_settings()
     for name, value in values.items():
         if value == now[name]:
             continue

@@ -56,6 +56,10 @@ class VllmScorer:
             arguments["max_num_seqs"] = self.arm.batch_size
         if self.arm.prefix_caching is not None:
             arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
+        if self.arm.kv_dtype is not None:
+            arguments["kv_cache_dtype"] = self.arm.kv_dtype
+        if self.arm.attention_backend is not None:
+            arguments["attention_backend"] = self.arm.attention_backend
         if self.arm.mode.startswith("chunked"):
             size = self.arm.cached_tokens or 1
             arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}
@@ -74,6 +78,10 @@ class VllmScorer:
         """Score with this engine."""
         self._engine = engine
         return shared
+
+    def detach(self) -> None:
+        """Let go of the engine."""
+        self._engine = None
 
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded."""

@@ -6,7 +6,7 @@ import re
 
 from .errors import InvalidOption
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[bB]?)\s*")
 
 
@@ -17,8 +17,6 @@ def parse_size(text: str) -> int:
     1500000000
     """
     match = _SIZE.fullmatch(text)
-    unit = match[2].upper() if match else ""
-    unit = unit if unit in _UNITS else f"{unit}B"
-    if match is None or unit not in _UNITS:
+    if match is None:
         raise InvalidOption(f"size: got {text!r}; write a number and B, kB, MB, GB or TB, such as 500MB")
-    return int(float(match[1]) * _UNITS[unit])
+    return int(float(match[1]) * _UNITS[match[2].upper().removesuffix("B")])

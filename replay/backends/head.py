@@ -16,7 +16,11 @@ CHUNK_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How logits become a log-probability."""
+    """How logits become a log-probability.
+
+    They are divided by the temperature, then cut to the top k, then to the smallest set of mass top p, then normalised,
+    in vLLM's order (its sampler: temperature, top-k, top-p); a token that was cut has -inf.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -27,11 +31,7 @@ class Head:
     """Of the logits and all that follows; None for float32, or float64 after a float64 projection."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """[N] log-probabilities, nats, of tokens `ids_N` given the hidden states before them.
-
-        Logits are divided by the temperature, then cut to the top k, then to the smallest set of mass top p, then
-        normalised, in vLLM's order (its sampler: temperature, top-k, top-p); a token that was cut has -inf.
-        """
+        """[N] log-probabilities, nats, of tokens `ids_N` given the hidden states before them."""
         import torch
 
         head = model.get_output_embeddings()
@@ -43,12 +43,17 @@ class Head:
         for start in range(0, len(hidden_NH), chunk):
             logits_CV = torch.nn.functional.linear(hidden_NH[start : start + chunk].to(dtype), weight_VH, bias_V)
             logits_CV = scaled(logits_CV, model.config.get_text_config()).to(result)
-            if self.temperature != 1.0:
-                logits_CV = logits_CV / self.temperature
-            logits_CV = cut(logits_CV, self.top_k, self.top_p)
-            taken_C = logits_CV.gather(-1, ids_N[start : start + chunk, None]).squeeze(-1)
-            parts.append(taken_C - torch.logsumexp(logits_CV, dim=-1))
+            parts.append(self.taken(logits_CV, ids_N[start : start + chunk]))
         return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=result)
+
+    def taken(self, logits_CV: Any, ids_C: Any) -> Any:
+        """[C] log-probabilities, nats, of tokens `ids_C` under logits in the dtype in which all is computed."""
+        import torch
+
+        if self.temperature != 1.0:
+            logits_CV = logits_CV / self.temperature
+        logits_CV = cut(logits_CV, self.top_k, self.top_p)
+        return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:

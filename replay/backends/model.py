@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,26 +12,61 @@ import numpy as np
 
 from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
+from . import packing
 
 
-def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: str) -> Any:
+def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, factory: str | None = None) -> Any:
     """Build the model with weights still to be loaded.
 
-    `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name. Raises CannotReplay.
+    `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name. `factory` is
+    `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
+    Raises CannotReplay.
     """
     import torch
 
+    if factory is not None:
+        build_model = _function(factory)
+        model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
+        return model.to(device=device, dtype=getattr(torch, dtype))
     module, _, name = str(identity.get("class", "")).rpartition(".")
     try:
-        model_class = getattr(importlib.import_module(module), name)
-        config = model_class.config_class.from_dict(dict(identity["config"]))
-        model = model_class._from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model = _of_transformers(module, name, dict(identity["config"]), getattr(torch, dtype), attention)
     except (ImportError, AttributeError, ValueError, TypeError, KeyError) as error:
         raise CannotReplay(
             f"the model cannot be rebuilt: {module}.{name} with attention {attention!r}: {error}; install the versions "
-            "that the trace names (tim-trace info), or choose another --attention"
+            "that the trace names (tim-trace info), choose another --attention, or build it with --model-factory"
         ) from error
     return model.to(device)
+
+
+def _of_transformers(module: str, name: str, config: dict[str, Any], dtype: Any, attention: str) -> Any:
+    from transformers.initialization import no_init_weights
+
+    packing.register()
+    model_class = getattr(importlib.import_module(module), name)
+    with no_init_weights():
+        model = model_class._from_config(
+            model_class.config_class.from_dict(config), dtype=dtype, attn_implementation=attention
+        )
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
+    model.init_weights()
+    return model
+
+
+def _function(path: str) -> Any:
+    """`module:function`, looked for in the working directory too."""
+    module, _, name = path.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CannotReplay(
+            f"model factory {path!r}: cannot be imported ({error}); write module:function, with the module in the "
+            "working directory or installed"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:

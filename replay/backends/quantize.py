@@ -17,7 +17,7 @@ def quantize(model: Any, kind: str) -> None:
     """Round every linear layer's weight but the head's."""
     import torch
 
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:

@@ -1,6 +1,6 @@
-"""Scoring with a transformers model and a head of ours: prefill, or through the KV cache.
+"""Scoring with a transformers model and a head of ours: prefill, packed, or through the KV cache.
 
-Shapes: B rows of a forward, W its width, K its scored positions, H hidden width.
+Shapes: B rows of a forward, W its width, K its scored positions, N scored tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from ..batching import ForwardBatch
+from ...schemas.errors import CannotReplay
+from ..batching import ForwardBatch, PackedBatch, PaddedBatch
+from . import packing
+from .cache import kv_cache
 from .double import keep_double
 from .head import Head
 
@@ -18,51 +21,97 @@ class TransformersScorer:
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
-    def __init__(self, model: Any, head: Head, *, cached_tokens: int | None = None, autocast: Any = None):
+    def __init__(
+        self,
+        model: Any,
+        head: Head,
+        *,
+        cached_tokens: int | None = None,
+        kv_dtype: str | None = None,
+        autocast: Any = None,
+        compile: bool = False,
+    ):
         """`cached_tokens` tokens at a time go through the KV cache after the prompt; None for one forward."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
+        self._kv_dtype = kv_dtype
         self._autocast = autocast
+        self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[B, K] log-probabilities of the batch's last K tokens."""
+        """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
-        device = next(self._model.parameters()).device
-        ids_BW = torch.from_numpy(batch.ids_BW).to(device)
-        mask_BW = torch.from_numpy(batch.mask_BW).to(device)
         double = next(self._model.parameters()).dtype == torch.float64
-        cast = torch.autocast(device.type, self._autocast) if self._autocast is not None else nullcontext()
+        cast = torch.autocast(self._device.type, self._autocast) if self._autocast is not None else nullcontext()
         with torch.no_grad(), cast, keep_double() if double else nullcontext():
-            if self._cached_tokens is None:
-                hidden_BWH = self._backbone(ids_BW, mask_BW)[0]
-            else:
-                hidden_BWH = self._through_cache(ids_BW, mask_BW, batch.num_kept)
-            keep = batch.num_kept
-            hidden_NH = hidden_BWH[:, -keep - 1 : -1].reshape(-1, hidden_BWH.shape[-1])
-            logprobs_N = self._head.logprobs(self._model, hidden_NH, ids_BW[:, -keep:].reshape(-1))
-        return logprobs_N.view(len(ids_BW), keep)
+            hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
+            scored_N = torch.from_numpy(batch.scored_N).to(self._device)
+            # The token at a place is predicted from the hidden state before it.
+            return self._head.logprobs(self._model, hidden_WH[scored_N - 1], ids_W[scored_N])
 
-    def _backbone(self, ids_BW: Any, mask_BW: Any, cache: Any = None) -> tuple[Any, Any]:
-        output = self._model.base_model(
-            input_ids=ids_BW, attention_mask=mask_BW, past_key_values=cache, use_cache=cache is not None
-        )
-        return output.last_hidden_state, output.past_key_values
+    @property
+    def _device(self) -> Any:
+        return next(self._model.parameters()).device
+
+    def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
+        """Hidden states and ids of the rows laid end to end."""
+        import torch
+
+        ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
+        mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
+        if self._cached_tokens is None:
+            hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
+        else:
+            hidden_BWH = self._through_cache(ids_BW, mask_BW, batch.num_kept)
+        return hidden_BWH.flatten(0, 1), ids_BW.flatten()
+
+    def _packed(self, batch: PackedBatch) -> tuple[Any, Any]:
+        import torch
+
+        ids_W = torch.from_numpy(batch.ids_W).to(self._device)
+        positions_W = torch.from_numpy(batch.positions_W).to(self._device)
+        rows = packing.RowEnds(batch.ends_B.tolist())
+        output = self._backbone(input_ids=ids_W[None], position_ids=positions_W[None], packed=rows)
+        packing.check_all(rows, self._model.config)
+        return output.last_hidden_state[0], ids_W
+
+    def _backbone(self, **inputs: Any) -> Any:
+        inputs.setdefault("use_cache", False)
+        if self._compiled is None:
+            return self._model.base_model(**inputs)
+        try:
+            return self._compiled(**inputs)
+        except RuntimeError as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            line = str(error).strip().splitlines()[0]
+            raise CannotReplay(f"compile: torch.compile failed on this model and machine: {line}") from error
 
     def _through_cache(self, ids_BW: Any, mask_BW: Any, keep: int) -> Any:
         """The prompt in one go, then the recorded tokens, as an engine that samples would see them."""
         import torch
-        from transformers import DynamicCache
 
         assert self._cached_tokens is not None
         width = ids_BW.shape[1]
-        cache: Any = DynamicCache(config=self._model.config)
+        cache: Any = kv_cache(self._model.config, self._kv_dtype)
         start, parts = 0, []
         ends = [width - keep, *range(width - keep + self._cached_tokens, width, self._cached_tokens), width]
         for end in ends:
             if end > start:
-                hidden, cache = self._backbone(ids_BW[:, start:end], mask_BW[:, :end], cache)
-                parts.append(hidden)
+                output = self._backbone(
+                    input_ids=ids_BW[:, start:end],
+                    attention_mask=mask_BW[:, :end],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                parts.append(output.last_hidden_state)
                 start = end
         return torch.cat(parts, dim=1)
+
+
+def _compiled(backbone: Any) -> Any:
+    import torch
+
+    return torch.compile(backbone, dynamic=True)

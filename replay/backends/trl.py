@@ -12,7 +12,8 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
-from ..batching import ForwardBatch
+from ..batching import PaddedBatch
+from ..settings import autocast_dtype
 
 
 class TrlScorer:
@@ -27,7 +28,7 @@ class TrlScorer:
         self._score = _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
         self._grad = bool(contract["grad_enabled"])
-        dtype = None if plain else _autocast_dtype(contract)
+        dtype = None if plain else autocast_dtype(contract)
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
         cast = lm_head == "fp32" or bool(contract["cast_lm_head_to_fp32"])
@@ -38,8 +39,8 @@ class TrlScorer:
         if dtype is not None:
             _wrap_forward(model, lambda: _autocast(device.type, dtype))
 
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """[B, K] log-probabilities of the batch's last K tokens."""
+    def __call__(self, batch: PaddedBatch) -> Any:
+        """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
         device = next(self._model.parameters()).device
@@ -51,14 +52,7 @@ class TrlScorer:
                 torch.from_numpy(batch.mask_BW).to(device),
                 batch.num_kept,
             )[0]
-        return logprobs_BK.detach()
-
-
-def _autocast_dtype(contract: Contract) -> Any:
-    import torch
-
-    name = str(contract["torch"].get("autocast_dtype"))
-    return None if name == "None" else getattr(torch, name.removeprefix("torch."))
+        return batch.last(logprobs_BK.detach())
 
 
 def _autocast(device: str, dtype: Any) -> Any:

@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ...schemas.capture import Capture
 from ...schemas.errors import CannotReplay
+from ...tracer.dense import LOGPROBS
+from ...tracer.hooks import vllm_logprobs
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.reader import Tensor
 from ..recorded import RecordedRow
+from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
@@ -56,7 +60,6 @@ class VllmEngine:
         The engine's raw logprobs, or those after temperature, top-k and top-p, in this order.
         """
         processed = temperature != 1.0 or top_k is not None or top_p is not None
-        wanted = self.config["vocab_size"] if processed else 0
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
         prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
@@ -67,7 +70,11 @@ class VllmEngine:
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
                 raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
-            found[row.seq_id] = _taken(entries, row.response_ids, wanted, temperature, top_k, top_p)
+            if processed:
+                found[row.seq_id] = _processed(entries, row.response_ids, temperature, top_k, top_p)
+            else:
+                taken = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
+                found[row.seq_id] = np.array(taken, np.float32)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
 
     def close(self) -> None:
@@ -114,21 +121,15 @@ class VllmEngine:
             raise CannotReplay(f"engine vllm: refuses this configuration: {line}") from error
 
 
-def _taken(
-    entries: Any, ids_T: np.ndarray, wanted: int, temperature: float, top_k: int | None, top_p: float | None
+def _processed(
+    entries: Any, ids_T: np.ndarray, temperature: float, top_k: int | None, top_p: float | None
 ) -> np.ndarray:
-    """[T] logprob of each taken token out of vLLM's dictionaries."""
-    if not wanted:
-        values = [entry[int(token)].logprob for entry, token in zip(entries, ids_T, strict=True)]
-        return np.array(values, np.float32)
+    """[T] logprob of each taken token after temperature, top-k and top-p, out of the whole vocabulary's raw ones."""
     import torch
 
-    from .head import cut
-
-    logits_TV = torch.full((len(ids_T), wanted), float("-inf"))
-    for row, entry in enumerate(entries):
-        for token, value in entry.items():
-            logits_TV[row, token] = value.logprob
+    raw = vllm_logprobs.distribution(entries, Capture(level="logits"))
+    assert raw is not None
+    logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     logits_TV = cut(logits_TV / temperature, top_k, top_p)
     taken = torch.log_softmax(logits_TV, dim=-1).gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
     return np.asarray(taken.squeeze(-1).numpy())

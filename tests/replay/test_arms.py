@@ -1,5 +1,5 @@
 import pytest
-from tim_trace.replay.arms import Arm, parse_arm
+from tim_trace.replay.arms import Arm, parse_arm, read_arms
 from tim_trace.replay.steps import parse_steps
 from tim_trace.schemas.errors import InvalidOption
 
@@ -31,11 +31,42 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("mode=chunked:0", "use prefill, decode or chunked:N"),
         ("temperature=0", "use a number above 0"),
         ("top-p=1.5", "above 0 and up to 1"),
+        ("kv-dtype=fp8", "a prefill reads no cache; add --mode decode"),
+        ("padding=packed,mode=decode", "padding packed: works with --mode prefill alone"),
+        ("compile,mode=decode", "compile: works with --mode prefill alone"),
+        ("padding=packed,attention=eager", "cannot keep to each row.*math, flash"),
+        ("prefix-caching=on", "is vLLM's; add --engine vllm"),
+        ("engine=vllm,threads=2", "threads: vLLM has no such setting here; .*mode.*attention-backend"),
     ],
 )
 def test_an_arm_that_makes_no_sense_is_refused(text, message):
     with pytest.raises(InvalidOption, match=message):
         parse_arm(text)
+
+
+def test_a_file_holds_a_table_an_arm(tmp_path):
+    path = tmp_path / "arms.toml"
+    path.write_text('[half]\ndtype = "fp16"\nbatch-size = 1\n[sure]\ndeterministic = true\ntemperature = 0.5\n')
+    assert [(arm.name, arm.changes) for arm in read_arms(path)] == [
+        ("half", {"dtype": "fp16", "batch_size": 1}),
+        ("sure", {"deterministic": True, "temperature": 0.5}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no arms; write a table each"),
+        ('dtype = "fp16"', "holds no arms"),
+        ("[half", "cannot be read"),
+        ('[half]\ndtype = "fp9"', r"\[half\]: dtype: got 'fp9'"),
+        ("[half]\nspeed = 9", r"\[half\]: arm: got 'speed=9'"),
+    ],
+)
+def test_an_arm_file_that_makes_no_sense_is_refused(tmp_path, text, message):
+    (tmp_path / "arms.toml").write_text(text)
+    with pytest.raises(InvalidOption, match=message):
+        read_arms(tmp_path / "arms.toml")
 
 
 def test_cached_tokens_follow_from_the_mode():

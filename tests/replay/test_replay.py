@@ -1,6 +1,7 @@
 """Replaying real recordings. Bits are compared as bits."""
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -113,6 +114,7 @@ def arms(tmp_path_factory):
         "dtype=fp64", "dtype=fp32", "dtype=bf16", "dtype=fp16", "batch-size=1", "padding=right", "attention=eager",
         "attention=math", "attention=flash", "mode=decode", "mode=chunked:2", "mode=chunked:2,dtype=fp64", "threads=1",
         "temperature=0.5", "top-k=3", "dtype=bf16,lm-head=fp32", "logits-dtype=bf16", "deterministic", "quantize=int8", "quantize=int4", "quantize=fp8",
+        "padding=packed", "padding=packed,batch-size=3,attention=math", "mode=decode,kv-dtype=fp8",
     ]  # fmt: skip
     return trace, {result.arm: result for result in by_arm(replay(trace, arm=texts))}
 
@@ -121,7 +123,7 @@ def test_every_arm_is_a_pass_of_the_trace(arms):
     trace, results = arms
     found = dict(rows(trace, "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"))
     assert found == {f"replay/{name}": 24 for name in results}
-    assert len(results) == 22
+    assert len(results) == 25
     assert stats(trace, pair="replay/bf16:train").rows
 
 
@@ -135,6 +137,9 @@ def test_arms_lie_as_far_off_as_their_precision(arms):
     assert distance["bf16+head-fp32"] < 3e-2
     for name in ("batch-size-1", "padding-right", "eager", "math", "flash", "decode", "chunked-2", "threads-1"):
         assert distance[name] < 1e-6, name
+    assert distance["padding-packed"] < 1e-6
+    assert distance["math+batch-size-3+padding-packed"] < 1e-6
+    assert distance["decode"] < 1e-6 < distance["decode+kv-fp8"] < 1e-1
     assert distance["temperature-0.5"] > 1e-3
     assert 1e-5 < distance["int8"] < distance["fp8"] < distance["int4"] < 1
 
@@ -146,6 +151,44 @@ def test_the_kernel_that_was_used_is_in_the_contract(arms):
     assert kernels["replay/math"] == '["sdpa math"]'
     assert kernels["replay/eager"] == '["eager"]'
     assert kernels["replay/flash"] == '["sdpa flash"]'
+    assert kernels["replay/math+batch-size-3+padding-packed"] == '["sdpa math"]'
+
+
+def test_packed_rows_have_no_padding_and_are_sorted_by_length(arms):
+    trace, _ = arms
+    query = """
+        SELECT forward_rows, pad_left, pad_right, num_prompt_tokens + num_response_tokens
+        FROM scores JOIN sequences USING (step, seq_id)
+        WHERE pass = 'replay/math+batch-size-3+padding-packed' AND step = 1 ORDER BY forward_id, forward_row
+    """
+    found = rows(trace, query)
+    assert [row[0] for row in found] == [3] * 6 + [2] * 2
+    assert {row[1:3] for row in found} == {(0, 0)}
+    lengths = [row[3] for row in found]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) > 1
+
+
+def test_a_packed_row_does_not_see_its_neighbours(trace):
+    """Packed in double precision, the rows give what each gives alone."""
+    replay(trace, steps="1", arm=["padding=packed,dtype=fp64", "batch-size=1,dtype=fp64"])
+    ((distance,),) = rows(
+        trace, "SELECT max_abs_d FROM pair_runs('replay/fp64+padding-packed', 'replay/fp64+batch-size-1')"
+    )
+    assert distance <= 2.4e-7
+
+
+def test_compiled_scores_lie_within_rounding(trace):
+    _, compiled = by_arm(replay(trace, steps="1", compile=True))
+    assert compiled.max_abs_d < 1e-5
+    query = "SELECT contract_json ->> '$.torch_compile' FROM passes WHERE pass = 'replay/compile'"
+    assert rows(trace, query) == [("true",)]
+
+
+def test_arms_are_read_from_a_file(trace, tmp_path):
+    (tmp_path / "arms.toml").write_text('[half]\ndtype = "fp16"\nbatch-size = 1\n\n[packed]\npadding = "packed"\n')
+    done = tim_trace("replay", trace, "--steps", "1", "--arm-file", tmp_path / "arms.toml", "--json")
+    assert {result["arm"] for result in done.json()} == {"as-recorded", "half", "packed"}
 
 
 def test_two_ways_to_the_same_number_agree_in_double_precision(arms):
@@ -209,6 +252,72 @@ def test_a_loop_of_one_s_own_can_be_replayed(tmp_path):
     assert double.max_abs_d < 1e-6
 
 
+FACTORY = """
+import torch
+
+
+class Table(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.table = torch.nn.Embedding(size, size)
+
+    def forward(self, input_ids, attention_mask):
+        return self.table(input_ids)
+
+
+def build(*, config, dtype, attention):
+    return Table(config["size"]).to(dtype)
+"""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A recorded loop over a model that transformers does not know: it predicts from the token before alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "factory.py").write_text(FACTORY)
+    torch.manual_seed(0)
+    weight = torch.randn(9, 9)
+    logprobs = torch.log_softmax(weight, -1)
+    prompts, responses = [[1, 2], [3]], [[4, 5, 6], [7, 8]]
+    taken = [
+        [float(logprobs[a, b]) for a, b in zip([p[-1], *r], r, strict=False)]
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    with Recorder("run") as recorder:
+        recorder.describe(model={"class": "mine.Table", "config": {"size": 9}})
+        recorder.add_contract("train", {"engine": "mine"})
+        recorder.add_weights(0, {"table.weight": weight})
+        batch = recorder.add_sequences(step=1, prompt_ids=prompts, response_ids=responses, policy_version=0)
+        recorder.add_scores("train", batch, logprobs=taken)
+    return tmp_path / "run"
+
+
+def test_a_model_factory_builds_what_transformers_does_not_know(table):
+    done = tim_trace(
+        "replay", table, "--model-factory", "factory:build", "--arm", "dtype=bf16", "--json", cwd=table.parent
+    )
+    assert done.code == 0, done.stderr
+    distance = {result["arm"]: result["max_abs_d"] for result in done.json()}
+    assert distance["as-recorded"] < 1e-6 < distance["bf16"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "the model cannot be rebuilt.*--model-factory"),
+        (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
+        (
+            ("--model-factory", "factory:build", "--mode", "decode"),
+            "mode: the model factory's model gives logits alone",
+        ),
+    ],
+)
+def test_what_a_model_factory_lacks_is_said(table, options, message):
+    done = tim_trace("replay", table, *options, cwd=table.parent)
+    assert done.code == 2
+    assert re.search(message, done.stderr), done.stderr
+
+
 class ScarceMemory:
     """Scores zeros, and runs out of memory with more rows than it is good for."""
 
@@ -220,7 +329,7 @@ class ScarceMemory:
     def __call__(self, batch):
         if len(batch.rows) > self.rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return torch.zeros(len(batch.rows), batch.num_kept)
+        return torch.zeros(len(batch.scored_N))
 
 
 def scarce(rows, **changes):

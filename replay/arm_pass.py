@@ -1,0 +1,85 @@
+"""What a trace has of an arm, and how more is added: the pass `replay/<arm>`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..schemas.capture import Capture
+from ..schemas.contract import Contract
+from ..schemas.layout import PASSES, SCORES, WRITERS
+from ..schemas.passes import REPLAY_PREFIX
+from ..tracer.batch import Batch
+from ..tracer.recorder import Recorder
+from ..tracer.rows import Forward
+from ..tracer.writer import TraceWriter
+from .arms import Arm
+from .batching import ForwardBatch
+from .recorded import RecordedRun
+from .scored import Scored
+
+
+class ArmPass:
+    """The pass of an arm in the trace that is replayed."""
+
+    def __init__(self, run: RecordedRun, arm: Arm):
+        self.run, self.arm = run, arm
+        self.name = REPLAY_PREFIX + arm.name
+        self._recorder: Recorder | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that it has."""
+        return self.run.steps(self.name)
+
+    @property
+    def has_other_changes(self) -> bool:
+        """Whether the name stands for another arm."""
+        return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
+
+    def add(self, step: int, scored: Scored, contract: Contract) -> None:
+        """Add a step, in one record: a killed replay has it whole or not at all."""
+        if self._recorder is None:
+            self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), Capture())
+        self._recorder.add_contract(self.name, contract)
+        batch = Batch(step, [row.seq_id for row in scored.rows])
+        batch.resolve(np.array([len(row.response_ids) for row in scored.rows]), None)
+        stale = self.arm.weights_version
+        self._recorder.add_scores(
+            self.name,
+            batch,
+            logprobs=[value.astype(np.float32) for value in scored.logprobs],
+            scored_mask=[row.scored for row in scored.rows],
+            policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
+            forward=_forward_columns(step, scored.batches) if scored.batches else None,
+        )
+        self._recorder.writer.drain()
+
+    def remove(self) -> None:
+        """Remove it: the files of the writers that wrote it, which wrote nothing else."""
+        for writer in self.run.writers_of(self.name):
+            for name in self.run.store.files(SCORES):
+                if name.startswith(f"{writer}-"):
+                    (self.run.folder / SCORES / name).unlink()
+            (self.run.folder / WRITERS / f"{writer}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.run.folder / PASSES / self.name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Seal what was added."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _forward_columns(step: int, batches: Sequence[ForwardBatch]) -> Forward:
+    parts: list[tuple[Any, ...]] = [batch.padding() for batch in batches]
+    sizes = [len(batch.rows) for batch in batches]
+    return Forward(
+        ids=np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20),
+        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32),
+        rows=np.repeat(sizes, sizes).astype(np.int32),
+        pad_left=np.concatenate([left for left, _ in parts]).astype(np.int32),
+        pad_right=np.concatenate([right for _, right in parts]).astype(np.int32),
+    )

@@ -1,0 +1,58 @@
+"""Scoring with a model of the user's own, which gives logits and nothing else.
+
+Shapes: B rows of a forward, W its width, N scored tokens, T response tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...schemas.errors import CannotReplay
+from ..arms import Arm
+from ..batching import PaddedBatch
+from .head import Head
+
+_OF_TRANSFORMERS = ("attention", "lm_head", "mode", "kv_dtype")
+
+
+def gives_hidden(model: Any) -> bool:
+    """Whether the model is built as those of transformers: a backbone and a head that can be called apart."""
+    return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
+
+
+class ModuleScorer:
+    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which gives logits [B, W, V], or `.logits`."""
+
+    name = "tim_trace.replay.backends.module.ModuleScorer"
+
+    def __init__(self, model: Any, head: Head, arm: Arm):
+        """Raises CannotReplay for what such a model cannot do."""
+        wrong = [name.replace("_", "-") for name in _OF_TRANSFORMERS if name in arm.changes]
+        wrong += ["padding packed"] if arm.padding == "packed" else []
+        if wrong:
+            raise CannotReplay(
+                f"{wrong[0]}: the model factory's model gives logits alone, so that this cannot be changed; give it "
+                "base_model, get_output_embeddings and config, as transformers' models have"
+            )
+        self._model = model.eval()
+        self._head = head
+
+    def __call__(self, batch: PaddedBatch) -> Any:
+        """[N] log-probabilities of the batch's response tokens, row by row."""
+        import torch
+
+        device = next(self._model.parameters()).device
+        ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
+        with torch.no_grad():
+            logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
+            logits_BWV = getattr(logits_BWV, "logits", logits_BWV)
+            return torch.cat([self._row(logits_BWV[i], ids_BW[i], batch, i) for i in range(len(batch.rows))])
+
+    def _row(self, logits_WV: Any, ids_W: Any, batch: PaddedBatch, row: int) -> Any:
+        import torch
+
+        first = int(batch.first_B[row])
+        end = first + len(batch.rows[row].response_ids)
+        logits_TV = logits_WV[first - 1 : end - 1]
+        result = self._head.logits_dtype or torch.promote_types(logits_TV.dtype, torch.float32)
+        return self._head.taken(logits_TV.to(result), ids_W[first:end])

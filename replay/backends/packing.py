@@ -1,0 +1,75 @@
+"""Attention over rows that lie end to end in one forward: each row sees itself alone.
+
+Shapes: N heads, G key-value heads, W width of the forward, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...schemas.errors import CannotReplay
+
+NAME = "tim_trace_packed"
+"""As which transformers knows it."""
+
+
+def register() -> None:
+    """Make transformers know it. A model that is built with it gets no mask: `packed` says which row is where."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+
+
+@dataclass(slots=True)
+class RowEnds:
+    """Which row is where in a packed forward."""
+
+    ends: Sequence[int]
+    """Place after each row's last token."""
+    num_attentions: int = 0
+    """Attention layers that kept to the rows."""
+
+
+def check(config: Any) -> None:
+    """Raise CannotReplay for a model whose attention is not plainly causal."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise _cannot(f"{text.model_type} has layers of other kinds ({', '.join(sorted(kinds))})")
+
+
+def check_all(rows: RowEnds, config: Any) -> None:
+    """Raise CannotReplay when a forward had layers that know nothing of rows."""
+    layers = config.get_text_config().num_hidden_layers
+    if rows.num_attentions != layers:
+        raise _cannot(f"only {rows.num_attentions} of the model's {layers} layers can keep to each row")
+
+
+def _attention(
+    module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
+    packed: RowEnds, scaling: float | None = None, **more: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """scaled_dot_product_attention, causal, row by row; [1, W, N, D]."""
+    import torch
+
+    special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]
+    if special:
+        raise _cannot(f"its attention has {special[0]}")
+    parts, start = [], 0
+    grouped = query_1NWD.shape[1] != key_1GWD.shape[1]
+    for end in packed.ends:
+        query, key, value = (states[:, :, start:end] for states in (query_1NWD, key_1GWD, value_1GWD))
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=end - start > 1, scale=scaling, enable_gqa=grouped
+            )
+        )
+        start = end
+    packed.num_attentions += 1
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _cannot(why: str) -> CannotReplay:
+    return CannotReplay(f"padding packed: cannot be done for this model: {why}; use --padding left or right")
