@@ -309,6 +309,10 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     type=click.Choice(["version", "module"]),
     help="What a row stands for.",
 )
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Round the weights to it: what an engine of that dtype loads.",
+)  # fmt: skip
 @click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
 @click.option(
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
@@ -316,17 +320,21 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
-def weights(trace: str, by: str, verify: bool, exported: tuple[int, str] | None, as_json: bool, as_csv: bool) -> None:
+def weights(
+    trace: str, by: str, dtype: str | None, verify: bool, exported: tuple[int, str] | None, as_json: bool, as_csv: bool
+) -> None:
     """List the versions of the weights: what they take, and which share of their elements changed."""
-    from .analysis.weights import OK, export
+    from .analysis.weights import OK, engine_dtype, export
     from .analysis.weights import weights as versions
 
     _check_format(as_json, as_csv)
     if exported is not None:
-        _tell(f"wrote version {exported[0]} to {export(trace, *exported)}")
+        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype)}")
         return
-    rows = versions(trace, by=by, verify=verify, progress=_progress)
+    rows = versions(trace, by=by, dtype=dtype, verify=verify, progress=_progress)
     _print(rows, as_json, as_csv)
+    if dtype is None and (engine := engine_dtype(trace)) is not None:
+        _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 

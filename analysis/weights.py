@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..replay.arms import DTYPES
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing
-from ..schemas.layout import TOKENIZER
-from ..schemas.weights import ITEM_BYTES, WeightVersion
+from ..schemas.layout import PASSES, TOKENIZER
+from ..schemas.passes import ROLLOUT
+from ..schemas.weights import ITEM_BYTES, StoredTensor, WeightVersion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, write_folder
 from ..tracer.weights.reader import Tensor, WeightReader
 from ..tracer.weights.source import open_weights
+from .rounded_weights import changes, rounded, torch_name
 from .rows import Rows
 
 OK = "ok"
@@ -24,7 +28,12 @@ MODULE_COLUMNS = ("module", "num_tensors", "num_elements", "mean_share_changed",
 
 
 def weights(
-    trace: str | os.PathLike[str], *, by: str = "version", verify: bool = False, progress: Progress = no_progress
+    trace: str | os.PathLike[str],
+    *,
+    by: str = "version",
+    dtype: str | None = None,
+    verify: bool = False,
+    progress: Progress = no_progress,
 ) -> Rows:
     """List the versions of the weights: what they take, and which share of their elements changed.
 
@@ -34,10 +43,15 @@ def weights(
     column `verified` says `ok` or what is wrong. By `module` layers are taken together, and `num_unchanged` counts
     the versions in which no element changed.
 
+    With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it: what an engine
+    of that dtype loads, where the trainer keeps a master of more bits.
+
     Raises WeightsMissing when the trace has none, TraceNotFound, NewerTrace.
     """
     if by not in ("version", "module"):
         raise InvalidOption(f"by: got {by!r}; use version or module")
+    if dtype is not None and by == "module":
+        raise InvalidOption("dtype: goes with --by version")
     reader = _open(trace)
     if isinstance(reader, CheckpointReader):
         if by == "module":
@@ -45,16 +59,44 @@ def weights(
         rows = _of_checkpoints(reader)
     else:
         rows = _by_version(reader) if by == "version" else _by_module(reader)
+    if dtype is not None:
+        rows = _rounded(rows, reader, torch_name(dtype), progress)
     return _verified(rows, reader, progress) if verify and by == "version" else rows
 
 
-def export(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> Path:
-    """Write a version's weights as a folder that transformers' `from_pretrained` loads.
+def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
+    """The dtype in which the engine held the weights, as `--dtype` takes it, where the trainer's has another."""
+    store = Store(trace)
+    stored = {tensor.dtype for tensors in _layouts(store) for tensor in tensors}
+    for name in store.files(f"{PASSES}/{ROLLOUT}"):
+        contract = json.loads(store.read_bytes(f"{PASSES}/{ROLLOUT}/{name}"))["contract"]
+        config = (contract.get("config") or {}).get("model_config") or {}
+        engine = str(config.get("dtype") or "").removeprefix("torch.")
+        short = {long: name for name, long in DTYPES.items() if name != "tf32"}.get(engine)
+        if short is not None and stored and engine not in stored:
+            return short
+    return None
+
+
+def _layouts(store: Store) -> Iterator[tuple[StoredTensor, ...]]:
+    reader = open_weights(store)
+    if isinstance(reader, WeightReader):
+        for parts in reader.parts.values():
+            yield from (reader.layout(part).tensors for part in parts)
+            return
+
+
+def export(
+    trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str], *, dtype: str | None = None
+) -> Path:
+    """Write a version's weights as a folder that transformers' `from_pretrained` loads; rounded, where a `dtype` is given.
 
     Raises WeightsMissing, DamagedTrace, InvalidOption when something lies at `folder`.
     """
     store = Store(trace)
     tensors = _open(trace).load(version)
+    if dtype is not None:
+        tensors = rounded(tensors, torch_name(dtype))
     config = next((state.model["config"] for state in store.writers()[0] if state.model.get("config")), None)
     if config is None:
         raise WeightsMissing(f"{trace}: has no model config, so that no folder can be written of its weights")
@@ -149,6 +191,16 @@ def _of_checkpoints(reader: CheckpointReader) -> Rows:
         stored = sum(path.stat().st_size for path in reader.folders[version].glob("*.safetensors"))
         rows.append((version, "checkpoint", 1, elements, num_bytes, stored, None, None))
     return Rows(VERSION_COLUMNS, rows)
+
+
+def _rounded(rows: Rows, reader: WeightReader | CheckpointReader, dtype: str, progress: Progress) -> Rows:
+    found = []
+    with progress(f"rounding weights to {dtype}", len(rows)) as advance:
+        for row, (_, elements, num_bytes, share) in zip(rows.dicts(), changes(reader, dtype), strict=True):
+            values = row | {"num_elements": elements, "num_bytes": num_bytes, "share_changed": share}
+            found.append(tuple(values.values()))
+            advance(1)
+    return Rows(rows.columns, found)
 
 
 def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Progress) -> Rows:

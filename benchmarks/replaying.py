@@ -19,11 +19,11 @@ def compare():
     """Tokens per second of a prefill replay of 65,536 tokens on a small Qwen3, and of the loop that it stands for."""
     import torch
 
-    model, steps = _model(), [_step(seed) for seed in range(NUM_STEPS)]
+    model, steps = small_model(), [_step(seed) for seed in range(NUM_STEPS)]
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "run")
-        _record(trace, model, steps)
-        fresh = iter([_copy(trace, number) for number in range(ROUNDS)])
+        record_steps(trace, model, steps, PROMPT, ROWS)
+        fresh = iter([copy_of(trace, number) for number in range(ROUNDS)])
         taken = in_turn(
             ROUNDS,
             replayed=lambda: replay(next(fresh)),
@@ -36,55 +36,65 @@ def compare():
     )
 
 
-def _model():
+def small_model(**changes):
+    """A Qwen3 with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, dtype="float32",
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "dtype": "float32",
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).eval()
 
 
 def _step(seed):
-    return np.random.default_rng(seed).integers(0, VOCAB, (BATCHES * ROWS, PROMPT + RESPONSE))
+    return list(np.random.default_rng(seed).integers(0, VOCAB, (BATCHES * ROWS, PROMPT + RESPONSE)))
 
 
-def _record(trace, model, steps):
-    rows = BATCHES * ROWS
+def record_steps(trace, model, steps, prompt, rows):
+    """Record steps of token sequences, scored `rows` at a time in their order, padded on the right."""
     with Recorder(trace) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": model.config.to_dict()})
         recorder.add_contract("train", {"engine": "a loop"})
         recorder.add_weights(0, model.state_dict())
-        for number, ids in enumerate(steps, 1):
+        for number, sequences in enumerate(steps, 1):
+            responses = [ids[prompt:] for ids in sequences]
             batch = recorder.add_sequences(
-                step=number, prompt_ids=ids[:, :PROMPT], response_ids=ids[:, PROMPT:], policy_version=0
+                step=number,
+                prompt_ids=[ids[:prompt] for ids in sequences],
+                response_ids=responses,
+                policy_version=0,
             )
-            none = np.zeros(rows, np.int32)
-            forward = Forward(
-                ids=np.arange(rows) // ROWS,
-                places=(np.arange(rows) % ROWS).astype("i4"),
-                rows=np.full(rows, ROWS, np.int32),
-                pad_left=none,
-                pad_right=none,
-            )
-            logprobs = np.full((rows, RESPONSE), -1.0, np.float32)
-            recorder.add_scores("train", batch, logprobs=logprobs, forward=forward)
+            logprobs = [np.full(len(ids), -1.0, np.float32) for ids in responses]
+            recorder.add_scores("train", batch, logprobs=logprobs, forward=_forward(responses, rows))
 
 
-def _copy(trace, number):
-    """A copy of the trace of which nothing was replayed."""
+def _forward(responses, rows):
+    number = np.arange(len(responses))
+    lengths = np.array([len(ids) for ids in responses])
+    widths = np.array([lengths[start : start + rows].max() for start in range(0, len(lengths), rows)])
+    return Forward(
+        ids=number // rows,
+        places=(number % rows).astype("i4"),
+        rows=np.full(len(responses), rows, np.int32),
+        pad_left=np.zeros(len(responses), np.int32),
+        pad_right=(widths[number // rows] - lengths).astype("i4"),
+    )
+
+
+def copy_of(trace, number):
+    """A copy of the trace as it is now."""
     return shutil.copytree(trace, trace.with_name(f"copy-{number}"))
 
 
 def _loop(torch, model, steps):
     """What a user would write: forward, log_softmax, gather."""
-    for ids in steps:
-        for start in range(0, len(ids), ROWS):
-            ids_BW = torch.from_numpy(ids[start : start + ROWS])
+    for sequences in steps:
+        for start in range(0, len(sequences), ROWS):
+            ids_BW = torch.from_numpy(np.stack(sequences[start : start + ROWS]))
             with torch.no_grad():
                 logits_BTV = model(ids_BW, logits_to_keep=RESPONSE + 1).logits[:, :-1]
                 torch.log_softmax(logits_BTV, -1).gather(-1, ids_BW[:, PROMPT:, None])

@@ -11,6 +11,7 @@ import sys
 
 import demo
 import memory
+import packing
 import querying
 import replaying
 import startup
@@ -21,6 +22,7 @@ BENCHMARKS = {
     "writing": writing.compare,
     "querying": querying.compare,
     "replaying": replaying.compare,
+    "packing": packing.compare,
     "memory": memory.compare,
     "weights": weights.compare,
     "startup": startup.compare,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.capture import Capture
-from ..schemas.contract import Contract
+from ..schemas.contract import Contract, canonical_json
 from ..schemas.layout import PASSES, SCORES, WRITERS
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
@@ -18,7 +19,8 @@ from ..tracer.rows import Forward
 from ..tracer.writer import TraceWriter
 from .arms import Arm
 from .batching import ForwardBatch
-from .recorded import RecordedRun
+from .differences import differences
+from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
 
@@ -39,6 +41,17 @@ class ArmPass:
     def has_other_changes(self) -> bool:
         """Whether the name stands for another arm."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
+
+    def scored_alike(self, step: int, rows: Sequence[RecordedRow], contract: Contract) -> Scored | None:
+        """What it has of a step's rows, where that was made as the contract says; None where it was not."""
+        own = {row.seq_id: row for row in self.run.step(step, self.name)}
+        if set(own) != {row.seq_id for row in rows}:
+            return None
+        now = json.loads(canonical_json(contract))
+        for digest in {row.contract for row in own.values()}:
+            if any(differences(self.run.contract(self.name, digest), now)):
+                return None
+        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
         """Add a step, in one record: a killed replay has it whole or not at all."""

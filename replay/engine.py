@@ -116,7 +116,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool) ->
                 f"{target.name} has all of these steps already; look at it (tim-trace stats RUN --pair "
                 f"{target.name}:train), or replace it with --force"
             )
-        # The identity arm is computed for every step that another arm is: its bits are what that arm is judged by.
+        # The identity arm comes with every step that another arm has: its bits are what that arm is judged by.
         wanted.append(_Wanted(scorer, target, steps if arm.is_identity else left, done))
     for entry in wanted:
         if force and not entry.done:
@@ -159,9 +159,15 @@ def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool]) -> Ite
             _check_contract(run, step, rows, group[0].scorer.contract)
             for entry in group:
                 if step in entry.steps:
-                    yield _step(entry, step, loaded.score(entry.scorer, rows), held)
+                    scored = _known(entry, step, rows) or loaded.score(entry.scorer, rows)
+                    yield _step(entry, step, scored, held)
     finally:
         loaded.close()
+
+
+def _known(entry: _Wanted, step: int, rows: list[RecordedRow]) -> Scored | None:
+    """What the trace has of the identity arm already: it need not be computed again in the same surroundings."""
+    return entry.target.scored_alike(step, rows, entry.scorer.made_by()) if step in entry.done else None
 
 
 def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> ReplayedStep:

@@ -89,6 +89,13 @@ class ArmScorer:
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
         return trl.scores(self.contract) and not shaped and all(value is None for value in own)
 
+    @property
+    def scoring_function(self) -> str:
+        """What turns a batch into logprobs, by its full name."""
+        if self._scorer is not None:
+            return str(self._scorer.name)
+        return str(self.contract["scoring_function"]) if self.uses_trl else TransformersScorer.name
+
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, or with what another arm of the same key made of it; returns what scores."""
         if self._scorer is None:
@@ -191,7 +198,7 @@ class ArmScorer:
             | {
                 "engine": "trl" if self.uses_trl else "transformers",
                 "source": "replay",
-                "scoring_function": self._scorer.name,
+                "scoring_function": self.scoring_function,
                 "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
                 "arm": arm.changes,
                 "temperature": arm.temperature or self.contract.get("temperature"),

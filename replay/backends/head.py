@@ -10,7 +10,7 @@ from typing import Any
 
 from ...tracer.logits import scaled
 
-CHUNK_BYTES = 256 << 20
+CHUNK_BYTES = 128 << 20
 """Logits that exist at a time."""
 
 
@@ -47,11 +47,11 @@ class Head:
         return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=result)
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """[C] log-probabilities, nats, of tokens `ids_C` under logits in the dtype in which all is computed."""
+        """[C] log-probabilities, nats, of tokens `ids_C` under logits, in whose dtype all is computed; overwrites them."""
         import torch
 
         if self.temperature != 1.0:
-            logits_CV = logits_CV / self.temperature
+            logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 

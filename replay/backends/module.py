@@ -55,4 +55,4 @@ class ModuleScorer:
         end = first + len(batch.rows[row].response_ids)
         logits_TV = logits_WV[first - 1 : end - 1]
         result = self._head.logits_dtype or torch.promote_types(logits_TV.dtype, torch.float32)
-        return self._head.taken(logits_TV.to(result), ids_W[first:end])
+        return self._head.taken(logits_TV.to(result, copy=True), ids_W[first:end])

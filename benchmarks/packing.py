@@ -1,0 +1,49 @@
+"""Packed replay next to a naive padded loop, over sequences of very different lengths."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from comparison import Comparison, in_turn, ratios
+from replaying import VOCAB, copy_of, record_steps, small_model
+from tim_trace.replay.engine import replay
+
+NUM_ROWS, ROWS, PROMPT = 64, 8, 10
+SHORTEST, LONGEST = 20, 1000
+ROUNDS = 5
+
+
+def compare():
+    """Tokens per second of a packed replay of 64 sequences of 20 to 1,000 tokens, and of a padded loop in their order."""
+    import torch
+
+    model = small_model()
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, VOCAB, length) for length in draw.integers(SHORTEST, LONGEST + 1, NUM_ROWS)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "run")
+        record_steps(trace, model, [rows], PROMPT, ROWS)
+        replay(trace)  # the identity arm need not be computed again for the arms that follow
+        fresh = iter([copy_of(trace, number) for number in range(ROUNDS)])
+        taken = in_turn(
+            ROUNDS,
+            packed=lambda: replay(next(fresh), padding="packed"),
+            naive=lambda: _loop(torch, model, rows),
+        )
+    yield Comparison(
+        what="throughput over that of the naive loop, reading and writing the trace included",
+        values=ratios(taken["naive"], taken["packed"]),
+        at_least=2,
+    )
+
+
+def _loop(torch, model, rows):
+    """What a user would write: pad on the right, forward, log_softmax, gather."""
+    for start in range(0, len(rows), ROWS):
+        part = [torch.from_numpy(row) for row in rows[start : start + ROWS]]
+        ids_BW = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
+        lengths_B = torch.tensor([len(row) for row in part])
+        mask_BW = (torch.arange(ids_BW.shape[1]) < lengths_B[:, None]).long()
+        with torch.no_grad():
+            logits_BWV = model(ids_BW, attention_mask=mask_BW).logits[:, :-1]
+            torch.log_softmax(logits_BWV, -1).gather(-1, ids_BW[:, 1:, None])
