@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import TimTraceError
+from .schemas.errors import TimTraceError, TimTraceWarning
 
 SECTIONS = {
     "get a trace": ("record", "import"),
@@ -34,12 +35,30 @@ class _Failure(click.ClickException):
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show our own warnings as sentences, each time, and leave all others as they are."""
+    others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, TimTraceWarning):
+            _tell(str(message))
+        else:
+            others(message, category, *where, **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TimTraceWarning)
+        warnings.showwarning = show
+        yield
+
+
 class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _plain_warnings():
+                return super().invoke(ctx)
         except TimTraceError as error:
             raise _Failure(error) from error
 

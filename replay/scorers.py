@@ -134,27 +134,29 @@ class ArmScorer:
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded.
 
-        A GPU that runs out of memory gets half as many rows from then on, unless the batch shape is what the arm is
-        about. Raises CannotReplay.
+        Where memory runs out there are half as many rows a forward from then on, unless the batch shape is what the arm
+        is about. Raises CannotReplay.
         """
-        import torch
-
         while True:
             try:
                 return self._score(rows)
-            except torch.OutOfMemoryError as error:
-                largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
-                if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
-                    raise CannotReplay(
-                        f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
-                        + ("use a machine with more" if largest == 1 else "use --batch-size with fewer")
-                    ) from error
-                self._rows = largest // 2
-                torch.cuda.empty_cache()
-                warnings.warn(
-                    f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {self._rows}",
-                    stacklevel=2,
-                )
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self._rows = self._fewer_rows(rows, error)
+
+    def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
+        largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
+        if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
+            raise CannotReplay(
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
+                + ("use a machine with more" if largest == 1 else "use --batch-size with fewer")
+            ) from error
+        warnings.warn(
+            f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
+            stacklevel=3,
+        )
+        return largest // 2
 
     def _score(self, rows: list[RecordedRow]) -> Scored:
         scored = Scored([], [], self._batches(rows))
@@ -217,6 +219,16 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Ar
     """What scores an arm. Raises CannotReplay for what this machine lacks."""
     made = VllmScorer if arm.engine == "vllm" else ArmScorer
     return made(run, arm, contract, device)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's or the machine's memory ran out; torch has no class of its own for the latter."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return True
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _largest(dtypes: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Every error that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
+"""Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
 
 class TimTraceError(Exception):
@@ -53,3 +53,7 @@ class CannotReplay(TimTraceError, RuntimeError):
 
 class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""
+
+
+class TimTraceWarning(UserWarning):
+    """Something went another way than asked; the message says which."""

@@ -19,7 +19,7 @@ from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
-from ..schemas.errors import InvalidRecord, TraceExists
+from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import METRICS, SCORES, SEQUENCES, TOKENIZER
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
@@ -484,6 +484,7 @@ class Recorder:
             self._warned.add(pass_name)
             warnings.warn(
                 f"float64 logprobs of pass {pass_name!r} are kept as float32: the largest changed by {change:.1e} nats",
+                TimTraceWarning,
                 stacklevel=2,
             )
 

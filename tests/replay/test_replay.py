@@ -5,13 +5,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
-from builders import TIM_TRACE, make_trace, tim_trace
+from builders import PROGRAMS, TIM_TRACE, make_trace, run, tim_trace
 from runs import train
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
@@ -22,6 +23,7 @@ from tim_trace.replay.results import by_arm
 from tim_trace.replay.scorers import ArmScorer
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 
@@ -347,6 +349,34 @@ def test_out_of_memory_halves_the_batch_and_says_so():
     assert [str(warning.message).rpartition("with ")[2] for warning in told] == ["4", "2"]
     assert max(len(batch.rows) for batch in result.batches) == 2
     assert [row.seq_id for row in result.rows] == [row.seq_id for row in recorded]
+
+
+def test_a_machine_that_runs_out_of_memory_goes_on_with_fewer_rows(tmp_path):
+    """A wide layer, 64 rows of 100 tokens, and 400 MB that the process may still take."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=30, hidden_size=32, intermediate_size=16_384, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=32, dtype="float32",
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 30, (64, 100))
+    one, none = np.ones(64, np.int32), np.zeros(64, np.int32)
+    together = Forward(
+        ids=none.astype("i8"), places=np.arange(64, dtype="i4"), rows=64 * one, pad_left=none, pad_right=none
+    )
+    with Recorder(tmp_path / "run") as recorder:
+        model = {"class": "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM", "config": config.to_dict()}
+        recorder.describe(model=model)
+        recorder.add_contract("train", {"engine": "mine"})
+        recorder.add_weights(0, Qwen3ForCausalLM(config).state_dict())
+        batch = recorder.add_sequences(step=1, prompt_ids=ids[:, :4], response_ids=ids[:, 4:], policy_version=0)
+        recorder.add_scores("train", batch, logprobs=np.full((64, 96), -1.0, np.float32), forward=together)
+    done = run(sys.executable, PROGRAMS / "little_memory.py", tmp_path / "run", "dtype=fp32,name=again", "400")
+    assert done.code == 0, done.stderr
+    assert "arm again: out of memory with 64 rows a forward; going on with 32" in done.stderr
+    (identity, again) = (line.split()[1:] for line in done.stdout.splitlines())
+    assert identity[0] == again[0] == str(64 * 96)
+    assert float(again[1]) == pytest.approx(float(identity[1]), abs=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "changes"), [(3, {}), (3, {"batch_size": 8}), (0, {"dtype": "fp32"})])
