@@ -1,0 +1,86 @@
+"""Attention over a cache of keys and values, whose result does not depend on how many keys there are beside those seen.
+
+A key that a query does not see has exactly the weight 0. The scale of a query's weights comes from the keys that it sees;
+that of a key and of a value from that token alone: prefill, chunks and decode cut the same numbers into the same slices.
+
+Shapes: B rows, W width of the cache, S keys so far, T queries, C queries of a block, A heads of queries, N heads of keys,
+G = A / N queries' heads that share a key's, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .functions import exp, power_of_two
+from .precision import Precision
+from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
+
+MOST_KEYS = 1 << 17
+"""Longest context: sums over keys are exact up to it."""
+BLOCK = 1 << 18
+"""Scores that exist at a time, as far as one query's do; small enough for a processor's cache."""
+
+
+class KeyValueCache:
+    """One layer's keys and values, in slices."""
+
+    def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
+        import torch
+
+        self._count = precision.slices
+        self._key_bits, self._value_bits = bits_for(head_width, self._count), bits_for(MOST_KEYS, self._count)
+        shape = (num_rows, num_heads, width)
+        vectors = {"dtype": torch.float64, "device": device}
+        self._keys = [torch.zeros(*shape, head_width, **vectors) for _ in range(self._count)]
+        self._values = [torch.zeros(*shape, head_width, **vectors) for _ in range(self._count)]
+        self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
+        self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
+        self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
+        """Where a value has overflowed: NaN for the queries that see it, and for no others."""
+
+    def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
+        """Put the keys and values of the tokens from `start` on into the cache."""
+        new = slice(start, start + keys_BNTD.shape[2])
+        _, finite = exponents(values_BNTD)
+        keys = sliced(keys_BNTD, self._key_bits, self._count)
+        values = sliced(values_BNTD.masked_fill(~finite, 0.0), self._value_bits, self._count)
+        for kept, given in ((self._keys, keys), (self._values, values)):
+            for part, new_part in zip(kept, given.parts, strict=True):
+                part[:, :, new] = new_part
+        self._key_exponents[:, :, new], self._value_exponents[:, :, new] = keys.exponent, values.exponent
+        self._broken[:, :, new] = ~finite[..., 0]
+
+    def attend(self, queries_BATD: Any, seen_BTS: Any, scaling: float) -> Any:
+        """[B, A, T, D] float64: each query's mean of the values that it sees, weighted by e**(scaling query key)."""
+        import torch
+
+        B, A, T, D = queries_BATD.shape
+        N, S = self._broken.shape[1], seen_BTS.shape[2]
+        queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
+        result_BNGTD = torch.empty_like(queries_BNGTD)
+        block = max(1, BLOCK // (B * A * S))
+        for start in range(0, T, block):
+            stop = min(T, start + block)
+            # No query of the block sees the keys after its last one.
+            keys = S - T + stop
+            seen_BCS = seen_BTS[:, start:stop, :keys]
+            result_BNGTD[:, :, :, start:stop] = self._block(queries_BNGTD[:, :, :, start:stop], seen_BCS, scaling)
+        return result_BNGTD.view(B, A, T, D)
+
+    def _block(self, queries_BNGCD: Any, seen_BCS: Any, scaling: float) -> Any:
+        B, N, G, C, D = queries_BNGCD.shape
+        S = seen_BCS.shape[2]
+        queries = sliced(queries_BNGCD.reshape(B, N, G * C, D), self._key_bits, self._count)
+        keys = Slices(tuple(part[:, :, :S] for part in self._keys), self._key_exponents[:, :, :S], self._key_bits)
+        scores_BNGCS = matmul(queries, keys).mul_(scaling).view(B, N, G, C, S)
+        scores_BNGCS.masked_fill_(~seen_BCS[:, None, None], float("-inf"))
+        weights_BNGCS = exp(scores_BNGCS - scores_BNGCS.amax(dim=-1, keepdim=True))
+        total_BNGC1 = sum_of_units(weights_BNGCS)
+        weights_BNGCS.mul_(power_of_two(self._value_exponents[:, :, :S]).mT[:, :, None])
+        weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
+        values = Slices(tuple(part[:, :, :S] for part in self._values), self._value_exponents, self._value_bits)
+        result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
+        if self._broken.any():
+            lost_BNC = (seen_BCS[:, None] & self._broken[:, :, None, :S]).any(dim=-1)
+            result_BNGCD.masked_fill_(lost_BNC[:, :, None, :, None], float("nan"))
+        return result_BNGCD

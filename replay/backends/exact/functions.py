@@ -1,0 +1,104 @@
+"""exp, log, sine and cosine out of nothing but correctly rounded float64 steps.
+
+torch's own are not the same everywhere: the body of a tensor and its tail go through different code, and so do a CPU and
+a GPU. IEEE 754 fixes the result of +, -, *, /, sqrt and rounding to an integer, so that functions made of these, each a
+torch operation of its own (a fused one may keep the digits that rounding would drop), give the same bits at every place
+of a tensor, in every batch and on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+# ln 2 and pi / 2 as sums: the first parts have 33 bits, so that a product with an integer below 2**20 is exact
+# (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+_LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
+_HALF_PI = (
+    float.fromhex("0x1.921fb544p+0"),
+    float.fromhex("0x1.0b4611a6p-34"),
+    float.fromhex("0x1.3198a2e037073p-69"),
+)
+_LEAST, _MOST = -708.0, 709.0
+"""Between them exp is a normal float64."""
+_EXP = tuple(1 / math.factorial(order) for order in range(14))
+_SINE = tuple((-1) ** order / math.factorial(2 * order + 1) for order in range(9))
+_COSINE = tuple((-1) ** order / math.factorial(2 * order) for order in range(10))
+_ATANH = tuple(1 / (2 * order + 1) for order in range(12))
+
+
+def exp(x: Any) -> Any:
+    """e**x of a float64 tensor, to about 1e-16 of its size; exactly 0 below -708, e**709 above 709."""
+    import torch
+
+    inside = x.clamp(_LEAST, _MOST)
+    turns = (inside * _LOG2_E).round_()
+    rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
+    result = polynomial(rest, _EXP).mul_(power_of_two(turns.to(torch.int64)))
+    return result.masked_fill_(x < _LEAST, 0.0)
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm of a float64 tensor of positive normal numbers, to about 2e-16 of its size.
+
+    With x = m 2**k and m near 1, it is k ln 2 + 2 atanh((m - 1) / (m + 1)).
+    """
+    import torch
+
+    exponent = (x.view(torch.int64) >> 52) - 1023
+    mantissa = x * power_of_two(-exponent)
+    upper = mantissa > math.sqrt(2)
+    exponent, mantissa = exponent + upper, torch.where(upper, mantissa * 0.5, mantissa)
+    ratio = (mantissa - 1) / (mantissa + 1)
+    turns = exponent.to(torch.float64)
+    small = polynomial(ratio * ratio, _ATANH) * (ratio * 2)
+    return turns * _LN2[0] + (turns * _LN2[1] + small)
+
+
+def cosine_and_sine(x: Any) -> tuple[Any, Any]:
+    """Cosine and sine of a float64 tensor of angles from 0 to a million, in radians, to about 2e-16."""
+    import torch
+
+    turns = (x * (2 / math.pi)).round_()
+    rest = x - turns * _HALF_PI[0]
+    for part in _HALF_PI[1:]:
+        rest = rest - turns * part
+    square = rest * rest
+    sine, cosine = polynomial(square, _SINE) * rest, polynomial(square, _COSINE)
+    quarter = turns.to(torch.int64) & 3
+    odd = (quarter & 1).bool()
+    shifted_cosine, shifted_sine = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    return (
+        torch.where((quarter == 1) | (quarter == 2), -shifted_cosine, shifted_cosine),
+        torch.where(quarter >= 2, -shifted_sine, shifted_sine),
+    )
+
+
+def silu(x: Any) -> Any:
+    """x / (1 + e**-x) of a float64 tensor."""
+    return x / exp(-x).add_(1.0)
+
+
+def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+    """The polynomial with these coefficients, lowest order first, by Horner's rule."""
+    import torch
+
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        result.mul_(x).add_(coefficient)
+    return result
+
+
+def power_of_two(exponent: Any) -> Any:
+    """2**exponent as float64, of an int64 tensor of exponents from -1022 to 1023."""
+    import torch
+
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def divided(x: Any, number: float) -> Any:
+    """x / number, rounded once: a GPU multiplies by the reciprocal where the divisor is a Python number."""
+    import torch
+
+    return x / torch.full((1,), number, dtype=x.dtype, device=x.device)

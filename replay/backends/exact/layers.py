@@ -1,0 +1,134 @@
+"""The layers of a decoder without attention: linear, norm, rotary embedding, experts.
+
+Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts of a token, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .functions import cosine_and_sine, divided, exp, silu
+from .precision import Precision, rounded
+from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
+
+ROWS = 2048
+"""Tokens that are multiplied at a time, which bounds memory."""
+
+
+class Linear:
+    """A weight, cut into slices once, and its bias."""
+
+    def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
+        """`output_dtype` is what the result is rounded to; None for that of the activations."""
+        import torch
+
+        self._precision = precision
+        self._dtype = output_dtype or precision.dtype
+        self._bits = bits_for(weight_OK.shape[1], precision.slices)
+        self._weight: Slices = sliced(weight_OK.detach().to(torch.float64), self._bits, precision.slices)
+        self._bias_O = None if bias_O is None else bias_O.detach().to(torch.float64)
+
+    def __call__(self, x_MK: Any) -> Any:
+        """[M, O]."""
+        import torch
+
+        parts = [self._rows(x_MK[start : start + ROWS]) for start in range(0, len(x_MK), ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _rows(self, x_MK: Any) -> Any:
+        result_MO = matmul(sliced(x_MK, self._bits, self._precision.slices), self._weight)
+        if self._bias_O is not None:
+            result_MO = result_MO + self._bias_O
+        return rounded(result_MO, self._dtype)
+
+
+class RmsNorm:
+    """Root mean square normalisation along the last axis (Zhang and Sennrich 2019, eq. 4)."""
+
+    def __init__(self, module: Any, precision: Precision):
+        import torch
+
+        self._weight = module.weight.detach().to(torch.float64)
+        self._epsilon = float(module.variance_epsilon)
+        self._precision = precision
+
+    def __call__(self, x: Any) -> Any:
+        """Of the shape of x."""
+        mean = divided(sum_of_squares(x, self._precision.slices), x.shape[-1])
+        return self._precision.round(self._precision.round(x / (mean + self._epsilon).sqrt()) * self._weight)
+
+
+class Rotary:
+    """Rotary position embedding, with transformers' frequencies for the model."""
+
+    def __init__(self, module: Any, precision: Precision):
+        import torch
+
+        self._frequencies = module.inv_freq.detach().to(torch.float64)
+        self._scaling = float(module.attention_scaling)
+        self._precision = precision
+
+    def table(self, positions: Any) -> tuple[Any, Any]:
+        """Cosines and sines [..., D] of positions [...]; in float32, as every transformers model makes them."""
+        import torch
+
+        angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
+        tables = []
+        for values in cosine_and_sine(angles):
+            single = rounded(rounded(values, torch.float32) * self._scaling, torch.float32)
+            tables.append(self._precision.round(torch.cat((single, single), dim=-1)))
+        return tables[0], tables[1]
+
+    def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
+        """Vectors [..., D] turned by their positions' angles."""
+        import torch
+
+        first, second = x.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+        return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
+
+
+class Mlp:
+    """Gated feed-forward layer with SiLU."""
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
+        self._gate, self._up, self._down, self._precision = gate, up, down, precision
+
+    def __call__(self, x_MH: Any) -> Any:
+        """[M, H]."""
+        inner_MI = self._precision.round(silu(self._gate(x_MH)))
+        return self._down(self._precision.round(inner_MI * self._up(x_MH)))
+
+
+class Experts:
+    """A mixture of gated layers: each token goes to its J most probable ones, of equal ones to those of lower index."""
+
+    def __init__(self, router: Linear, experts: list[Mlp], chosen: int, normalised: bool, precision: Precision):
+        """`chosen` is J; with `normalised` a token's J weights sum to 1."""
+        self._router, self._experts, self._precision = router, experts, precision
+        self._chosen, self._normalised = chosen, normalised
+
+    def __call__(self, x_MH: Any) -> Any:
+        """[M, H]: a token's experts are added in the order of their index."""
+        import torch
+
+        weights_MJ, experts_MJ = self._route(x_MH)
+        result_MH = torch.zeros_like(x_MH)
+        for index in experts_MJ.unique().tolist():
+            token, slot = torch.where(experts_MJ == index)
+            given = self._precision.round(self._experts[index](x_MH[token]) * weights_MJ[token, slot, None])
+            result_MH[token] = self._precision.round(result_MH[token] + given)
+        return result_MH
+
+    def _route(self, x_MH: Any) -> tuple[Any, Any]:
+        logits_ME = self._router(x_MH)
+        odds_ME = exp(logits_ME - logits_ME.amax(dim=-1, keepdim=True))
+        probabilities_ME = self._precision.wide(odds_ME / sum_of_units(odds_ME))
+        sorted_ME, order_ME = probabilities_ME.sort(dim=-1, descending=True, stable=True)
+        weights_MJ, experts_MJ = sorted_ME[:, : self._chosen], order_ME[:, : self._chosen]
+        if self._normalised:
+            total_M1 = weights_MJ[:, :1]
+            for slot in range(1, self._chosen):
+                total_M1 = self._precision.wide(total_M1 + weights_MJ[:, slot : slot + 1])
+            weights_MJ = self._precision.wide(weights_MJ / total_M1)
+        return self._precision.round(weights_MJ), experts_MJ

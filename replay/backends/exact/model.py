@@ -1,0 +1,184 @@
+"""A decoder of exact layers over the weights of a transformers model.
+
+Shapes: B rows, T tokens of a forward, S tokens so far, H hidden width, M = B T, A heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....schemas.errors import CannotReplay
+from .attention import MOST_KEYS, KeyValueCache
+from .head import ExactHead
+from .layers import Experts, Linear, Mlp, RmsNorm, Rotary
+from .precision import Precision
+
+CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_ROTARY_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies change with the length of what is read: no two lengths can agree."""
+
+
+def check(identity: Mapping[str, Any]) -> None:
+    """Raise CannotReplay for a model that this engine cannot run; `identity` is what the trace says of it."""
+    name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
+    if name not in CLASSES:
+        raise CannotReplay(f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use --engine hf")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CannotReplay(f"engine exact: has no activation {config['hidden_act']!r}, only silu; use --engine hf")
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type") or rotary.get("type") or "default"
+    if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CannotReplay(
+            f"engine exact: rotary embedding {kind!r}: turns a token by angles that depend on how much is read at a time, "
+            "or only a part of it; default, linear, llama3 and yarn over the whole head work; use --engine hf"
+        )
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: RmsNorm
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+    window: int | None
+    scaling: float
+    after_norm: RmsNorm
+    feed: Mlp | Experts
+
+
+class ExactModel:
+    """The exact layers of one version's weights."""
+
+    def __init__(self, held: Any):
+        """`held` is the transformers model that holds the weights."""
+        self.held = held
+        self.config = held.config
+        self._layers: list[_Layer] = []
+        self._heads: dict[Any, ExactHead] = {}
+
+    @property
+    def precision(self) -> Precision:
+        """Of the activations: the dtype of the embedding."""
+        return Precision(self.held.get_input_embeddings().weight.dtype)
+
+    @property
+    def device(self) -> Any:
+        """Where the weights are."""
+        return self.held.get_input_embeddings().weight.device
+
+    def forget(self) -> None:
+        """Cut the weights into slices anew at the next forward: others were loaded."""
+        self._layers, self._heads = [], {}
+
+    def prepare(self) -> None:
+        """Cut the weights into slices, unless that is done."""
+        if not self._layers:
+            precision, base = self.precision, self.held.base_model
+            self._rotary = Rotary(base.rotary_emb, precision)
+            self._norm = RmsNorm(base.norm, precision)
+            self._layers = [_layer(module, self.config, precision) for module in base.layers]
+
+    def head(self, temperature: float, dtype: Any = None) -> ExactHead:
+        """What makes log-probabilities of hidden states; `dtype` is what the logits are rounded to first."""
+        key = (temperature, dtype)
+        if key not in self._heads:
+            self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
+        return self._heads[key]
+
+    def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
+        """An empty cache a layer. Raises CannotReplay for more tokens than sums are exact over."""
+        if width > MOST_KEYS:
+            raise CannotReplay(f"engine exact: {width:,} tokens a sequence, and sums are exact up to {MOST_KEYS:,}")
+        shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
+        return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]
+
+    @property
+    def _head_width(self) -> int:
+        return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
+
+    def hidden(self, ids_BT: Any, positions_BS: Any, mask_BS: Any, caches: list[KeyValueCache]) -> Any:
+        """[B, T, H] float64: the last hidden states of the last T of S tokens, the others' keys being in the caches."""
+        import torch
+
+        self.prepare()
+        B, T = ids_BT.shape
+        start = mask_BS.shape[1] - T
+        embedding_VH = self.held.get_input_embeddings().weight.detach()
+        x_MH = embedding_VH[ids_BT.reshape(-1)].to(torch.float64)
+        turns = tuple(table[:, None] for table in self._rotary.table(positions_BS[:, start:]))
+        for layer, cache in zip(self._layers, caches, strict=True):
+            seen_BTS = _seen(mask_BS, positions_BS, start, layer.window)
+            x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen_BTS))
+            x_MH = self._add(x_MH, layer.feed(layer.after_norm(x_MH)))
+        return self._norm(x_MH).view(B, T, -1)
+
+    def _add(self, x: Any, y: Any) -> Any:
+        return self.precision.round(x + y)
+
+    def _attention(self, layer: _Layer, x_MH: Any, cache: KeyValueCache, turns: Any, seen_BTS: Any) -> Any:
+        B, T, S = seen_BTS.shape
+        query, key, value = (
+            project(x_MH).view(B, T, -1, self._head_width).transpose(1, 2)
+            for project in (layer.query, layer.key, layer.value)
+        )
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = layer.query_norm(query), layer.key_norm(key)
+        query, key = self._rotary.turn(query, *turns), self._rotary.turn(key, *turns)
+        cache.add(key, value, S - T)
+        mixed_BATD = self.precision.round(cache.attend(query.contiguous(), seen_BTS, layer.scaling))
+        return layer.output(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
+
+
+def _seen(mask_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
+    """[B, T, S]: which tokens each of the last ones sees: itself, and the real ones before it, within its window."""
+    import torch
+
+    place_S = torch.arange(mask_BS.shape[1], device=mask_BS.device)
+    place_T1 = place_S[start:, None]
+    seen_BTS = (place_S < place_T1) & mask_BS.bool()[:, None]
+    if window is not None:
+        seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
+    # Padding has to see something; what it gives is read by nobody.
+    return seen_BTS | (place_S == place_T1)
+
+
+def _layer(module: Any, config: Any, precision: Precision) -> _Layer:
+    attention, feed = module.self_attn, module.mlp
+    norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+    query_norm, key_norm = (None if norm is None else RmsNorm(norm, precision) for norm in norms)
+    return _Layer(
+        input_norm=RmsNorm(module.input_layernorm, precision),
+        query=_linear(attention.q_proj, precision),
+        key=_linear(attention.k_proj, precision),
+        value=_linear(attention.v_proj, precision),
+        output=_linear(attention.o_proj, precision),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        window=getattr(attention, "sliding_window", None),
+        scaling=float(attention.scaling),
+        after_norm=RmsNorm(module.post_attention_layernorm, precision),
+        feed=_experts(feed, config, precision) if hasattr(feed, "experts") else _mlp(feed, precision),
+    )
+
+
+def _linear(module: Any, precision: Precision) -> Linear:
+    return Linear(module.weight, module.bias, precision)
+
+
+def _mlp(module: Any, precision: Precision) -> Mlp:
+    gate, up, down = (_linear(part, precision) for part in (module.gate_proj, module.up_proj, module.down_proj))
+    return Mlp(gate, up, down, precision)
+
+
+def _experts(module: Any, config: Any, precision: Precision) -> Experts:
+    experts = []
+    for gate_up, down in zip(module.experts.gate_up_proj, module.experts.down_proj, strict=True):
+        gate, up = gate_up.chunk(2, dim=0)
+        experts.append(Mlp(*(Linear(weight, None, precision) for weight in (gate, up, down)), precision))
+    router = Linear(module.gate.weight, None, precision)
+    return Experts(router, experts, config.num_experts_per_tok, config.norm_topk_prob, precision)

@@ -1,0 +1,123 @@
+"""Products and sums in which no step rounds, so that the order of a sum cannot matter.
+
+A vector is cut into slices of few bits, held as integers in float64. Products of such integers, and every partial sum of
+them, are integers below 2**53, which float64 holds exactly: a BLAS may add them in any order, with any number of
+threads, on any device, and gets the same bits. What is left is to add the few sums of slices, in a set order. This is
+the error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
+
+A vector's scale is a power of two taken from that vector alone (a token's activations, a row of a weight, one key). So
+what a token gives does not depend on its neighbours in the batch.
+
+Shapes: M rows on the left, N rows on the right, K summed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .functions import power_of_two
+
+_LARGEST = 500
+"""Largest exponent: the scale of two vectors together stays within float64. No float32 comes near."""
+_UNIT_BITS = 33
+"""Of a limb of `sum_of_units`."""
+UNITS = 1 << (53 - _UNIT_BITS)
+"""Most numbers that `sum_of_units` adds exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), cut off at the end."""
+
+    parts: tuple[Any, ...]
+    """Float64 tensors of integers, of the shape of x: the first up to 2**bits, all others up to 2**(bits - 1)."""
+    exponent: Any
+    """int64, the last axis of length 1: every element is below 2**exponent."""
+    bits: int
+
+
+def bits_for(length: int, count: int) -> int:
+    """Bits of a slice, so that sums over `length` products of slices are exact.
+
+    Products of first slices need 2 bits + log2(length) <= 53. Sums of products of the same order are no larger, but those
+    of three slices by a quarter.
+    """
+    return int(53 - (length - 1).bit_length() - (count > 2)) // 2
+
+
+def sliced(x: Any, bits: int, count: int) -> Slices:
+    """Cut vectors along the last axis into `count` slices.
+
+    Of a float64 number nothing is lost that is larger than 2**-(count * bits) of its vector's largest. A vector with a
+    NaN or an infinity is NaN as a whole.
+    """
+    exponent, finite = exponents(x)
+    rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
+    parts = []
+    for index in range(count):
+        parts.append(rest.round())
+        if index + 1 < count:
+            rest.sub_(parts[-1]).mul_(2.0**bits)
+    return Slices(tuple(parts), exponent, bits)
+
+
+def exponents(x: Any) -> tuple[Any, Any]:
+    """The exponent that bounds each vector along the last axis, and whether the vector is finite; both keep the axis."""
+    import torch
+
+    least, most = x.aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(most, -least)
+    exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
+    return exponent.clamp(-_LARGEST, _LARGEST), exponent <= _LARGEST
+
+
+def matmul(left: Slices, right: Slices) -> Any:
+    """[..., M, N] float64: rows of `left` [..., M, K] times rows of `right` [..., N, K].
+
+    Products of slices of too high an order are dropped. With `count` slices of b bits the absolute error is at most
+    6 K 2**(-count b) max|left row| max|right row|, and 2**-52 of the result besides. For two slices and K = 4096, where
+    b = 20, that is 2**-37 K max max; of a float32 sum nothing better is known than 2**-24 K sum|left||right|.
+    """
+    total = _total(left, right, lambda a, b: a @ b.mT)
+    total.mul_(power_of_two(left.exponent - left.bits))
+    return total.mul_(power_of_two(right.exponent - right.bits).mT)
+
+
+def scaled_matmul(left: Slices, right: Slices) -> Any:
+    """As `matmul`, where the right side's exponents are already in the left's elements; right's parts are [..., K, N]."""
+    total = _total(left, right, lambda a, b: a @ b)
+    return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
+
+
+def sum_of_squares(x: Any, count: int) -> Any:
+    """[..., 1] float64: the sum of squares along the last axis; error as of `matmul`."""
+    slices = sliced(x, bits_for(x.shape[-1], count), count)
+    total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
+    return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
+
+
+def sum_of_units(x: Any) -> Any:
+    """[..., 1] float64: the sum along the last axis of up to UNITS numbers from 0 to 1, each rounded to 2**-66 first."""
+    import torch
+
+    assert x.shape[-1] <= UNITS
+    high = x * 2.0**_UNIT_BITS
+    whole = high.round()
+    low = high.sub_(whole).mul_(2.0**_UNIT_BITS).round_()
+    sums = [torch.sum(part, dim=-1, keepdim=True) for part in (whole, low)]
+    return sums[0] * 2.0**-_UNIT_BITS + sums[1] * 2.0 ** (-2 * _UNIT_BITS)
+
+
+def _total(left: Slices, right: Slices, contract: Any) -> Any:
+    """Sum over the orders, the smallest first: each is exact, and adding two orders rounds once, element by element."""
+    assert left.bits == right.bits
+    count = len(left.parts)
+    total = None
+    for order in reversed(range(count)):
+        same_order = contract(left.parts[0], right.parts[order])
+        for index in range(1, order + 1):
+            same_order += contract(left.parts[index], right.parts[order - index])
+        total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
+    # A sum that is exactly zero has the sign that the library's order gives it; this makes it +0.
+    return total.add_(0.0)

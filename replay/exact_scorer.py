@@ -1,0 +1,71 @@
+"""An arm that the exact engine scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..schemas.contract import Contract
+from ..schemas.errors import CannotReplay
+from ..tracer.weights.reader import Tensor
+from .arms import Arm
+from .backends import model as models
+from .backends.exact.model import ExactModel, check
+from .backends.exact.scorer import ExactScorer
+from .recorded import RecordedRun
+from .scorers import ArmScorer, LoadKey
+
+
+class ExactArmScorer(ArmScorer):
+    """Scores steps with the same bits in any batch, padding and chunking."""
+
+    uses_trl = False
+
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+        super().__init__(run, arm, contract, device)
+        check(run.model)
+        autocast = contract["torch"].get("autocast_dtype")
+        if arm.dtype is None and autocast not in (None, "None"):
+            raise CannotReplay(
+                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.dtype}, and this engine "
+                "computes in one dtype; add --dtype bf16, fp16, fp32 or fp64"
+            )
+
+    @property
+    def key(self) -> LoadKey:
+        """What decides which model is built."""
+        return ("exact", self.arm.dtype, self.dtype, self.arm.quantize)
+
+    @property
+    def attention(self) -> str:
+        """The engine's own."""
+        return "exact"
+
+    def build(self) -> ExactModel:
+        """The exact layers, over a transformers model without weights. Raises CannotReplay."""
+        return ExactModel(models.build(self.run.model, dtype=self.dtype, attention="eager", device=self.device))
+
+    def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
+        """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+        super().put(model.held, tensors)
+        model.forget()
+
+    def _make(self, model: ExactModel) -> ExactScorer:
+        import torch
+
+        in_single = self.arm.lm_head == "fp32" or self.contract.get("cast_lm_head_to_fp32")
+        return ExactScorer(
+            model,
+            temperature=self._temperature,
+            head_dtype=torch.float32 if in_single and self.dtype != "float64" else None,
+            cached_tokens=self.arm.cached_tokens,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
+
+    def made_by(self) -> Contract:
+        """The contract of what this arm gives: the recorded one, with what was really used."""
+        made = super().made_by()
+        return made | {"engine": "exact", "temperature": self._temperature, "torch": made["torch"] | {"autocast_dtype": "None"}}
