@@ -226,8 +226,8 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
 @click.option(
-    "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm"]),
-    help="The rebuilt transformers model, or vLLM on the same weights.",
+    "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
+    help="The rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["fp64", "fp32", "tf32", "bf16", "fp16"]), help="Of weights and activations."

@@ -20,12 +20,15 @@ PADDINGS = ("left", "right", "packed")
 KV_DTYPES = ("fp8",)
 PACKABLE = (None, "math", "flash", "efficient", "cudnn")
 """What --attention may be in packed forwards."""
-ENGINES = ("hf", "vllm")
+ENGINES = ("hf", "vllm", "exact")
 AS_RECORDED = "as-recorded"
-_OF_HF = (
-    "quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile",
-)  # fmt: skip
 _OF_VLLM = ("prefix_caching", "attention_backend")
+_NOT_OF = {
+    "hf": _OF_VLLM,
+    "vllm": ("quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile"),
+    "exact": (*_OF_VLLM, "logits_dtype", "attention", "kv_dtype", "deterministic", "compile", "top_k", "top_p"),
+}
+"""Engine -> settings that it does not have. Engine exact has one attention, and is deterministic as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class Arm:
     name: str = ""
     """The pass is `replay/<name>`; made of the changes when it is not given."""
     engine: str = "hf"
-    """`hf`: the rebuilt transformers model; `vllm`: vLLM on the same weights."""
+    """`hf`: the rebuilt transformers model; `vllm`: vLLM on the same weights; `exact`: the same bits in every batch."""
     dtype: str | None = None
     """Of weights and activations: a key of DTYPES."""
     quantize: str | None = None
@@ -97,13 +100,18 @@ class Arm:
             object.__setattr__(self, "name", self._made_name())
 
     def _check_engine(self) -> None:
-        theirs = _OF_VLLM if self.engine == "hf" else _OF_HF
-        wrong = [name.replace("_", "-") for name in theirs if getattr(self, name)]
+        wrong = [name.replace("_", "-") for name in _NOT_OF[self.engine] if getattr(self, name)]
         if wrong and self.engine == "hf":
             raise InvalidOption(f"{wrong[0]}: is vLLM's; add --engine vllm")
         if wrong:
-            taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in (*_OF_HF, "name")]
-            raise InvalidOption(f"{wrong[0]}: vLLM has no such setting here; with --engine vllm use {', '.join(taken)}")
+            others = (*_NOT_OF[self.engine], "name")
+            taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in others]
+            whose = "vLLM" if self.engine == "vllm" else f"engine {self.engine}"
+            raise InvalidOption(
+                f"{wrong[0]}: {whose} has no such setting here; with --engine {self.engine} use {', '.join(taken)}"
+            )
+        if self.engine == "exact" and self.dtype == "tf32":
+            raise InvalidOption("dtype: engine exact has no tf32; use fp64, fp32, bf16 or fp16")
 
     def _check_together(self) -> None:
         """Refuse changes that exclude each other."""

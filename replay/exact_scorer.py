@@ -14,6 +14,7 @@ from .backends.exact.model import ExactModel, check
 from .backends.exact.scorer import ExactScorer
 from .recorded import RecordedRun
 from .scorers import ArmScorer, LoadKey
+from .settings import autocast_dtype
 
 
 class ExactArmScorer(ArmScorer):
@@ -23,9 +24,11 @@ class ExactArmScorer(ArmScorer):
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         super().__init__(run, arm, contract, device)
+        if run.model_factory is not None:
+            raise CannotReplay("engine exact: has layers of its own, and takes no --model-factory; use --engine hf")
         check(run.model)
-        autocast = contract["torch"].get("autocast_dtype")
-        if arm.dtype is None and autocast not in (None, "None"):
+        autocast = autocast_dtype(contract)
+        if arm.dtype is None and autocast is not None:
             raise CannotReplay(
                 f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.dtype}, and this engine "
                 "computes in one dtype; add --dtype bf16, fp16, fp32 or fp64"

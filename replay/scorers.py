@@ -217,8 +217,13 @@ class ArmScorer:
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> ArmScorer | VllmScorer:
     """What scores an arm. Raises CannotReplay for what this machine lacks."""
-    made = VllmScorer if arm.engine == "vllm" else ArmScorer
-    return made(run, arm, contract, device)
+    if arm.engine == "vllm":
+        return VllmScorer(run, arm, contract, device)
+    if arm.engine == "exact":
+        from .exact_scorer import ExactArmScorer
+
+        return ExactArmScorer(run, arm, contract, device)
+    return ArmScorer(run, arm, contract, device)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

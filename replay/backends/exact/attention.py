@@ -61,26 +61,32 @@ class KeyValueCache:
         block = max(1, BLOCK // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # No query of the block sees the keys after its last one.
-            keys = S - T + stop
-            seen_BCS = seen_BTS[:, start:stop, :keys]
-            result_BNGTD[:, :, :, start:stop] = self._block(queries_BNGTD[:, :, :, start:stop], seen_BCS, scaling)
+            seen_BCS = seen_BTS[:, start:stop]
+            # Of the keys that no query of the block sees, those before the first and after the last are left out.
+            places = seen_BCS.any(dim=1).any(dim=0).nonzero()
+            keys = slice(int(places[0]), int(places[-1]) + 1)
+            queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
+            result_BNGTD[:, :, :, start:stop] = self._block(queries_BNGCD, keys, seen_BCS[:, :, keys], scaling)
         return result_BNGTD.view(B, A, T, D)
 
-    def _block(self, queries_BNGCD: Any, seen_BCS: Any, scaling: float) -> Any:
+    def _block(self, queries_BNGCD: Any, seen: slice, seen_BCS: Any, scaling: float) -> Any:
         B, N, G, C, D = queries_BNGCD.shape
         S = seen_BCS.shape[2]
         queries = sliced(queries_BNGCD.reshape(B, N, G * C, D), self._key_bits, self._count)
-        keys = Slices(tuple(part[:, :, :S] for part in self._keys), self._key_exponents[:, :, :S], self._key_bits)
+        keys = Slices(
+            tuple(part[:, :, seen] for part in self._keys), self._key_exponents[:, :, seen], self._key_bits
+        )
         scores_BNGCS = matmul(queries, keys).mul_(scaling).view(B, N, G, C, S)
         scores_BNGCS.masked_fill_(~seen_BCS[:, None, None], float("-inf"))
         weights_BNGCS = exp(scores_BNGCS - scores_BNGCS.amax(dim=-1, keepdim=True))
         total_BNGC1 = sum_of_units(weights_BNGCS)
-        weights_BNGCS.mul_(power_of_two(self._value_exponents[:, :, :S]).mT[:, :, None])
+        exponents_BNS1 = self._value_exponents[:, :, seen]
+        weights_BNGCS.mul_(power_of_two(exponents_BNS1).mT[:, :, None])
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
-        values = Slices(tuple(part[:, :, :S] for part in self._values), self._value_exponents, self._value_bits)
+        values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        if self._broken.any():
-            lost_BNC = (seen_BCS[:, None] & self._broken[:, :, None, :S]).any(dim=-1)
+        broken_BNS = self._broken[:, :, seen]
+        if broken_BNS.any():
+            lost_BNC = (seen_BCS[:, None] & broken_BNS[:, :, None]).any(dim=-1)
             result_BNGCD.masked_fill_(lost_BNC[:, :, None, :, None], float("nan"))
         return result_BNGCD

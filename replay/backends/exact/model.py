@@ -101,18 +101,21 @@ class ExactModel:
     def _head_width(self) -> int:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
-    def hidden(self, ids_BT: Any, positions_BS: Any, mask_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """[B, T, H] float64: the last hidden states of the last T of S tokens, the others' keys being in the caches."""
+    def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
+        """[B, T, H] float64: the last hidden states of the last T of S tokens, the others' keys being in the caches.
+
+        `rows_BS` numbers the rows, which do not see each other; 0 is padding.
+        """
         import torch
 
         self.prepare()
         B, T = ids_BT.shape
-        start = mask_BS.shape[1] - T
+        start = rows_BS.shape[1] - T
         embedding_VH = self.held.get_input_embeddings().weight.detach()
         x_MH = embedding_VH[ids_BT.reshape(-1)].to(torch.float64)
         turns = tuple(table[:, None] for table in self._rotary.table(positions_BS[:, start:]))
         for layer, cache in zip(self._layers, caches, strict=True):
-            seen_BTS = _seen(mask_BS, positions_BS, start, layer.window)
+            seen_BTS = _seen(rows_BS, positions_BS, start, layer.window)
             x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen_BTS))
             x_MH = self._add(x_MH, layer.feed(layer.after_norm(x_MH)))
         return self._norm(x_MH).view(B, T, -1)
@@ -134,13 +137,13 @@ class ExactModel:
         return layer.output(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
 
 
-def _seen(mask_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """[B, T, S]: which tokens each of the last ones sees: itself, and the real ones before it, within its window."""
+def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
+    """[B, T, S]: which tokens each of the last ones sees: itself, and those of its row before it, within its window."""
     import torch
 
-    place_S = torch.arange(mask_BS.shape[1], device=mask_BS.device)
+    place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
-    seen_BTS = (place_S < place_T1) & mask_BS.bool()[:, None]
+    seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
     # Padding has to see something; what it gives is read by nobody.

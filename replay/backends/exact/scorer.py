@@ -1,13 +1,15 @@
-"""Scoring with exact layers: prefill, or through a cache of keys and values; the bits are the same.
+"""Scoring with exact layers: prefill, packed, or through a cache of keys and values; the bits are the same.
 
-Shapes: B rows of a forward, W its width, K its scored positions, H hidden width.
+Shapes: B rows of a forward (packed ones lie in one), W its width, N scored tokens, H hidden width.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...batching import ForwardBatch
+import numpy as np
+
+from ...batching import ForwardBatch, PackedBatch
 from .head import ExactHead
 from .model import ExactModel
 
@@ -28,31 +30,40 @@ class ExactScorer:
         self._cached_tokens = cached_tokens
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """[B, K] log-probabilities of the batch's last K tokens."""
+        """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
-        device, keep = self._model.device, batch.num_kept
-        ids_BW = torch.from_numpy(batch.ids_BW).to(device)
-        mask_BW = torch.from_numpy(batch.mask_BW).to(device)
         with torch.no_grad():
-            hidden_BWH = self._hidden(ids_BW, mask_BW, keep)
-            hidden_MH = hidden_BWH[:, -keep - 1 : -1].reshape(-1, hidden_BWH.shape[-1])
+            ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in _laid(batch))
+            hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
+            scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
             head = self._model.head(self._temperature, self._head_dtype)
-            logprobs_M = head.logprobs(hidden_MH, ids_BW[:, -keep:].reshape(-1))
-        return logprobs_M.view(len(ids_BW), keep)
+            # The token at a place is predicted from the hidden state before it.
+            return head.logprobs(hidden_BWH.flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
-    def _hidden(self, ids_BW: Any, mask_BW: Any, keep: int) -> Any:
+    def _ends(self, batch: ForwardBatch) -> list[int]:
+        """Where each forward ends: one over everything, or the prompt in one go and the recorded tokens after it."""
+        if self._cached_tokens is None or isinstance(batch, PackedBatch):
+            return [batch.width]
+        prompt = batch.width - batch.num_kept
+        return [prompt, *range(prompt + self._cached_tokens, batch.width, self._cached_tokens), batch.width]
+
+    def _hidden(self, ids_BW: Any, positions_BW: Any, rows_BW: Any, ends: list[int]) -> Any:
         import torch
 
-        width = ids_BW.shape[1]
-        positions_BW = (mask_BW.cumsum(dim=1) - 1).clamp(min=0)
-        caches = self._model.caches(len(ids_BW), width)
-        size = self._cached_tokens
-        ends = [width] if size is None else [width - keep, *range(width - keep + size, width, size), width]
+        caches = self._model.caches(*ids_BW.shape)
         start, parts = 0, []
         for end in ends:
             if end > start:
-                seen = (positions_BW[:, :end], mask_BW[:, :end])
-                parts.append(self._model.hidden(ids_BW[:, start:end], *seen, caches))
+                so_far = (positions_BW[:, :end], rows_BW[:, :end])
+                parts.append(self._model.hidden(ids_BW[:, start:end], *so_far, caches))
                 start = end
         return torch.cat(parts, dim=1)
+
+
+def _laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[B, W] ids, positions in the own row, and number of the row (0 for padding), of a forward."""
+    if isinstance(batch, PackedBatch):
+        rows_W = np.repeat(np.arange(len(batch.rows)) + 1, np.diff(batch.ends_B, prepend=0))
+        return batch.ids_W[None], batch.positions_W[None], rows_W[None]
+    return batch.ids_BW, np.maximum(batch.mask_BW.cumsum(axis=1) - 1, 0), batch.mask_BW
