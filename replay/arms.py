@@ -104,7 +104,7 @@ class Arm:
         if wrong and self.engine == "hf":
             raise InvalidOption(f"{wrong[0]}: is vLLM's; add --engine vllm")
         if wrong:
-            others = (*_NOT_OF[self.engine], "name")
+            others = (*_NOT_OF[self.engine], "name", "engine")
             taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in others]
             whose = "vLLM" if self.engine == "vllm" else f"engine {self.engine}"
             raise InvalidOption(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
@@ -71,4 +70,8 @@ class ExactArmScorer(ArmScorer):
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         made = super().made_by()
-        return made | {"engine": "exact", "temperature": self._temperature, "torch": made["torch"] | {"autocast_dtype": "None"}}
+        return made | {
+            "engine": "exact",
+            "temperature": self._temperature,
+            "torch": made["torch"] | {"autocast_dtype": "None"},
+        }

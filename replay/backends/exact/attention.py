@@ -73,9 +73,7 @@ class KeyValueCache:
         B, N, G, C, D = queries_BNGCD.shape
         S = seen_BCS.shape[2]
         queries = sliced(queries_BNGCD.reshape(B, N, G * C, D), self._key_bits, self._count)
-        keys = Slices(
-            tuple(part[:, :, seen] for part in self._keys), self._key_exponents[:, :, seen], self._key_bits
-        )
+        keys = Slices(tuple(part[:, :, seen] for part in self._keys), self._key_exponents[:, :, seen], self._key_bits)
         scores_BNGCS = matmul(queries, keys).mul_(scaling).view(B, N, G, C, S)
         scores_BNGCS.masked_fill_(~seen_BCS[:, None, None], float("-inf"))
         weights_BNGCS = exp(scores_BNGCS - scores_BNGCS.amax(dim=-1, keepdim=True))

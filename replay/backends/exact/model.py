@@ -24,7 +24,9 @@ def check(identity: Mapping[str, Any]) -> None:
     """Raise CannotReplay for a model that this engine cannot run; `identity` is what the trace says of it."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
-        raise CannotReplay(f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use --engine hf")
+        raise CannotReplay(
+            f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use --engine hf"
+        )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(f"engine exact: has no activation {config['hidden_act']!r}, only silu; use --engine hf")
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -181,7 +183,7 @@ def _mlp(module: Any, precision: Precision) -> Mlp:
 def _experts(module: Any, config: Any, precision: Precision) -> Experts:
     experts = []
     for gate_up, down in zip(module.experts.gate_up_proj, module.experts.down_proj, strict=True):
-        gate, up = gate_up.chunk(2, dim=0)
-        experts.append(Mlp(*(Linear(weight, None, precision) for weight in (gate, up, down)), precision))
+        gate, up, down = (Linear(weight, None, precision) for weight in (*gate_up.chunk(2, dim=0), down))
+        experts.append(Mlp(gate, up, down, precision))
     router = Linear(module.gate.weight, None, precision)
     return Experts(router, experts, config.num_experts_per_tok, config.norm_topk_prob, precision)

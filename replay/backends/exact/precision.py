@@ -15,7 +15,10 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Slices of a number: two hold more than float32's digits, three about as many as float64's."""
+        """Slices of a number: two hold 36 bits or more of a vector's largest, three 51 or more.
+
+        So an fp64 replay has sums as good as float64's; its rotary tables are float32, as transformers' are.
+        """
         import torch
 
         return 3 if self.dtype == torch.float64 else 2

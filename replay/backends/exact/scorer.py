@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ...batching import ForwardBatch, PackedBatch
-from .head import ExactHead
 from .model import ExactModel
 
 

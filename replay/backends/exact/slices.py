@@ -112,12 +112,12 @@ def sum_of_units(x: Any) -> Any:
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
     """Sum over the orders, the smallest first: each is exact, and adding two orders rounds once, element by element."""
     assert left.bits == right.bits
-    count = len(left.parts)
     total = None
-    for order in reversed(range(count)):
+    for order in reversed(range(len(left.parts))):
         same_order = contract(left.parts[0], right.parts[order])
         for index in range(1, order + 1):
             same_order += contract(left.parts[index], right.parts[order - index])
         total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
+    assert total is not None
     # A sum that is exactly zero has the sign that the library's order gives it; this makes it +0.
     return total.add_(0.0)
