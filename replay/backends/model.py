@@ -73,7 +73,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     """Put a version's weights into the model, bit for bit, or rounded to `dtype`. Raises CannotReplay."""
     import torch
 
-    wanted = model.state_dict()
+    wanted = model.state_dict(keep_vars=True)  # the tensors themselves: another dtype can be put in their place
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
