@@ -267,6 +267,14 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 )
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@click.option(
+    "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
+    help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
+)  # fmt: skip
+@click.option(
+    "--capture-fraction", default=1.0, show_default=True, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, a row a step.")
 def replay(trace: str, as_json: bool, **options: Any) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract, canonical_json
-from ..schemas.layout import PASSES, SCORES, WRITERS
+from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
+from ..tracer.dense import end_to_end
 from ..tracer.recorder import Recorder
 from ..tracer.rows import Forward
 from ..tracer.writer import TraceWriter
@@ -27,8 +28,8 @@ from .scored import Scored
 class ArmPass:
     """The pass of an arm in the trace that is replayed."""
 
-    def __init__(self, run: RecordedRun, arm: Arm):
-        self.run, self.arm = run, arm
+    def __init__(self, run: RecordedRun, arm: Arm, capture: Capture | None = None):
+        self.run, self.arm, self.capture = run, arm, capture or Capture()
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
 
@@ -51,16 +52,17 @@ class ArmPass:
         for digest in {row.contract for row in own.values()}:
             if any(differences(self.run.contract(self.name, digest), now)):
                 return None
-        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [])
+        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [], {})
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
         """Add a step, in one record: a killed replay has it whole or not at all."""
         if self._recorder is None:
-            self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), Capture())
+            self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows])
         batch.resolve(np.array([len(row.response_ids) for row in scored.rows]), None)
         stale = self.arm.weights_version
+        captured = [index for index, row in enumerate(scored.rows) if row.seq_id in scored.distributions]
         self._recorder.add_scores(
             self.name,
             batch,
@@ -68,6 +70,8 @@ class ArmPass:
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
             forward=_forward_columns(step, scored.batches) if scored.batches else None,
+            distribution=end_to_end([scored.distributions[scored.rows[index].seq_id] for index in captured]),
+            captured_rows=captured,
         )
         self._recorder.writer.drain()
 
@@ -77,6 +81,8 @@ class ArmPass:
             for name in self.run.store.files(SCORES):
                 if name.startswith(f"{writer}-"):
                     (self.run.folder / SCORES / name).unlink()
+            for group in (self.run.folder / DENSE).glob(f"{writer}-*"):
+                shutil.rmtree(group)
             (self.run.folder / WRITERS / f"{writer}.json").unlink(missing_ok=True)
         shutil.rmtree(self.run.folder / PASSES / self.name, ignore_errors=True)
 

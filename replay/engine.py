@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption
 from ..schemas.passes import TRAIN
@@ -44,6 +45,8 @@ def replay(
     arm: Sequence[str | Arm] = (),
     arm_file: str | os.PathLike[str] | None = None,
     model_factory: str | None = None,
+    capture: str = "logprobs",
+    capture_fraction: float = 1.0,
     force: bool = False,
     progress: Progress = no_progress,
     **changes: Any,
@@ -58,12 +61,15 @@ def replay(
 
     `model_factory`, as `module:function`, builds the model where transformers does not know its class.
 
+    `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
+    share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
+
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     arms = _arms(arm, arm_file, changes)
     run = RecordedRun(trace, model_factory=model_factory)
     chosen = parse_steps(steps, run.steps(TRAIN))
-    wanted = _wanted(run, arms, chosen, force)
+    wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
     results: list[ReplayedStep] = []
     held: dict[int, bool] = {}
     try:
@@ -92,18 +98,18 @@ def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, c
     return arms
 
 
-def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool) -> list[_Wanted]:
+def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, capture: Capture) -> list[_Wanted]:
     """What is to be done of each arm; everything that can be refused is, before anything is removed."""
     first, device = run.step(steps[0]), _device()
     contract = _contract(run, steps[0], first)
-    scorers = [scorer_of(run, arm, contract, device) for arm in arms]
+    scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
     needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
         run.weights.load(missing[0])  # raises, and says what there is
     wanted = []
     for arm, scorer in zip(arms, scorers, strict=True):
-        target = ArmPass(run, arm)
+        target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
         done = set() if force and not serves_others else set(target.steps)
         if done and target.has_other_changes:
@@ -159,10 +165,18 @@ def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool]) -> Ite
             _check_contract(run, step, rows, group[0].scorer.contract)
             for entry in group:
                 if step in entry.steps:
-                    scored = _known(entry, step, rows) or loaded.score(entry.scorer, rows)
+                    scored = _known(entry, step, rows) or loaded.score(entry.scorer, _capturing(entry, step, rows))
                     yield _step(entry, step, scored, held)
     finally:
         loaded.close()
+
+
+def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
+    """The rows, with those marked whose distributions are kept; none of a step that the arm has already."""
+    capture = entry.scorer.capture
+    if not capture.dense or step in entry.done:
+        return rows
+    return [replace(row, captured=capture.selects(step, row.seq_id)) for row in rows]
 
 
 def _known(entry: _Wanted, step: int, rows: list[RecordedRow]) -> Scored | None:

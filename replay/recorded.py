@@ -49,6 +49,8 @@ class RecordedRow:
     pad_right: int
     composition_known: bool = True
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
+    captured: bool = False
+    """Whether the replay keeps this row's distributions."""
 
     @property
     def num_tokens(self) -> int:

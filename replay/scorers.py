@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..tracer import environment
+from ..tracer.dense import Distribution
+from ..tracer.projection import Projection
 from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
 from .arms import DTYPES, Arm
@@ -18,6 +21,7 @@ from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
+from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
 from .batching import PACKED, ForwardBatch, forwards, responses
 from .recorded import RecordedRow, RecordedRun
@@ -32,14 +36,18 @@ LoadKey = tuple[Any, ...]
 class ArmScorer:
     """Scores steps under one arm, on a model that arms of the same load key share."""
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.capture = capture or Capture()
+        if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
+            raise CannotReplay("capture hidden: does not say which tokens top-k and top-p cut; use logits or topk:K")
         kernels.check(arm.attention, device)
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
                 "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; here work fp64, fp32, bf16 and fp16"
             )
         self._scorer: Any = None
+        self._model: Any = None
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Rows of a forward, once memory has run out; None before."""
@@ -98,13 +106,14 @@ class ArmScorer:
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, or with what another arm of the same key made of it; returns what scores."""
+        self._model = model
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
         return self._scorer
 
     def detach(self) -> None:
         """Let go of the model, so that the next fits into memory."""
-        self._scorer = None
+        self._scorer = self._model = None
 
     def _make(self, model: Any) -> Any:
         import torch
@@ -112,24 +121,59 @@ class ArmScorer:
         arm = self.arm
         if self.uses_trl:
             return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
-        head_fp32 = arm.lm_head == "fp32" or self.contract.get("cast_lm_head_to_fp32")
         head = Head(
-            temperature=arm.temperature or self.contract.get("temperature", 1.0),
+            temperature=self._temperature,
             top_k=arm.top_k,
             top_p=arm.top_p,
-            projection_dtype=torch.float32 if head_fp32 else None,
-            logits_dtype=getattr(torch, DTYPES[arm.logits_dtype]) if arm.logits_dtype else None,
+            projection_dtype=torch.float32 if self._head_fp32 else None,
+            logits_dtype=self._logits_dtype,
         )
         if not gives_hidden(model):
+            if self.capture.level == HIDDEN:
+                raise CannotReplay("capture hidden: the model factory's model gives logits alone; use logits or topk:K")
             return ModuleScorer(model, head, arm)
         return TransformersScorer(
             model,
             head,
             cached_tokens=arm.cached_tokens,
             kv_dtype=arm.kv_dtype,
-            autocast=None if arm.dtype else autocast_dtype(self.contract),
+            autocast=self._autocast,
             compile=arm.compile,
         )
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
+
+    @property
+    def _head_fp32(self) -> bool:
+        return self.arm.lm_head == "fp32" or bool(self.contract.get("cast_lm_head_to_fp32"))
+
+    @property
+    def _logits_dtype(self) -> Any:
+        import torch
+
+        return getattr(torch, DTYPES[self.arm.logits_dtype]) if self.arm.logits_dtype else None
+
+    @property
+    def _autocast(self) -> Any:
+        """torch's dtype of the recorded autocast; None without, and where the arm has a dtype of its own."""
+        return None if self.arm.dtype else autocast_dtype(self.contract)
+
+    @property
+    def _projection_dtype(self) -> Any:
+        """torch's dtype that the head computes in; None for that of the hidden states."""
+        import torch
+
+        # TRL's head is a function of its own that is told its dtype; ours is a linear layer, which autocast casts.
+        single = torch.float32 if self._head_fp32 else None
+        return (single or self._autocast) if self.uses_trl else (self._autocast or single)
+
+    def _distributions(self, tap: HiddenTap) -> dict[str, Distribution]:
+        then = cutting(self.arm.top_k, self.arm.top_p, self._temperature, self._logits_dtype)
+        model = self._model if gives_hidden(self._model) else None
+        projection = Projection(model=model, dtype=self._projection_dtype, then=then)
+        return tap.distributions(projection, self.capture, self._temperature)
 
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded.
@@ -159,13 +203,16 @@ class ArmScorer:
         return largest // 2
 
     def _score(self, rows: list[RecordedRow]) -> Scored:
-        scored = Scored([], [], self._batches(rows))
+        scored = Scored([], [], self._batches(rows), {})
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
             for batch in scored.batches:
                 scored.rows.extend(batch.rows)
-                scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
+                with HiddenTap(self._scorer, batch) as tap:
+                    scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
+                if tap.heard:
+                    scored.distributions.update(self._distributions(tap))
         return scored
 
     def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
@@ -211,19 +258,30 @@ class ArmScorer:
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),
+                **self._head_contract(),
             }
         )
 
+    def _head_contract(self) -> Contract:
+        """What makes logits of captured hidden states."""
+        if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
+            return {}
+        return {"head": head_contract(self._model, self._projection_dtype, self._logits_dtype)}
 
-def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> ArmScorer | VllmScorer:
+
+def scorer_of(
+    run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None
+) -> ArmScorer | VllmScorer:
     """What scores an arm. Raises CannotReplay for what this machine lacks."""
     if arm.engine == "vllm":
-        return VllmScorer(run, arm, contract, device)
+        return VllmScorer(run, arm, contract, device, capture)
     if arm.engine == "exact":
         from .exact_scorer import ExactArmScorer
 
+        if capture is not None and capture.dense:
+            raise CannotReplay("capture: engine exact keeps no distributions; replay its arms without, or use --engine hf")
         return ExactArmScorer(run, arm, contract, device)
-    return ArmScorer(run, arm, contract, device)
+    return ArmScorer(run, arm, contract, device, capture)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

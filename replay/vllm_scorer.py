@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..schemas.passes import ROLLOUT
@@ -22,8 +23,11 @@ _KEPT_ARGUMENTS = ("max_num_seqs", "max_num_batched_tokens", "quantization", "en
 class VllmScorer:
     """Scores steps with a vLLM engine of the recorded arguments, changed by the arm."""
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.capture = capture or Capture()
+        if self.capture.level == HIDDEN:
+            raise CannotReplay("capture hidden: vLLM gives no hidden states; use logits or topk:K, or --engine hf")
         if arm.dtype in ("fp64", "tf32"):
             raise CannotReplay(f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or --engine hf")
         rollouts = run.arms(ROLLOUT)
@@ -86,8 +90,10 @@ class VllmScorer:
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded."""
         assert self._engine is not None
-        values = self._engine.score(rows, self._temperature, self.arm.top_k, self.arm.top_p)
-        return Scored(rows, values, [])
+        values, distributions = self._engine.score(
+            rows, self._temperature, self.arm.top_k, self.arm.top_p, self.capture
+        )
+        return Scored(rows, values, [], distributions)
 
     @property
     def _temperature(self) -> float:

@@ -7,7 +7,8 @@ from hashlib import blake2b
 
 from .errors import InvalidOption
 
-LEVELS = ("logprobs", "topk", "logits")
+LOGPROBS, TOPK, LOGITS, HIDDEN = "logprobs", "topk", "logits", "hidden"
+LEVELS = (LOGPROBS, TOPK, LOGITS, HIDDEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class Capture:
     """How much of a token's distribution is kept, and for what share of the sequences."""
 
     level: str = "logprobs"
-    """`logprobs` (the sampled token's alone), `topk` or `logits`."""
+    """`logprobs` (the sampled token's alone), `topk`, `logits`, or `hidden` (the last hidden state), which a replay keeps."""
     k: int | None = None
     """How many of the most probable tokens `topk` keeps; None for the other levels."""
     fraction: float = 1.0
@@ -23,7 +24,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidOption(f"capture: got {self.level!r}; use logprobs, topk:K or logits")
+            raise InvalidOption(f"capture: got {self.level!r}; use logprobs, topk:K or logits, or in a replay hidden")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(
                 f"capture: got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20"
@@ -33,7 +34,7 @@ class Capture:
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
-        """Read `logprobs`, `topk:K` or `logits`.
+        """Read `logprobs`, `topk:K`, `logits` or `hidden`.
 
         >>> Capture.parse("topk:20", 0.1)
         Capture(level='topk', k=20, fraction=0.1)
@@ -45,6 +46,13 @@ class Capture:
 
     def __str__(self) -> str:
         return self.level if self.k is None else f"{self.level}:{self.k}"
+
+    def check_records(self) -> None:
+        """Raise InvalidOption for what a recording cannot keep."""
+        if self.level == HIDDEN:
+            raise InvalidOption(
+                "capture: hidden states are kept by a replay; record with topk:K or logits, or replay with hidden"
+            )
 
     @property
     def dense(self) -> bool:

@@ -1,6 +1,6 @@
-"""Captured distributions: top-K with the tail's mass, or full logits, in Zarr v3 arrays.
+"""Captured distributions: top-K with the tail's mass, full logits, or the hidden states that give them, in Zarr v3.
 
-Shapes: N rows (one a response token of a captured sequence), K kept tokens, V vocabulary.
+Shapes: N rows (one a response token of a captured sequence), K kept tokens, V vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .journal import DENSE_SCHEMA, DENSE_TABLE, journaled_segments, read_journal
 from .staging import is_tensor
 from .store import Store
 
-TOKEN_IDS, LOGPROBS, TAIL, LOGITS = "token_ids", "logprobs", "tail_logprob", "logits"
+TOKEN_IDS, LOGPROBS, TAIL, LOGITS, HIDDEN = "token_ids", "logprobs", "tail_logprob", "logits", "hidden"
 BFLOAT16 = "bfloat16"
 
 CHUNK_BYTES = 1 << 20
@@ -44,6 +44,11 @@ class TopK:
     def arrays(self) -> dict[str, Any]:
         return {TOKEN_IDS: self.token_ids, LOGPROBS: self.logprobs, TAIL: self.tail_logprob}
 
+    @classmethod
+    def of(cls, token_ids: Any, logprobs: Any, tail_logprob: Any) -> TopK:
+        """Name the arrays of `top_k_with_tail`."""
+        return cls(token_ids=token_ids, logprobs=logprobs, tail_logprob=tail_logprob)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
@@ -62,7 +67,43 @@ class Logits:
         return {self.kind: self.logits}
 
 
-Distribution = TopK | Logits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """The last hidden state of each position: what the head projects, after the final norm.
+
+    The pass's contract says under `head` how logits come of it, with the weights of the score's policy version.
+    """
+
+    hidden: Any
+    """[N, H] in the dtype that the model gave."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        return {HIDDEN: self.hidden}
+
+
+Distribution = TopK | Logits | Hidden
+
+
+def end_to_end(parts: Sequence[Distribution]) -> Distribution | None:
+    """Distributions of one kind, the rows of one after those of the other; None of no part."""
+    if not parts:
+        return None
+    joined = {name: _joined([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    if isinstance(parts[0], Logits):
+        (values,) = joined.values()
+        return Logits(logits=values, kind=parts[0].kind)
+    return type(parts[0])(**joined)
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    if len(arrays) == 1:
+        return arrays[0]
+    if is_tensor(arrays[0]):
+        import torch
+
+        return torch.cat(list(arrays))
+    return np.concatenate(arrays)
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:

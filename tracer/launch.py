@@ -71,6 +71,7 @@ def record(
             "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
         )
     spec = Capture.parse(capture, capture_fraction)
+    spec.check_records()
     if weights not in WEIGHTS_CHOICES:
         raise InvalidOption(f"weights: got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}")
     limit = parse_size(weights_below)

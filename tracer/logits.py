@@ -14,26 +14,33 @@ def scaled(logits_TV: Any, config: Any) -> Any:
     """Apply the multiplier and soft cap that some models put on their logits; `config` is that of the text model."""
     import torch
 
-    scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
-    divisor = getattr(config, "logits_scaling", None)
-    if scale is None and divisor is not None:
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    scale = multiplier(config)
     if scale is not None:
         logits_TV = logits_TV * scale
     cap = getattr(config, "final_logit_softcapping", None)
     return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
 
 
+def multiplier(config: Any) -> float | None:
+    """What a model multiplies its logits with; None where it does not."""
+    scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
+    divisor = getattr(config, "logits_scaling", None)
+    if scale is None and divisor is not None:
+        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    return scale
+
+
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
     """The K most probable tokens of each row, their logprobs, and the log of the probability of all others.
 
     Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; a tail of -inf where K is the whole
-    vocabulary.
+    vocabulary. Computed in float32, and in float64 where the logits are.
     """
     import torch
 
     k = min(k, logits_TV.shape[-1])
-    logprobs_TV = torch.log_softmax(logits_TV.float() / temperature, dim=-1)
+    wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    logprobs_TV = torch.log_softmax(wide_TV / temperature, dim=-1)
     top = logprobs_TV.topk(k, dim=-1)
     rest_TV = logprobs_TV.scatter(-1, top.indices, float("-inf"))
-    return top.indices.to(torch.int32), top.values, torch.logsumexp(rest_TV, dim=-1)
+    return top.indices.to(torch.int32), top.values.float(), torch.logsumexp(rest_TV, dim=-1).float()

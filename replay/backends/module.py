@@ -34,7 +34,7 @@ class ModuleScorer:
                 f"{wrong[0]}: the model factory's model gives logits alone, so that this cannot be changed; give it "
                 "base_model, get_output_embeddings and config, as transformers' models have"
             )
-        self._model = model.eval()
+        self._model = self.backbone = model.eval()
         self._head = head
 
     def __call__(self, batch: PaddedBatch) -> Any:

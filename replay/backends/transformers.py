@@ -52,6 +52,11 @@ class TransformersScorer:
             return self._head.logprobs(self._model, hidden_WH[scored_N - 1], ids_W[scored_N])
 
     @property
+    def backbone(self) -> Any:
+        """The module that gives the hidden states."""
+        return self._model.base_model if self._compiled is None else self._compiled
+
+    @property
     def _device(self) -> Any:
         return next(self._model.parameters()).device
 

@@ -35,6 +35,7 @@ class TrlScorer:
         self._head(model, temperature=contract["temperature"], cast_lm_head_to_fp32=cast, outputs=outputs)
         model.train(bool(contract["training_mode"]))
         self._model = model
+        self.backbone = model.base_model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: _autocast(device.type, dtype)))
         if dtype is not None:
             _wrap_forward(model, lambda: _autocast(device.type, dtype))

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.capture import Capture
+from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay
-from ...tracer.dense import LOGPROBS
+from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
 from ...tracer.hooks import vllm_logprobs
+from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.reader import Tensor
 from ..recorded import RecordedRow
@@ -54,8 +55,15 @@ class VllmEngine:
         self.llm.apply_model(lambda model: model.load_weights(iter(values.items())) and None)
         self.llm.reset_prefix_cache()
 
-    def score(self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None) -> Any:
-        """[T] float32 logprobs of each row's response.
+    def score(
+        self,
+        rows: Sequence[RecordedRow],
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        capture: Capture,
+    ) -> tuple[list[np.ndarray], dict[str, Distribution]]:
+        """[T] float32 logprobs of each row's response, and the distributions of captured rows by sequence.
 
         The engine's raw logprobs, or those after temperature, top-k and top-p, in this order.
         """
@@ -63,19 +71,21 @@ class VllmEngine:
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
         prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
-        params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
+        whole = processed or capture.level == LOGITS
+        number = {False: -1 if processed else 0, True: -1 if whole else capture.k or 0}
+        params = [self._params(row, prefill, number[row.captured]) for row in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        found = {}
+        found: dict[str, np.ndarray] = {}
+        distributions: dict[str, Distribution] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
                 raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
-            if processed:
-                found[row.seq_id] = _processed(entries, row.response_ids, temperature, top_k, top_p)
-            else:
-                taken = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
-                found[row.seq_id] = np.array(taken, np.float32)
-        return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
+            processed_TV = _processed(entries, temperature, top_k, top_p) if processed else None
+            found[row.seq_id] = _taken(entries, row.response_ids, processed_TV)
+            if row.captured:
+                distributions[row.seq_id] = _distribution(entries, processed_TV, capture)
+        return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows], distributions
 
     def close(self) -> None:
         """Give the engine's memory back."""
@@ -121,18 +131,35 @@ class VllmEngine:
             raise CannotReplay(f"engine vllm: refuses this configuration: {line}") from error
 
 
-def _processed(
-    entries: Any, ids_T: np.ndarray, temperature: float, top_k: int | None, top_p: float | None
-) -> np.ndarray:
-    """[T] logprob of each taken token after temperature, top-k and top-p, out of the whole vocabulary's raw ones."""
+def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
+    """[T, V] logprobs after temperature, top-k and top-p, of vLLM's raw ones of the whole vocabulary."""
     import torch
 
-    raw = vllm_logprobs.distribution(entries, Capture(level="logits"))
+    raw = vllm_logprobs.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
-    logits_TV = cut(logits_TV / temperature, top_k, top_p)
-    taken = torch.log_softmax(logits_TV, dim=-1).gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
+    return torch.log_softmax(cut(logits_TV / temperature, top_k, top_p), dim=-1)
+
+
+def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
+    """[T] logprob of each taken token, out of vLLM's dictionaries or of what was made of them."""
+    if processed_TV is None:
+        return np.array(vllm_logprobs.sampled_logprobs(entries, ids_T.tolist()), np.float32)
+    import torch
+
+    taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
     return np.asarray(taken.squeeze(-1).numpy())
+
+
+def _distribution(entries: Any, processed_TV: Any, capture: Capture) -> Distribution:
+    """A row's captured distribution: top-K with its tail, or the logprobs of the whole vocabulary."""
+    if processed_TV is None:
+        found = vllm_logprobs.gathered([vllm_logprobs.distribution(entries, capture)])
+        assert found is not None
+        return found
+    if capture.level == LOGITS:
+        return Logits(logits=processed_TV, kind=LOGPROBS)
+    return TopK.of(*top_k_with_tail(processed_TV, capture.k or 1, 1.0))
 
 
 def _forced_tokens() -> Any:

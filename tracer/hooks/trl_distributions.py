@@ -1,6 +1,6 @@
 """The distributions that TRL never materialises: read off the hidden states that its own forward made.
 
-Shapes: N response tokens of the captured rows, H hidden width, V vocabulary, K kept tokens.
+Shapes: B rows, T padded width, H hidden width.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.capture import Capture
-from ..dense import Distribution, Logits, TopK
-from ..logits import scaled, top_k_with_tail
+from ..dense import Distribution
+from ..projection import Projection
 
 
 class HeadTap:
@@ -60,34 +60,21 @@ class HeadTap:
 
     def distribution(self) -> Distribution | None:
         """The captured rows' distributions, rows end to end; None when no forward was heard."""
-        import torch
-
         if len(self._hidden) != len(self.rows):
             return None
-        with torch.no_grad():
-            logits = [self._logits(self._hidden[int(row)]) for row in self.rows]
-            if self._capture.level == "logits":
-                return Logits(logits=torch.cat(logits))
-            parts = [top_k_with_tail(rows, self._capture.k or 1, self._trainer.temperature) for rows in logits]
-            ids, logprobs, tail = (torch.cat(column) for column in zip(*parts, strict=True))
-        return TopK(token_ids=ids, logprobs=logprobs, tail_logprob=tail)
+        projection = Projection(model=self._model, dtype=self._dtype())
+        hidden = [self._hidden[int(row)] for row in self.rows]
+        return projection.distribution(hidden, self._capture, self._trainer.temperature)
 
-    def _logits(self, hidden_TH: Any) -> Any:
-        """Project as the trainer's fused head does: in its compute dtype, then scaled and capped; before temperature."""
+    def _dtype(self) -> Any:
+        """The trainer's fused head's compute dtype; None for that of the hidden states."""
         import torch
 
-        head = self._model.get_output_embeddings()
-        kind = hidden_TH.device.type
-        dtype = hidden_TH.dtype
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
-            dtype = torch.float32
-        else:
-            with self._trainer.accelerator.autocast():
-                if torch.is_autocast_enabled(kind):
-                    dtype = torch.get_autocast_dtype(kind)
-        bias = None if head.bias is None else head.bias.to(dtype)
-        logits_TV = torch.nn.functional.linear(hidden_TH.to(dtype), head.weight.to(dtype), bias)
-        return scaled(logits_TV, self._model.config.get_text_config())
+            return torch.float32
+        kind = next(iter(self._hidden.values())).device.type
+        with self._trainer.accelerator.autocast():
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _language_model(trainer: Any, model: Any) -> Any:

@@ -1,0 +1,86 @@
+"""From a model's last hidden states to the distributions that are kept of them, a chunk of tokens at a time.
+
+Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..schemas.capture import HIDDEN, LOGITS, Capture
+from .dense import Distribution, Hidden, Logits, TopK
+from .logits import scaled, top_k_with_tail
+
+CHUNK_BYTES = 256 << 20
+"""Logits in float32 that exist at a time, beyond what is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A model's head, as a pass applies it."""
+
+    model: Any
+    """None where the rows are logits already."""
+    dtype: Any = None
+    """torch's dtype of the product; None for that of the hidden states."""
+    then: Callable[[Any], Any] | None = None
+    """What the pass does to the logits after scale and soft cap, beside dividing by the temperature."""
+
+    @property
+    def head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def logits(self, hidden_CH: Any) -> Any:
+        """[C, V] logits, scaled and capped as the model does it; before temperature."""
+        import torch
+
+        if self.model is None:
+            return hidden_CH if self.then is None else self.then(hidden_CH)
+        dtype = self.dtype or hidden_CH.dtype
+        bias = None if self.head.bias is None else self.head.bias.to(dtype)
+        logits_CV = torch.nn.functional.linear(hidden_CH.to(dtype), self.head.weight.to(dtype), bias)
+        logits_CV = scaled(logits_CV, self.model.config.get_text_config())
+        return logits_CV if self.then is None else self.then(logits_CV)
+
+    def distribution(
+        self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
+    ) -> Distribution:
+        """What a capture keeps of rows of hidden states [T, H], end to end; on `device` where one is named."""
+        import torch
+
+        with torch.no_grad():
+            if capture.level == HIDDEN:
+                return Hidden(hidden=torch.cat([rows.to(device) if device else rows for rows in hidden]))
+            kept = _Kept(sum(len(rows) for rows in hidden), device)
+            width = hidden[0].shape[-1] if self.model is None else self.head.weight.shape[0]
+            chunk = max(1, CHUNK_BYTES // (4 * width))
+            for rows_TH in hidden:
+                for hidden_CH in rows_TH.split(chunk):
+                    logits_CV = self.logits(hidden_CH)
+                    if capture.level == LOGITS:
+                        kept.add(logits_CV)
+                    else:
+                        kept.add(*top_k_with_tail(logits_CV, capture.k or 1, temperature))
+        return Logits(logits=kept.arrays[0]) if capture.level == LOGITS else TopK.of(*kept.arrays)
+
+
+class _Kept:
+    """Arrays of N rows that are filled chunk by chunk."""
+
+    def __init__(self, num_rows: int, device: Any):
+        self.arrays: list[Any] = []
+        self._num_rows, self._device, self._filled = num_rows, device, 0
+
+    def add(self, *chunks: Any) -> None:
+        """Put rows of each array after those that are there."""
+        if not self.arrays:
+            self.arrays = [
+                chunk.new_empty((self._num_rows, *chunk.shape[1:]), device=self._device or chunk.device)
+                for chunk in chunks
+            ]
+        end = self._filled + len(chunks[0])
+        for array, chunk in zip(self.arrays, chunks, strict=True):
+            array[self._filled : end].copy_(chunk)
+        self._filled = end
