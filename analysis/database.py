@@ -13,6 +13,7 @@ from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
+from .measures import MEASURES, ComparedDistributions
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -41,6 +42,9 @@ class Database:
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
         self._define_lookup()
         self.connection.execute(sql_file("statistics"))
+        self.distributions = ComparedDistributions(self.sources)
+        self.distributions.define(self.connection)
+        self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
@@ -78,7 +82,8 @@ def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
 
     The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
-    nats. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    nats; and `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
+    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these. Every one has a column `run`. A trace that is being written shows what was recorded by now.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import date, datetime
 from typing import Any
@@ -25,6 +25,23 @@ class Rows:
     def dicts(self) -> list[dict[str, Any]]:
         """Each row as column -> value."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def without(self, columns: Collection[str]) -> Rows:
+        """The table less some columns."""
+        kept = [index for index, name in enumerate(self.columns) if name not in columns]
+        return Rows(tuple(self.columns[i] for i in kept), [tuple(row[i] for i in kept) for row in self.rows])
+
+    def joined(self, other: Rows, keys: Sequence[str]) -> Rows:
+        """The table with the columns of another one, row by row where their keys agree; NULL where none does."""
+        shared = [name for name in keys if name in self.columns and name in other.columns]
+        added = tuple(name for name in other.columns if name not in shared)
+        found = {tuple(row[name] for name in shared): tuple(row[name] for name in added) for row in other.dicts()}
+        none = (None,) * len(added)
+        rows = [
+            (*row, *found.get(tuple(known[name] for name in shared), none))
+            for row, known in zip(self.rows, self.dicts(), strict=True)
+        ]
+        return Rows(self.columns + added, rows)
 
 
 def table(values: Sequence[Any]) -> Rows:

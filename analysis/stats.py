@@ -5,10 +5,13 @@ from __future__ import annotations
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
 from .database import Database, Traces, quoted
+from .distributions import has_captured, summary
+from .pairs import parse_pair
 from .rows import Rows
 from .source import Pair
 from .sums import ensure, keep
 
+KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences"}
 
 
@@ -17,7 +20,8 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
     value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
-    `pair_sequences`, where each formula is written out. Sums of a finished, writable trace are kept in it for the next
+    `pair_sequences`, where each formula is written out; where both passes captured distributions, those of
+    `pair_distribution_runs`, `_steps` and `_sequences` follow. Sums of a finished, writable trace are kept in it for the next
     time.
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
@@ -35,15 +39,7 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
     result = Rows(columns, cursor.fetchall())
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(_why_nothing(database, names))
-    return result
-
-
-def parse_pair(text: str) -> Pair:
-    """Read `a:b`."""
-    a, colon, b = text.partition(":")
-    if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"pair: got {text!r}; write two passes as a:b, as train:rollout")
-    return a, b
+    return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
 
 
 def comparable_pair(traces: Traces) -> str | None:

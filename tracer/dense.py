@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..schemas.errors import DamagedTrace, InvalidRecord
-from ..schemas.layout import DENSE, Segment
-from .journal import DENSE_SCHEMA, DENSE_TABLE, journaled_segments, read_journal
+from .dense_group import BFLOAT16, open_dense, parsed
+from .journal import DENSE_SCHEMA
 from .staging import is_tensor
 from .store import Store
 
 TOKEN_IDS, LOGPROBS, TAIL, LOGITS, HIDDEN = "token_ids", "logprobs", "tail_logprob", "logits", "hidden"
-BFLOAT16 = "bfloat16"
 
 CHUNK_BYTES = 1 << 20
 CHUNKS_A_SHARD = 64
@@ -117,11 +115,6 @@ def _typed(dtype: str, values: np.ndarray) -> str:
     return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
-def _parsed(typed: str) -> tuple[str, np.dtype, tuple[int, ...]]:
-    dtype, _, shape = typed.rstrip("]").partition("[")
-    return dtype, np.dtype("uint16" if dtype == BFLOAT16 else dtype), tuple(int(n) for n in shape.split(",") if n)
-
-
 def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
     """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows."""
     import zarr
@@ -133,7 +126,7 @@ def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
             entry = {name: batch[name][row] for name in batch.schema.names}
             by_array.setdefault((entry["group"].as_py(), entry["array"].as_py()), []).append(entry)
     for (group, name), entries in by_array.items():
-        dtype, storage, trailing = _parsed(entries[0]["dtype"].as_py())
+        dtype, storage, trailing = parsed(entries[0]["dtype"].as_py())
         _write_array(root, f"{group.partition('/')[2]}/{name}", dtype, storage, trailing, entries)
 
 
@@ -174,53 +167,9 @@ def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.
 
     `group` and `start` are the score's columns `dense` and `dense_start`; `rows` is its number of response tokens.
     Arrays: `token_ids`, `logprobs`, `tail_logprob` of a top-K capture, or `logits` (or `logprobs` [rows, V] from an
-    engine that gives no logits). Raises DamagedTrace when they are not there.
+    engine that gives no logits), or `hidden`. Raises DamagedTrace when they are not there.
     """
-    segment = Segment.parse(group.partition("/")[0])
-    if segment is None:
-        raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
-    if store.exists(f"{segment.dense}/zarr.json"):
-        return _read_sealed(store, group, start, rows)
-    if DENSE_TABLE in journaled_segments(store).get(segment, ()):
-        return _read_journaled(store, segment, group, start, rows)
-    raise DamagedTrace(
-        f"{store.shown(f'{DENSE}/{group}')}: is not there; scores name it, so the trace was copied without dense/ "
-        "or the folder was removed"
-    )
-
-
-def _read_sealed(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    import zarr
-
-    location: Any = store.path(f"{DENSE}/{group}")
-    if not store.is_local:
-        location = zarr.storage.FsspecStore.from_url(store.shown(f"{DENSE}/{group}"))
-    arrays = zarr.open_group(location, mode="r")
-    found = {}
-    for name, array in arrays.arrays():
-        values = np.asarray(array[start : start + rows])
-        found[name] = widen(values, str(array.attrs["dtype"]))
-    return found
-
-
-def _read_journaled(store: Store, segment: Segment, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    found = {}
-    for batch in read_journal(store, segment, DENSE_TABLE).batches:
-        for row in range(batch.num_rows):
-            begins = batch["start"][row].as_py()
-            if batch["group"][row].as_py() != group or not begins <= start < begins + batch["rows"][row].as_py():
-                continue
-            dtype, storage, trailing = _parsed(batch["dtype"][row].as_py())
-            values = np.frombuffer(batch["data"][row].as_buffer(), storage).reshape(-1, *trailing)
-            found[batch["array"][row].as_py()] = widen(values[start - begins : start - begins + rows], dtype)
-    return found
-
-
-def widen(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Turn the bits of bfloat16 into the float32 of the same value; leave every other dtype alone."""
-    if dtype != BFLOAT16:
-        return values
-    return (values.astype(np.uint32) << 16).view(np.float32)
+    return open_dense(store, group).read(start, rows)
 
 
 def bits(value: Any) -> tuple[np.ndarray, str]:

@@ -1,0 +1,185 @@
+"""Bounds on how far two distributions lie apart where one side, or both, are known as top-K with the tail's mass.
+
+Shapes: C rows, M columns: the tokens that a side lists, or the whole vocabulary where one side is full.
+
+What is known of a side: an interval [lo, hi] for each listed token, an interval for the mass t of all others, and that
+none of these is above `cap`, the least listed one, nor above t. The bounds hold for every pair of distributions that
+agrees with that. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, degree 1):
+
+Merging. Convexity and degree 1 give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and
+for any of them the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information
+theory and statistics: a tutorial, lemma 4.1). So a divergence is at least the sum of h over the cells of any partition.
+
+Low. h(., q) falls up to q and rises beyond it, and so does h(p, .) around p. Over a box of intervals the least h is
+therefore 0 where the intervals meet, and h of the two nearest ends where they do not. Each partition, with each cell
+at its least, gives a bound, and the largest of three is taken. All have a cell for each token that both list, and then
+    1  one cell for the rest;
+    2  one for what only a lists, whose q is in [0, min(t_b, n cap_b)] for n tokens, one for what only b lists, one for
+       what neither lists;
+    3  one for each token that one side lists, whose other probability is in [0, cap], and one for what neither lists.
+
+High. A convex h is largest at a corner of its box. For what is not listed on both sides, merging gives
+h(p, q) <= h(p, 0) + h(0, q), which is half of p + q for the total variation and half of ln 2 (p + q) for
+Jensen-Shannon: supports that are disjoint. KL(a || b) has no finite bound (inf) where a may have mass and b none. It
+has none such where b is full without zeros: then a's unlisted p are at most cap and add up to at most t, and
+sum p ln(p / q) <= sum p max(ln(cap / q), 0), which is largest with as much mass as may be on the least q.
+
+Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t at most t ln(n / t). Top-K does
+not say how large its vocabulary is: next to a full side it is taken to be that side's, else below 2^31, as ids are int32.
+
+Rounding. Captured logprobs are float32, computed in float32 from logits that were divided by a temperature: a logit x
+is off by at most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which is right for
+logits up to 64 before temperature; and the tail's mass, which an engine may leave to 1 - sum, as much in total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .divergence import Array, Full, entropy, even_entropy, log_softmax, unknown
+from .sides import Side, TopK, argmax, columns, entropy_bounds, is_broken
+
+LN2 = float(np.log(2.0))
+_DIGITS = 1e-12
+"""What float64 may lose in sums that are at most of size 1."""
+
+H = Callable[[Array, Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    p_lo: Array
+    p_hi: Array
+    q_lo: Array
+    q_hi: Array
+
+    def least(self, h: H) -> Array:
+        above, below = self.p_lo > self.q_hi, self.q_lo > self.p_hi
+        p = np.where(above, self.p_lo, np.where(below, self.p_hi, 0.0))
+        return h(p, np.where(above, self.q_hi, np.where(below, self.q_lo, 0.0)))
+
+    def most(self, h: H) -> Array:
+        corners = [h(p, q) for p in (self.p_lo, self.p_hi) for q in (self.q_lo, self.q_hi)]
+        return np.maximum.reduce(corners)
+
+
+def kl(p: Array, q: Array) -> Array:
+    """h of KL, from probabilities."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        x = (p - q) / q
+        near = np.abs(x) < 0.1
+        x = np.where(near, x, 0.0)
+        terms = np.where(near, q * ((1 + x) * np.log1p(x) - x), p * (np.log(p) - np.log(q)) - p + q)
+        terms = np.where(p > 0, terms, q)
+    return np.where((q == 0) & (p > 0), np.inf, terms)
+
+
+def js(p: Array, q: Array) -> Array:
+    """h of Jensen-Shannon, from probabilities."""
+    mass = p + q
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(mass > 0, mass / 4 * even_entropy(np.where(mass > 0, (p - q) / mass, 0.0)), 0.0)
+
+
+def tv(p: Array, q: Array) -> Array:
+    """h of the total variation, from probabilities."""
+    return np.abs(p - q) / 2
+
+
+def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
+    """Every bound of rows of which at least one side is top-K; what is not known is absent."""
+    side_a, side_b, outside = columns(a, b)
+    found: dict[str, Array] = {}
+    forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
+    for name, (low, high) in {
+        "kl_ab": forward(kl, None), "kl_ba": back(kl, None),
+        "js": forward(js, LN2 / 2), "tv": forward(tv, 0.5),
+        "entropy_a": entropy_bounds(a, b), "entropy_b": entropy_bounds(b, a),
+    }.items():  # fmt: skip
+        found[f"{name}_low"] = np.maximum(low * (1 - 1e-9) - _DIGITS, 0.0)
+        found[f"{name}_high"] = high * (1 + 1e-9) + _DIGITS
+    found["js_high"], found["tv_high"] = np.minimum(found["js_high"], LN2), np.minimum(found["tv_high"], 1.0)
+    broken = is_broken(a) | is_broken(b)
+    found = {name: np.where(broken, np.nan, values) for name, values in found.items()}
+    (top_a, tied_a), (top_b, tied_b) = argmax(a), argmax(b)
+    found["argmax_flip"] = unknown(top_a != top_b, tied_a | tied_b | broken)
+    for name, side in (("a", a), ("b", b)):
+        if isinstance(side, Full):
+            found[f"entropy_{name}"] = entropy(log_softmax(side.logits_CV))
+            found[f"vocab_{name}"] = np.full(len(broken), side.logits_CV.shape[1])
+    return found
+
+
+def _low_high(a: Side, b: Side, outside: bool) -> Callable[[H, float | None], tuple[Array, Array]]:
+    """What gives the two ends for an h; `disjoint` is h(1, 0) where that is finite."""
+
+    def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
+        both = a.listed_CM & b.listed_CM
+        box = _Box(a.lo_CM, a.hi_CM, b.lo_CM, b.hi_CM)
+        shared = np.where(both, box.least(h), 0.0).sum(axis=1)
+        low = shared + _least_of_the_rest(h, a, b, both)
+        most = np.where(both, box.most(h), 0.0).sum(axis=1)
+        if disjoint is None:
+            return low, most + _most_of_the_rest_kl(a, b, outside)
+        return low, most + disjoint * (_rest(a, both)[1] + _rest(b, both)[1])
+
+    return ends
+
+
+def _rest(side: Side, both: Array) -> tuple[Array, Array]:
+    """The least and largest mass of all tokens that are not listed on both sides."""
+    own = side.listed_CM & ~both
+    low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
+    high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
+    low = np.clip(low - _DIGITS, 0.0, 1.0)
+    return low, np.maximum(np.clip(high + _DIGITS, 0.0, 1.0), low)
+
+
+def _least_of_the_rest(h: H, a: Side, b: Side, both: Array) -> Array:
+    only_a, only_b = a.listed_CM & ~both, b.listed_CM & ~both
+    one = _Box(*_rest(a, both), *_rest(b, both)).least(h)
+    in_b = np.minimum(a.tail_hi_C, only_b.sum(axis=1) * a.cap_C)
+    in_a = np.minimum(b.tail_hi_C, only_a.sum(axis=1) * b.cap_C)
+    neither = _Box(
+        np.maximum(a.tail_lo_C - in_b, 0.0), a.tail_hi_C, np.maximum(b.tail_lo_C - in_a, 0.0), b.tail_hi_C
+    ).least(h)
+    none = np.zeros_like(in_a)
+    two = _Box(_sum(a.lo_CM, only_a), _sum(a.hi_CM, only_a), none, in_a).least(h)
+    two += _Box(none, in_b, _sum(b.lo_CM, only_b), _sum(b.hi_CM, only_b)).least(h)
+    no, cap_a, cap_b = np.zeros_like(a.lo_CM), a.cap_C[:, None] + 0 * a.lo_CM, b.cap_C[:, None] + 0 * b.lo_CM
+    three = _sum(_Box(a.lo_CM, a.hi_CM, no, cap_b).least(h), only_a)
+    three += _sum(_Box(no, cap_a, b.lo_CM, b.hi_CM).least(h), only_b)
+    return np.maximum(one, np.maximum(two, three) + neither)
+
+
+def _most_of_the_rest_kl(a: Side, b: Side, outside: bool) -> Array:
+    both = a.listed_CM & b.listed_CM
+    only_a, only_b = a.listed_CM & ~both, b.listed_CM & ~both
+    has_tail = (a.tail_hi_C > 0) & (a.cap_C > 0)
+    unbounded = (only_a & (a.hi_CM > 0)).any(axis=1)
+    unbounded |= has_tail & ((only_b & (b.lo_CM == 0)).any(axis=1) | outside)
+    high = _most_on_the_least(a, np.where(only_b & (b.lo_CM > 0), b.lo_CM, np.inf))
+    high = high - a.tail_lo_C + _sum(b.hi_CM, only_b) + b.tail_hi_C
+    return np.where(unbounded, np.inf, high)
+
+
+def _most_on_the_least(a: Side, q_CM: Array) -> Array:
+    """The largest sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
+        filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])
+    filled = np.nan_to_num(filled, posinf=0.0)
+    gain = np.nan_to_num(np.concatenate([gain, np.zeros((len(gain), 1))], axis=1), posinf=0.0, neginf=0.0)
+    sums = np.concatenate([np.zeros((len(gain), 1)), np.cumsum(gain, axis=1)], axis=1)
+    place = filled.astype(np.int64)[:, None]
+    left = np.maximum(a.tail_hi_C - filled * a.cap_C, 0.0)
+    return (
+        a.cap_C * np.take_along_axis(sums, place, axis=1)[:, 0] + left * np.take_along_axis(gain, place, axis=1)[:, 0]
+    )
+
+
+def _sum(values: Array, where: Array) -> Array:
+    return np.where(where, values, 0.0).sum(axis=1)

@@ -1,0 +1,110 @@
+"""Logits of captured hidden states, with the head's weights of the version that scored.
+
+Shapes: C tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..schemas.errors import DamagedTrace, WeightsMissing
+from ..tracer.dense_group import BFLOAT16, widen
+from ..tracer.store import Store
+from ..tracer.weights.reader import Tensor
+from ..tracer.weights.source import open_weights
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head's weights, rounded as the pass had them, and what it does with its product."""
+
+    weight_VH: Array
+    bias_V: Array | None
+    dtype: str
+    """torch's name of the dtype that the pass projected in."""
+    scale: float | None
+    softcap: float | None
+    logits_dtype: str | None
+
+    def logits(self, hidden_CH: Array) -> Array:
+        """[C, V] logits before temperature.
+
+        Products add up in float32 (float64 for a float64 pass) and are rounded to the pass's dtype where it rounded:
+        what is left is the order in which a kernel adds, which may move a logit by its last place.
+        """
+        logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
+        if self.bias_V is not None:
+            logits_CV = logits_CV + self.bias_V
+        logits_CV = rounded(logits_CV, self.dtype)
+        if self.scale is not None:
+            logits_CV = rounded(logits_CV * self.scale, self.dtype)
+        if self.softcap is not None:
+            ratio_CV = rounded(np.tanh(rounded(logits_CV / self.softcap, self.dtype)), self.dtype)
+            logits_CV = rounded(ratio_CV * self.softcap, self.dtype)
+        return logits_CV if self.logits_dtype is None else rounded(logits_CV, self.logits_dtype)
+
+
+class Heads:
+    """The heads of a trace's versions; the one that was asked for last is held."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self._weights: Any = None
+        self._held: tuple[Any, Head] | None = None
+
+    def head(self, contract: Mapping[str, Any], version: int | None, hidden_dtype: str) -> Head:
+        """The head that a contract's `head` describes. Raises WeightsMissing, DamagedTrace."""
+        described = contract.get("head")
+        if described is None:
+            raise DamagedTrace(f"{self.store.url}: a contract does not say which head projects its hidden states")
+        if version is None:
+            raise WeightsMissing(f"{self.store.url}: scores of hidden states without a policy version have no head")
+        key = (version, hidden_dtype, repr(sorted(described.items())))
+        if self._held is None or self._held[0] != key:
+            self._held = None
+            self._held = (key, self._load(described, version, described["projection_dtype"] or hidden_dtype))
+        return self._held[1]
+
+    def _load(self, described: Mapping[str, Any], version: int, dtype: str) -> Head:
+        if self._weights is None:
+            self._weights = open_weights(self.store)
+        tensors = self._weights.load(version)
+
+        def values(names: list[str]) -> Array:
+            name = next((name for name in names if name in tensors), None)
+            if name is None:
+                raise WeightsMissing(f"{self.store.url}: version {version} has no tensor {' or '.join(names)}")
+            return rounded(rounded(numbers(tensors[name]), described["weight_dtype"]), dtype)
+
+        return Head(
+            weight_VH=values(described["weight"]),
+            bias_V=values(described["bias"]) if described["bias"] else None,
+            dtype=dtype,
+            scale=described["scale"],
+            softcap=described["softcap"],
+            logits_dtype=described["logits_dtype"],
+        )
+
+
+def numbers(tensor: Tensor) -> Array:
+    """A tensor's values; bfloat16 as float32."""
+    if tensor.dtype == BFLOAT16:
+        return widen(tensor.bits, BFLOAT16)
+    return tensor.bits.view(np.dtype(tensor.dtype))
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Values of a dtype, to the nearest and ties to even, held in float32; float64 in float64."""
+    if dtype == "float64":
+        return values.astype(np.float64)
+    if dtype != BFLOAT16:
+        return values.astype(np.dtype(dtype)).astype(np.float32)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(values), kept.view(np.float32), values).astype(np.float32)

@@ -1,0 +1,182 @@
+"""What is known of a pass's distributions: everything, or top-K with the tail's mass as intervals of probability.
+
+Shapes: C rows, K listed tokens, M columns: the tokens that a side lists, or the whole vocabulary where one side is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .divergence import Array, Full, entropy, log_softmax
+
+MAX_LOGIT = 64.0
+"""Largest logit before temperature whose rounding the intervals allow for."""
+_ULP = 2.0**-23
+_LARGEST_VOCABULARY = 2.0**31
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Distributions of which K tokens and the mass of the others are known."""
+
+    ids_CK: Array
+    logprobs_CK: Array
+    """float64, nats."""
+    tail_C: Array
+    """float64, nats."""
+    temperature: float = 1.0
+    """What the logits were divided by: it scales their rounding."""
+
+    def slack(self, logprobs: Array | float) -> Array:
+        """How far a captured logprob may be off, nats."""
+        finite = np.where(np.isfinite(logprobs), np.abs(logprobs), 0.0)
+        return np.asarray(_ULP * (MAX_LOGIT / min(self.temperature, 1.0) + 4 * finite))
+
+    @property
+    def intervals(self) -> tuple[Array, Array]:
+        """[C, K] least and largest probability of each listed token."""
+        p_CK, slack_CK = np.exp(self.logprobs_CK), self.slack(self.logprobs_CK)
+        return p_CK * np.exp(-slack_CK), np.minimum(p_CK * np.exp(slack_CK), 1.0)
+
+    @property
+    def tail(self) -> tuple[Array, Array]:
+        """[C] least and largest mass of all tokens that are not listed."""
+        t_C, lost = np.exp(self.tail_C), float(self.slack(0.0))
+        slack_C = self.slack(self.tail_C)
+        low, high = self.intervals
+        least = np.maximum(t_C * np.exp(-slack_C) - lost, 1 - high.sum(axis=1))
+        most = np.minimum(t_C * np.exp(slack_C) + lost, 1 - low.sum(axis=1))
+        # Where the least listed token has no mass, the others have none either.
+        most = np.where(high.min(axis=1) == 0, 0.0, np.clip(most, 0.0, 1.0))
+        return np.clip(least, 0.0, most), most
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is known of one side on M columns."""
+
+    lo_CM: Array
+    """Least probability of a listed token; 0 for the others."""
+    hi_CM: Array
+    listed_CM: Array
+    """bool"""
+    tail_lo_C: Array
+    """Least mass of all tokens that are not listed, in a column or in none."""
+    tail_hi_C: Array
+    cap_C: Array
+    """Largest probability of such a token."""
+
+
+def columns(a: Full | TopK, b: Full | TopK) -> tuple[Side, Side, bool]:
+    """Both sides on shared columns, and whether there may be tokens in none of them.
+
+    Top-K does not say how large its vocabulary is; next to a full side it is taken to be that side's.
+    """
+    if isinstance(a, TopK) and isinstance(b, TopK):
+        return *_merged(a, b), True
+    full, part = (a, b) if isinstance(a, Full) else (b, a)
+    assert isinstance(full, Full)
+    assert isinstance(part, TopK)
+    width = max(full.logits_CV.shape[1], int(part.ids_CK.max(initial=0)) + 1)
+    sides = _known(full, width), _scattered(part, width)
+    return (*sides, False) if full is a else (*sides[::-1], False)
+
+
+def _known(full: Full, width: int) -> Side:
+    p_CV = np.exp(log_softmax(full.logits_CV))
+    p_CM = np.pad(p_CV, ((0, 0), (0, width - p_CV.shape[1])))
+    none = np.zeros(len(p_CM))
+    return Side(p_CM, p_CM, np.ones(p_CM.shape, bool), none, none, none)
+
+
+def _scattered(part: TopK, width: int) -> Side:
+    low_CK, high_CK = part.intervals
+    lo_CM, hi_CM = np.zeros((len(low_CK), width)), np.zeros((len(low_CK), width))
+    listed_CM = np.zeros((len(low_CK), width), bool)
+    for target, values in ((lo_CM, low_CK), (hi_CM, high_CK), (listed_CM, True)):
+        np.put_along_axis(target, part.ids_CK, values, axis=1)
+    tail_lo, tail_hi = part.tail
+    cap = np.minimum(high_CK.min(axis=1), tail_hi)
+    # There is no token beyond these columns, so none of them can hold more than the cap.
+    tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
+    return Side(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
+
+
+def _merged(a: TopK, b: TopK) -> tuple[Side, Side]:
+    """Columns of a's list, then of b's; a token of both stands in a's column, and b's then says 0 on both sides."""
+    width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
+    place_CK = _places(a.ids_CK, b.ids_CK)
+    shared_CK = place_CK < width_a
+    shape = (len(place_CK), width_a + width_b)
+
+    def side(part: TopK, places: Array, in_own: Array) -> Side:
+        low_CK, high_CK = part.intervals
+        lo_CM, hi_CM, listed_CM = np.zeros(shape), np.zeros(shape), np.zeros(shape, bool)
+        listed_CM[:, width_a:] = shared_CK
+        for target, values in ((lo_CM, low_CK), (hi_CM, high_CK), (listed_CM, in_own)):
+            np.put_along_axis(target, places, values, axis=1)
+        tail_lo, tail_hi = part.tail
+        return Side(lo_CM, hi_CM, listed_CM, tail_lo, tail_hi, np.minimum(high_CK.min(axis=1), tail_hi))
+
+    own_a = np.broadcast_to(np.arange(width_a), a.ids_CK.shape)
+    return side(a, own_a, np.ones(own_a.shape, bool)), side(b, place_CK, np.ones(place_CK.shape, bool))
+
+
+def _places(ids_a: Array, ids_b: Array) -> Array:
+    """[C, K] the column of each token of b: its place in a's list, or one of its own after that list."""
+    count, width_a = ids_a.shape
+    stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
+    rows_C1 = np.arange(count)[:, None] * stride
+    order_CK = np.argsort(ids_a, axis=1)
+    sorted_ids = (np.take_along_axis(ids_a, order_CK, axis=1) + rows_C1).reshape(-1)
+    wanted = (ids_b + rows_C1).reshape(-1)
+    found = np.minimum(np.searchsorted(sorted_ids, wanted), len(sorted_ids) - 1)
+    is_there = sorted_ids[found] == wanted
+    in_a = order_CK.reshape(-1)[found]
+    own = np.broadcast_to(width_a + np.arange(ids_b.shape[1]), ids_b.shape).reshape(-1)
+    return np.where(is_there, in_a, own).reshape(ids_b.shape)
+
+
+def is_broken(side: Full | TopK) -> Array:
+    """[C] rows that hold NaN, or no distribution at all."""
+    if isinstance(side, Full):
+        return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
+    return np.isnan(side.logprobs_CK).any(axis=1) | np.isnan(side.tail_C) | np.all(np.isneginf(side.logprobs_CK), axis=1)
+
+
+def argmax(side: Full | TopK) -> tuple[Array, Array]:
+    """[C] id of the most probable token, and whether another may be as probable, as far as is known."""
+    if isinstance(side, Full):
+        return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
+    best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]
+    second = best_CK[:, 1] if best_CK.shape[1] > 1 else np.minimum(best_CK[:, 0], side.tail_C)
+    top = np.take_along_axis(side.ids_CK, side.logprobs_CK.argmax(axis=1)[:, None], axis=1)[:, 0]
+    return top, second >= best_CK[:, 0]
+
+
+def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]:
+    """[C] the least and largest entropy, nats."""
+    if isinstance(side, Full):
+        exact = entropy(log_softmax(side.logits_CV))
+        return exact, exact
+    vocabulary = other.logits_CV.shape[1] if isinstance(other, Full) else _LARGEST_VOCABULARY
+    others = max(vocabulary - side.ids_CK.shape[1], 1.0)
+    low_CK, high_CK = side.intervals
+    tail_lo, tail_hi = side.tail
+    cap = np.minimum(high_CK.min(axis=1), tail_hi)
+    least = np.minimum(_surprise(low_CK), _surprise(high_CK)).sum(axis=1)
+    # -p ln p has its top at 1 / e.
+    most = _surprise(np.clip(np.exp(-1.0), low_CK, high_CK)).sum(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # t ln(n / t) has its top at n / e.
+        mass = np.minimum(tail_hi, others / np.e)
+        spread = np.where(mass > 0, mass * (np.log(others) - np.log(mass)), 0.0)
+        packed = np.where(tail_lo > 0, -tail_lo * np.log(cap), 0.0)
+    return least + packed, most + spread
+
+
+def _surprise(p: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(p > 0, -p * np.log(p), 0.0)
