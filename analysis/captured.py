@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ..schemas.errors import DamagedTrace
+from ..schemas.errors import DamagedTrace, TimTraceError
 from ..tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ..tracer.dense_group import DenseGroup, open_dense
 from .bounds import compare_partly
@@ -86,7 +86,7 @@ class DistributionPairs:
         self._contracts: dict[tuple[str, str], dict[str, Any]] | None = None
         self._open: OrderedDict[Place, _Opened] = OrderedDict()
         self._lock = threading.Lock()
-        self.error: Exception | None = None
+        self.error: tuple[type[TimTraceError], str] | None = None
         """What the last call ended with, which DuckDB tells as text alone."""
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
@@ -97,8 +97,9 @@ class DistributionPairs:
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
-            except Exception as error:
-                self.error = error
+            except TimTraceError as error:
+                # Not the error itself: its traceback leads to the connection, which would never be freed.
+                self.error = type(error), str(error)
                 raise
 
     def _compare(self, columns: list[list[Any]]) -> pa.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import duckdb
 
-from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceError
+from ..schemas.errors import InvalidOption, NothingToCompare
 from .database import Database, Traces, quoted
 from .pairs import parse_pair
 from .rows import Rows
@@ -44,8 +44,8 @@ def summary(database: Database, pair: Pair, by: str) -> Rows:
         cursor = database.connection.execute(f"SELECT * FROM {BY[by]}({quoted(pair[0])}, {quoted(pair[1])})")
         rows = Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
     except duckdb.Error as error:
-        if isinstance(database.distributions.error, TimTraceError):
-            raise database.distributions.error from error
+        if (told := database.distributions.error) is not None:
+            raise told from error
         raise
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in _DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import duckdb
 
+from ..schemas.errors import TimTraceError
 from .source import Source
 
 _DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
@@ -40,9 +41,13 @@ class ComparedDistributions:
         self._pairs: Any = None
 
     @property
-    def error(self) -> Exception | None:
-        """What the last comparison ended with; DuckDB tells its text alone."""
-        return None if self._pairs is None else self._pairs.error
+    def error(self) -> TimTraceError | None:
+        """What a comparison ended with; DuckDB tells its text alone."""
+        if self._pairs is None or self._pairs.error is None:
+            return None
+        kind, message = self._pairs.error
+        error: TimTraceError = kind(message)
+        return error
 
     def define(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Make `compare_distributions` known to a connection: a list of measures of the tokens of each row."""

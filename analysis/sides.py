@@ -143,7 +143,9 @@ def is_broken(side: Full | TopK) -> Array:
     """[C] rows that hold NaN, or no distribution at all."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
-    return np.isnan(side.logprobs_CK).any(axis=1) | np.isnan(side.tail_C) | np.all(np.isneginf(side.logprobs_CK), axis=1)
+    return (
+        np.isnan(side.logprobs_CK).any(axis=1) | np.isnan(side.tail_C) | np.all(np.isneginf(side.logprobs_CK), axis=1)
+    )
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:

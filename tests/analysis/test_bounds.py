@@ -46,7 +46,12 @@ def cases(draw):
         a = np.round(a)
     other = draw(st.sampled_from(["same", "near", "far", "opposite"]))
     far = (rows.normal(size=(2, vocab)) * scale).astype(np.float32)
-    b = {"same": a.copy(), "near": (a + rows.normal(size=a.shape) * 1e-3).astype(np.float32), "far": far, "opposite": -a}[other]
+    b = {
+        "same": a.copy(),
+        "near": (a + rows.normal(size=a.shape) * 1e-3).astype(np.float32),
+        "far": far,
+        "opposite": -a,
+    }[other]
     for logits in (a, b):
         if draw(st.booleans()):
             cut = rows.random(logits.shape) < 0.5
