@@ -184,7 +184,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
     """Answer a query in DuckDB SQL over one trace or several.
 
     Views: sequences, scores, passes, metrics, steps, tokens. Table macros: pair('a', 'b'), pair_sequences, pair_steps,
-    pair_runs, with d = logprob(a) - logprob(b) in nats. Without QUERY it is read from stdin, or asked for.
+    pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
     """
     from .analysis.prompt import prompt, split_arguments
     from .analysis.query import Session
