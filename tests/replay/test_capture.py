@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 ARMS = [
     "dtype=bf16", "dtype=fp64", "mode=decode", "top-k=3", "temperature=0.5,top-p=0.9", "dtype=bf16,lm-head=fp32",
-    "logits-dtype=bf16", "weights-version=0",
+    "logits-dtype=bf16", "weights-version=0", "padding=packed",
 ]  # fmt: skip
 COLD = {"temperature": 0.7}
 MIXED = {"bf16": True}

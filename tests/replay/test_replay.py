@@ -303,6 +303,19 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
     assert distance["as-recorded"] < 1e-6 < distance["bf16"] < 0.1
 
 
+def test_the_logits_of_a_factory_s_model_are_captured(table):
+    done = tim_trace(
+        "replay", table, "--model-factory", "factory:build", "--arm", "top-k=2", "--capture", "logits", cwd=table.parent
+    )
+    assert done.code == 0, done.stderr
+    query = "SELECT kl_ba, num_unsupported_ba FROM pair_distributions('replay/top-k-2', 'replay/as-recorded')"
+    assert rows(table, query) == [(np.inf, 7)] * 5
+    ((distance, count),) = rows(
+        table, "SELECT max(tv), count(*) FROM pair_distributions('replay/as-recorded', 'replay/as-recorded')"
+    )
+    assert (distance, count) == (0.0, 5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -311,6 +324,10 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
             "mode: the model factory's model gives logits alone",
+        ),
+        (
+            ("--model-factory", "factory:build", "--capture", "hidden"),
+            "capture hidden: the model factory's model gives logits alone",
         ),
     ],
 )
