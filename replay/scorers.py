@@ -279,7 +279,9 @@ def scorer_of(
         from .exact_scorer import ExactArmScorer
 
         if capture is not None and capture.dense:
-            raise CannotReplay("capture: engine exact keeps no distributions; replay its arms without, or use --engine hf")
+            raise CannotReplay(
+                "capture: engine exact keeps no distributions; replay its arms without, or use --engine hf"
+            )
         return ExactArmScorer(run, arm, contract, device)
     return ArmScorer(run, arm, contract, device, capture)
 
