@@ -116,7 +116,6 @@ class ArmScorer:
         self._scorer = self._model = None
 
     def _make(self, model: Any) -> Any:
-        import torch
 
         arm = self.arm
         if self.uses_trl:
@@ -125,7 +124,7 @@ class ArmScorer:
             temperature=self._temperature,
             top_k=arm.top_k,
             top_p=arm.top_p,
-            projection_dtype=torch.float32 if self._head_fp32 else None,
+            projection_dtype=self._projection_dtype,
             logits_dtype=self._logits_dtype,
         )
         if not gives_hidden(model):
@@ -165,9 +164,7 @@ class ArmScorer:
         """torch's dtype that the head computes in; None for that of the hidden states."""
         import torch
 
-        # TRL's head is a function of its own that is told its dtype; ours is a linear layer, which autocast casts.
-        single = torch.float32 if self._head_fp32 else None
-        return (single or self._autocast) if self.uses_trl else (self._autocast or single)
+        return torch.float32 if self._head_fp32 else self._autocast
 
     def _distributions(self, tap: HiddenTap) -> dict[str, Distribution]:
         then = cutting(self.arm.top_k, self.arm.top_p, self._temperature, self._logits_dtype)

@@ -45,8 +45,9 @@ class TransformersScorer:
 
         double = next(self._model.parameters()).dtype == torch.float64
         cast = torch.autocast(self._device.type, self._autocast) if self._autocast is not None else nullcontext()
-        with torch.no_grad(), cast, keep_double() if double else nullcontext():
-            hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
+        with torch.no_grad(), keep_double() if double else nullcontext():
+            with cast:
+                hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             # The token at a place is predicted from the hidden state before it.
             return self._head.logprobs(self._model, hidden_WH[scored_N - 1], ids_W[scored_N])
