@@ -11,10 +11,11 @@ import numpy as np
 
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract, canonical_json
-from ..schemas.layout import PASSES, SCORES, WRITERS
+from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
 from ..tracer.recorder import Recorder
+from ..tracer.routing import joined
 from ..tracer.rows import Forward
 from ..tracer.writer import TraceWriter
 from .arms import Arm
@@ -59,7 +60,8 @@ class ArmPass:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), Capture())
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows])
-        batch.resolve(np.array([len(row.response_ids) for row in scored.rows]), None)
+        responses, prompts = ([len(getattr(row, name)) for row in scored.rows] for name in ("response_ids", "prompt_ids"))
+        batch.resolve(np.array(responses), None, np.array(prompts))
         stale = self.arm.weights_version
         self._recorder.add_scores(
             self.name,
@@ -68,12 +70,15 @@ class ArmPass:
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
             forward=_forward_columns(step, scored.batches) if scored.batches else None,
+            routing=joined(scored.routing),
         )
         self._recorder.writer.drain()
 
     def remove(self) -> None:
         """Remove it: the files of the writers that wrote it, which wrote nothing else."""
         for writer in self.run.writers_of(self.name):
+            for folder in self.run.folder.glob(f"{DENSE}/{writer}-*"):
+                shutil.rmtree(folder)
             for name in self.run.store.files(SCORES):
                 if name.startswith(f"{writer}-"):
                     (self.run.folder / SCORES / name).unlink()

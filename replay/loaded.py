@@ -28,7 +28,7 @@ class LoadedModel:
         if scorer not in self._attached:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)
-        whole = Scored([], [], [])
+        whole = Scored([], [], [], [])
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
             self._put(scorer, version if stale is None else stale)
@@ -36,6 +36,7 @@ class LoadedModel:
             whole.rows.extend(part.rows)
             whole.logprobs.extend(part.logprobs)
             whole.batches.extend(part.batches)
+            whole.routing.extend(part.routing)
         return whole
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..tracer.routing import Routing
 from .batching import ForwardBatch
 from .recorded import RecordedRow
 
@@ -18,3 +19,5 @@ class Scored(NamedTuple):
     """[T] of each row, nats."""
     batches: list[ForwardBatch]
     """The forwards that the rows went through, in their order; empty where an engine batches by itself."""
+    routing: list[Routing]
+    """What each row's tokens were routed to; empty where the recorded pass has no routing, or nobody listened."""

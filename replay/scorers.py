@@ -10,10 +10,11 @@ from typing import Any
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..tracer import environment
+from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
 from .arms import DTYPES, Arm
-from .backends import kernels, packing, trl
+from .backends import kernels, packing, routing, trl
 from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
@@ -39,7 +40,11 @@ class ArmScorer:
             raise CannotReplay(
                 "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; here work fp64, fp32, bf16 and fp16"
             )
+        if arm.routing:
+            run.check_routing()
         self._scorer: Any = None
+        self._routers: list[Router] = []
+        """Listened to where the recorded pass has routing."""
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Rows of a forward, once memory has run out; None before."""
@@ -50,6 +55,7 @@ class ArmScorer:
             self.run.model,
             dtype=self.dtype,
             attention=self.attention,
+            experts=self.experts,
             device=self.device,
             factory=self.run.model_factory,
         )
@@ -82,6 +88,12 @@ class ArmScorer:
         return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
 
     @property
+    def experts(self) -> str | None:
+        """The implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
+        recorded = self.contract["model"].get("experts")
+        return "eager" if recorded and self.arm.dtype == "fp64" else recorded
+
+    @property
     def uses_trl(self) -> bool:
         """Whether the trainer's own code scores: always where it can do what the arm asks."""
         arm = self.arm
@@ -98,13 +110,16 @@ class ArmScorer:
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, or with what another arm of the same key made of it; returns what scores."""
+        # Hooks inside of a compiled backbone would stay those of its first forward.
+        if self.run.has_routing and not self.arm.compile:
+            self._routers = routing.checked(model, self.arm.routing)
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
         return self._scorer
 
     def detach(self) -> None:
         """Let go of the model, so that the next fits into memory."""
-        self._scorer = None
+        self._scorer, self._routers = None, []
 
     def _make(self, model: Any) -> Any:
         import torch
@@ -159,13 +174,15 @@ class ArmScorer:
         return largest // 2
 
     def _score(self, rows: list[RecordedRow]) -> Scored:
-        scored = Scored([], [], self._batches(rows))
+        scored = Scored([], [], self._batches(rows), [])
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
             for batch in scored.batches:
                 scored.rows.extend(batch.rows)
-                scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
+                recorded = self.run.routing(batch.rows) if self.arm.routing else None
+                with routing.followed(self._routers, batch, recorded, scored.routing):
+                    scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
         return scored
 
     def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
@@ -186,6 +203,8 @@ class ArmScorer:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
         changed: Contract = {"attention": self.attention, "built_in": self.dtype}
+        if self.experts is not None:
+            changed["experts"] = self.experts
         if arm.quantize:
             changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
         if arm.kv_dtype:

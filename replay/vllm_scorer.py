@@ -87,7 +87,7 @@ class VllmScorer:
         """Score rows with the weights that are loaded."""
         assert self._engine is not None
         values = self._engine.score(rows, self._temperature, self.arm.top_k, self.arm.top_p)
-        return Scored(rows, values, [])
+        return Scored(rows, values, [], [])
 
     @property
     def _temperature(self) -> float:
