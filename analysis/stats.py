@@ -45,7 +45,7 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (
-                SELECT {_KEYS[by]}, sum(num_same_experts) / sum(num_tokens) AS routing_agreement
+                SELECT {_KEYS[by]}, sum(num_same_experts) / nullif(sum(num_tokens), 0) AS routing_agreement
                 FROM routing_sums({_quoted(names)}) GROUP BY {_KEYS[by]}
             ) USING ({_KEYS[by]}) ORDER BY {_KEYS[by]}"""
     result = _ask(database, query)

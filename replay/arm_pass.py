@@ -60,7 +60,9 @@ class ArmPass:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), Capture())
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows])
-        responses, prompts = ([len(getattr(row, name)) for row in scored.rows] for name in ("response_ids", "prompt_ids"))
+        responses, prompts = (
+            [len(getattr(row, name)) for row in scored.rows] for name in ("response_ids", "prompt_ids")
+        )
         batch.resolve(np.array(responses), None, np.array(prompts))
         stale = self.arm.weights_version
         self._recorder.add_scores(

@@ -120,7 +120,9 @@ class Arm:
             if value in (True, "packed") and not prefill:
                 raise InvalidOption(f"{name}{'' if value is True else ' packed'}: works with --mode prefill alone")
         if self.compile and self.routing:
-            raise InvalidOption("compile: routers inside a compiled backbone cannot be forced; replay routing without it")
+            raise InvalidOption(
+                "compile: routers inside a compiled backbone cannot be forced; replay routing without it"
+            )
         if self.padding == "packed" and self.attention not in PACKABLE:
             raise InvalidOption(
                 f"attention {self.attention}: cannot keep to each row of a packed forward; use math, flash, efficient "

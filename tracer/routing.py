@@ -24,7 +24,7 @@ GROUP = "_routing"
 NOT_ROUTED = -1
 """The id where a pass gave a token no routing."""
 
-_ROUTER = re.compile(r"(Router|Gate)$|Router")
+_ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -140,8 +140,12 @@ class RouterTap:
             self.problem = f"{type(module).__name__} does not return its choices as (logits, weights, ids)"
             return
         ids_CS, weights_CS, _ = found
-        narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
-        self._heard[index].append((narrow, weights_CS.detach().clone()))
+        try:
+            narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
+            self._heard[index].append((narrow, weights_CS.detach().clone()))
+        except RuntimeError as error:  # out of memory, most of all: the model that is listened to must not notice
+            self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
+            self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
         """What was heard since the last call of this, a forward after the other: [C, L, S] each."""

@@ -39,10 +39,10 @@ CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
 CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
     SELECT run, step, layer,
            sum(num_tokens)::BIGINT AS num_tokens,
-           sum(num_same_experts) / sum(num_tokens) AS share_same_experts,
-           sum(num_same_order) / sum(num_tokens) AS share_same_order,
-           fsum(sum_overlap) / sum(num_tokens) AS mean_overlap,
-           fsum(sum_abs_dweight) / sum(num_weights) AS mean_abs_dweight
+           sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
+           sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
+           fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
+           fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
     FROM routing_sums(a, b)
     GROUP BY run, step, layer
     ORDER BY run, step, layer;
@@ -51,10 +51,10 @@ CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
 CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
     SELECT run, layer,
            sum(num_tokens)::BIGINT AS num_tokens,
-           sum(num_same_experts) / sum(num_tokens) AS share_same_experts,
-           sum(num_same_order) / sum(num_tokens) AS share_same_order,
-           fsum(sum_overlap) / sum(num_tokens) AS mean_overlap,
-           fsum(sum_abs_dweight) / sum(num_weights) AS mean_abs_dweight
+           sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
+           sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
+           fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
+           fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
     FROM routing_sums(a, b)
     GROUP BY run, layer
     ORDER BY run, layer;

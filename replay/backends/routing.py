@@ -44,8 +44,11 @@ def followed(
     # Hooks run in the order in which they came: what is noted is what the experts were given.
     with _forced(known, batch, recorded), tap:
         yield
-    if tap.problem is None or recorded is not None:
-        into.extend(_rows(tap, batch))
+    parts = tap.forwards()
+    if parts:
+        into.extend(_rows(parts, batch))
+    elif recorded is not None:
+        raise CannotReplay(f"routing recorded: {tap.problem or 'the routers were not heard'}")
 
 
 @contextmanager
@@ -104,13 +107,10 @@ class _Table:
         return tuple(replaced)
 
 
-def _rows(tap: RouterTap, batch: ForwardBatch) -> list[Routing]:
+def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
     """What was heard, cut into the batch's rows; each call of a router took a part of the width."""
     import torch
 
-    parts = tap.forwards()
-    if not parts:
-        raise CannotReplay(f"routing: {tap.problem or 'the routers were not heard'}")
     cells_BW = torch.from_numpy(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]
 

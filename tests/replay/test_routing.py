@@ -74,7 +74,9 @@ def test_recorded_choices_are_those_of_a_forward_of_our_own(arguments, config, t
             same += int((routing.expert_ids == ours).sum())
             total += ours.size
             # Kernels on one row and on a padded batch differ in the last digits.
-            assert np.allclose(np.sort(routing.expert_weights), np.sort(weights), atol=5e-3 if config == MIXED else 1e-5)
+            assert np.allclose(
+                np.sort(routing.expert_weights), np.sort(weights), atol=5e-3 if config == MIXED else 1e-5
+            )
     assert same == total if config != MIXED else same > 0.95 * total
 
 
@@ -100,16 +102,28 @@ def arms(tmp_path_factory):
     """Several arms on one recording, in one call."""
     trace = tmp_path_factory.mktemp("routed") / "run"
     shutil.copytree(train("--moe", **ROUTED).trace, trace)
-    changes = ["dtype=bf16", "dtype=fp64", "mode=decode", "mode=chunked:2", "padding=right", "batch-size=3"]
+    changes = [
+        "dtype=bf16",
+        "dtype=fp64",
+        "mode=decode",
+        "mode=chunked:2",
+        "padding=right",
+        "padding=packed",
+        "batch-size=3",
+    ]
     texts = [text + end for text in changes for end in ("", ",routing=recorded")]
     return trace, {result.arm: result for result in by_arm(replay(trace, arm=texts))}
 
 
-@pytest.mark.parametrize("change", ["bf16", "fp64", "decode", "chunked-2", "padding-right", "batch-size-3"])
+@pytest.mark.parametrize(
+    "change", ["bf16", "fp64", "decode", "chunked-2", "padding-right", "padding-packed", "batch-size-3"]
+)
 def test_forced_routers_choose_what_was_recorded_under_every_change(change, arms):
     trace, results = arms
     name = next(arm for arm in results if change in arm and "routing" in arm)
-    query = f"SELECT min(share_same_order), min(mean_overlap), sum(num_tokens) FROM pair_routing('replay/{name}', 'train')"
+    query = (
+        f"SELECT min(share_same_order), min(mean_overlap), sum(num_tokens) FROM pair_routing('replay/{name}', 'train')"
+    )
     tokens = rows(trace, "SELECT 2 * sum(num_prompt_tokens + num_response_tokens) FROM sequences")[0][0]
     assert rows(trace, query) == [(1.0, 1.0, tokens)]
     assert results[name].identity_held == results[name].num_steps
@@ -145,6 +159,8 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
     with pytest.raises(InvalidOption, match="routing: vLLM has no such setting here"):
         Arm(engine="vllm", routing="recorded")
+    with pytest.raises(InvalidOption, match="compile: routers inside a compiled backbone cannot be forced"):
+        Arm(compile=True, routing="recorded")
     with pytest.raises(InvalidOption, match=r"routing: got 'rollout'; use recorded"):
         Arm(routing="rollout")
     dense = copy(train(capture="logprobs"), tmp_path / "dense")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..routing import RouterTap, Routing, is_mixture, of_cells, routers
 from .session import Session
 from .trl_batches import left_padded, right_padded
@@ -28,8 +30,6 @@ class RoutingTap:
 
     def routing(self) -> Routing | None:
         """What the routers chose for each prompt and response token, row after row; None where it cannot be read."""
-        import numpy as np
-
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self._tap.forwards()
@@ -42,7 +42,7 @@ class RoutingTap:
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
     """What listens to the routers during a call that gives the `train` pass, where that was asked for."""
-    if rows is None or not session.order.routing:
+    if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
     return RoutingTap(session, RouterTap(known), rows, call) if known else None
@@ -55,6 +55,8 @@ def tell_of_routing(session: Session, trainer: Any) -> None:
     if not is_mixture(model):
         if session.order.routing:
             session.note(f"{_WHAT}: {type(model).__name__} is no mixture of experts; record it without --routing")
+    elif session.order.routing and trainer.args.torch_compile:
+        session.note(f"{_WHAT}: routers inside a compiled model cannot be listened to; record without torch_compile")
     elif not known:
         session.note(f"{_WHAT}: {type(model).__name__} has no router module that chooses before its experts run")
     elif not session.order.routing:
