@@ -52,7 +52,7 @@ class ArmPass:
         for digest in {row.contract for row in own.values()}:
             if any(differences(self.run.contract(self.name, digest), now)):
                 return None
-        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [])
+        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [], [])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
         """Add a step, in one record: a killed replay has it whole or not at all."""

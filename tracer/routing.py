@@ -212,22 +212,33 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
     """Read the routing of rows of scores; a place is the columns `routing` and `routing_start`, and its tokens.
 
-    Rows of one group are read together. Raises DamagedTrace.
+    Rows of one sealed group are read together: a segment's is never large. Raises DamagedTrace.
     """
-    from .dense import read_dense
-
     spans: dict[str, tuple[int, int]] = {}
     for group, start, count in places:
         first, last = spans.get(group, (start, start + count))
         spans[group] = min(first, start), max(last, start + count)
-    arrays = {group: read_dense(store, group, first, last - first) for group, (first, last) in spans.items()}
+    spanned = {group: _arrays(store, group, first, last - first) for group, (first, last) in spans.items()}
     found = []
     for group, start, count in places:
-        begin = start - spans[group][0]
-        part = {name: values[begin : begin + count] for name, values in arrays[group].items()}
-        if EXPERT_IDS not in part or len(part[EXPERT_IDS]) != count:
+        arrays = spanned[group]
+        if arrays is None:  # of a journal, where one read gives what was recorded in one go
+            arrays, begin = _arrays(store, group, start, count), 0
+        else:
+            begin = start - spans[group][0]
+        if arrays is None:
             raise DamagedTrace(
                 f"{store.shown(f'{DENSE}/{group}')}: holds no routing of rows {start} to {start + count}"
             )
+        part = {name: values[begin : begin + count] for name, values in arrays.items()}
         found.append(Routing(expert_ids=part[EXPERT_IDS], expert_weights=part.get(EXPERT_WEIGHTS)))
     return found
+
+
+def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.ndarray] | None:
+    """A group's arrays from a row on; None where one read does not give so many rows of routing."""
+    from .dense import read_dense
+
+    arrays = read_dense(store, group, start, count)
+    whole = EXPERT_IDS in arrays and all(len(values) == count for values in arrays.values())
+    return arrays if whole else None

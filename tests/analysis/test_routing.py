@@ -9,7 +9,8 @@ from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, InvalidRecord
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.routing import Routing
+from tim_trace.tracer.routing import Routing, read_routing
+from tim_trace.tracer.store import Store
 
 # One sequence of two prompt and two response tokens; two layers; two of four experts a token.
 IDS_A = np.array([[[0, 1], [0, 1]], [[0, 1], [2, 3]], [[1, 0], [2, 3]], [[3, 2], [2, 3]]], np.int8)
@@ -58,6 +59,35 @@ def test_agreement_worked_by_hand(tmp_path, close):
     # The first response token is predicted from the prompt's last, the second from the first response token.
     query = "SELECT position, num_layers, num_layers_differing FROM pair_routing_tokens('train', 'rollout')"
     assert rows(tmp_path / "run", query) == [(0, 2, 1), (1, 2, 1)]
+    recorder.close()
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["sealed", "journal"])
+def test_rows_of_many_batches_come_back_each_by_itself(tmp_path, close):
+    recorder, draw, given = Recorder(tmp_path / "run"), np.random.default_rng(0), {}
+    for step in range(1, 4):
+        lengths = draw.integers(1, 5, (3, 2))
+        ids = draw.integers(0, 300, (int(lengths.sum()), 2, 4)).astype(np.int16)
+        weights = draw.random(ids.shape).astype(np.float32)
+        names = [f"{step}-{row}" for row in range(3)]
+        batch = recorder.add_sequences(
+            step=step,
+            seq_ids=names,
+            prompt_ids=[[1] * p for p, _ in lengths],
+            response_ids=[[1] * r for _, r in lengths],
+        )
+        logprobs = [[-1.0] * r for _, r in lengths]
+        recorder.add_scores("train", batch, logprobs=logprobs, routing=Routing(expert_ids=ids, expert_weights=weights))
+        cuts = np.cumsum(lengths.sum(axis=1))[:-1]
+        given |= dict(zip(names, zip(np.split(ids, cuts), np.split(weights, cuts), strict=True), strict=True))
+    recorder.close() if close else recorder.writer.drain()
+    query = """SELECT seq_id, routing, routing_start, num_prompt_tokens + num_response_tokens
+        FROM scores JOIN sequences USING (step, seq_id) ORDER BY hash(seq_id)"""
+    found = rows(tmp_path / "run", query)
+    store = Store(tmp_path / "run")
+    for (name, *_), routing in zip(found, read_routing(store, [place for _, *place in found]), strict=True):
+        assert np.array_equal(routing.expert_ids, given[name][0])
+        assert np.array_equal(routing.expert_weights, given[name][1])
     recorder.close()
 
 
