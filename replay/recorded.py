@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -135,9 +135,7 @@ class RecordedRun:
         """Raise CannotReplay when no router choices were recorded."""
         if self.has_routing:
             return
-        config = self.model["config"]
-        text = config.get("text_config") or config
-        if not any(text.get(name) for name in _EXPERTS):
+        if not has_experts(self.model["config"]):
             raise CannotReplay(f"routing recorded: {self.store.url} is of a model that is no mixture of experts")
         raise CannotReplay(
             f"routing recorded: {self.store.url} holds no router choices of pass {TRAIN!r}; record them with "
@@ -221,3 +219,9 @@ class RecordedRun:
         if not paths:
             return pa.table({name: [] for name in columns})
         return ds.dataset(paths, schema=TABLES[table].schema, format="parquet").to_table(columns, filter=condition)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config is that of a mixture of experts."""
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in _EXPERTS)

@@ -5,7 +5,9 @@ Shapes: T response tokens, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import vllm_logprobs
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.reader import Tensor
-from ..recorded import RecordedRow
+from ..recorded import RecordedRow, has_experts
 from .head import cut
 from .model import to_torch
 
@@ -32,7 +34,8 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 class VllmEngine:
     """A vLLM engine of a recorded model, whose weights are put in version by version.
 
-    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights.
+    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights. For a mixture of
+    experts it is started anew for every version there.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -47,6 +50,11 @@ class VllmEngine:
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights from now on. Raises CannotReplay."""
+        # On a CPU vLLM packs experts away when it starts, and would go on computing with the first version's.
+        if self.llm is not None and self.device == "cpu" and has_experts(self.config):
+            self.llm = None
+            gc.collect()
+            shutil.rmtree(self._model_folder)
         if self.llm is None:
             self._start(tensors)
             return
@@ -76,6 +84,10 @@ class VllmEngine:
                 taken = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
                 found[row.seq_id] = np.array(taken, np.float32)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
+
+    @property
+    def _model_folder(self) -> Path:
+        return Path(self._folder.name) / "model"
 
     def close(self) -> None:
         """Give the engine's memory back."""
@@ -109,7 +121,7 @@ class VllmEngine:
             ) from error
         if self.device == "cpu":
             _keep_plain()
-        folder = Path(self._folder.name) / "model"
+        folder = self._model_folder
         write_folder(folder, tensors, self.config, {})
         more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
         if self.way == LOGITS_PROCESSOR:

@@ -203,3 +203,12 @@ def test_a_mixture_s_weights_are_kept_and_exported(trace, tmp_path):
     assert ours.keys() == initial.keys()
     assert all(torch.equal(ours[name], initial[name]) for name in ours)
     assert load_file(tmp_path / "exported" / "model.safetensors")
+
+
+def test_vllm_computes_with_each_version_s_experts(trace):
+    done = tim_trace("replay", trace, "--engine", "vllm", "--dtype", "fp32", "--steps", "2:3", "--json")
+    assert done.code == 0, done.stderr
+    steps = [row for row in done.json() if row["arm"] == "vllm+fp32"]
+    assert [row["step"] for row in steps] == [2, 3]
+    # Kernels apart; a step's updates move logprobs by 1e-3 and more.
+    assert max(row["max_abs_d"] for row in steps) < 1e-5
