@@ -111,6 +111,9 @@ def main() -> None:
     "--weights-from", default=None, metavar="DIR",
     help="Folder of the Hugging Face checkpoints that the run saves, to read weights from there instead.",
 )  # fmt: skip
+@click.option(
+    "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
+)
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
@@ -206,8 +209,8 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
     "--by",
     default="run",
     show_default=True,
-    type=click.Choice(["run", "step", "sequence"]),
-    help="What a row stands for.",
+    type=click.Choice(["run", "step", "sequence", "layer"]),
+    help="What a row stands for; layer: of router choices.",
 )
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
@@ -260,6 +263,7 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @click.option("--temperature", type=float, metavar="T", help="Divide the logits by T.")
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
 @click.option("--top-k", type=int, metavar="K", help="Keep the K most probable tokens.")
+@click.option("--routing", type=click.Choice(["recorded"]), help="Send each token to the experts that were recorded.")
 @click.option("--weights-version", type=int, metavar="N", help="Score with the weights of this policy version.")
 @click.option("--name", metavar="NAME", help="Name of the arm that the options above make.")
 @click.option(

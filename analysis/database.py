@@ -14,11 +14,15 @@ from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from .measures import MEASURES, ComparedDistributions
+from .routing import register as register_routing
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
+
+_SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT"}
+"""DuckDB's names of the types that columns have which earlier releases did not write."""
 
 
 class Database:
@@ -35,7 +39,8 @@ class Database:
         _define_passes(self.connection, self.sources)
         _define_computed(self.connection)
         self.define_sums(set())
-        for name in ("macros", "pair", "triangle", "sums", "views"):
+        register_routing(self.connection, self.sources)
+        for name in ("macros", "pair", "triangle", "sums", "views", "routing"):
             self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
@@ -82,8 +87,9 @@ def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
 
     The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
-    nats; and `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
-    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
+    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; and `pair_routing(a, b)` and its kin where router
+    choices were recorded. Every one has a column `run`. A trace that is being written shows what was recorded by now.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -129,8 +135,12 @@ def _define_table(connection: duckdb.DuckDBPyConnection, name: str, spec: Table,
     parts = []
     for index, source in enumerate(sources):
         run = quoted(source.run)
-        if source.files[name]:
-            parts.append(f"SELECT {run} AS run, {columns} FROM read_parquet({_list(source.files[name])})")
+        for lacking, paths in source.files_by_columns(name).items():
+            found = ", ".join(
+                f'NULL::{_SQL_TYPES[column.type]} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
+                for column in spec.columns
+            )
+            parts.append(f"SELECT {run} AS run, {found} FROM read_parquet({_list(paths)})")
         if name in source.journals:
             journal = f"journal_{index}_{name}"
             connection.register(journal, source.journals[name])

@@ -15,6 +15,7 @@ from ..schemas.layout import PASSES, SCORES, SEQUENCES, SUMS, TABLES, Segment
 from ..schemas.manifest import Manifest
 from ..schemas.sums import RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
 from ..schemas.tables import TABLES as TABLE_SPECS
+from ..schemas.tables import Table
 from ..schemas.writer_state import WriterState
 from ..tracer.adopt import is_alive
 from ..tracer.journal import journaled_segments, read_journal
@@ -38,6 +39,8 @@ class Source:
     writers: list[WriterState]
     files: dict[str, list[str]] = field(default_factory=dict)
     """Table -> paths of its sealed files."""
+    lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Path of a sealed file -> columns that it lacks, being of an earlier release."""
     journals: dict[str, pa.Table] = field(default_factory=dict)
     """Table -> rows that are not sealed yet."""
     sums: dict[str, dict[Pair, str]] = field(default_factory=dict)
@@ -53,6 +56,13 @@ class Source:
     """Those of them whose quantiles over the run are kept as well."""
     segments: list[str] = field(default_factory=list)
     """Sealed segments of the tables that sums are made of, `<table>/<segment>`."""
+
+    def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[str]]:
+        """The sealed files of a table, by the columns that they lack."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for path in self.files[table]:
+            found.setdefault(self.lacking.get(path, ()), []).append(path)
+        return found
 
     @property
     def is_live(self) -> bool:
@@ -102,7 +112,6 @@ def _look(source: Source) -> None:
 
 def _sealed(source: Source, table: str) -> set[Segment]:
     """Note the readable sealed files of a table, and return the segments that have one, readable or not."""
-    schema = TABLE_SPECS[table].schema
     found = set()
     source.files[table] = []
     for name in source.store.files(table):
@@ -112,9 +121,10 @@ def _sealed(source: Source, table: str) -> set[Segment]:
             source.damaged.append(f"{source.store.shown(relative)}: no file of a trace; it was passed over, remove it")
             continue
         found.add(segment)
-        problem = _parquet_problem(source.store, relative, schema)
+        problem, lacking = _parquet_problem(source.store, relative, TABLE_SPECS[table])
         if problem is None:
-            source.files[table].append(_duckdb_path(source.store, relative))
+            source.files[table].append(path := _duckdb_path(source.store, relative))
+            source.lacking[path] = lacking
         else:
             source.damaged.append(
                 f"{source.store.shown(relative)}: {problem}; its rows are missing from every answer, restore the file "
@@ -123,19 +133,21 @@ def _sealed(source: Source, table: str) -> set[Segment]:
     return found
 
 
-def _parquet_problem(store: Store, relative: str, schema: pa.Schema) -> str | None:
-    """Why a Parquet file cannot serve as this table, or None."""
+def _parquet_problem(store: Store, relative: str, spec: Table) -> tuple[str | None, tuple[str, ...]]:
+    """Why a Parquet file cannot serve as this table, or None; and the columns that it has not, being older."""
+    schema = spec.schema
     try:
         found = _read_schema(store, relative)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        return f"not readable as Parquet ({str(error).splitlines()[0].rstrip('.')})"
-    missing = [f.name for f in schema if f.name not in found.names]
+        return f"not readable as Parquet ({str(error).splitlines()[0].rstrip('.')})", ()
+    lacking = tuple(name for name in spec.added if name not in found.names)
+    missing = [f.name for f in schema if f.name not in (*found.names, *lacking)]
     if missing:
-        return f"lacks the columns {', '.join(missing)}"
-    wrong = [f.name for f in schema if not _same_type(found.field(f.name).type, f.type)]
-    return f"has columns of other types: {', '.join(wrong)}" if wrong else None
+        return f"lacks the columns {', '.join(missing)}", ()
+    wrong = [f.name for f in schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
+    return (f"has columns of other types: {', '.join(wrong)}" if wrong else None), lacking
 
 
 def _read_schema(store: Store, relative: str) -> pa.Schema:
@@ -158,7 +170,8 @@ def _journal_rows(source: Source, segment: Segment, table: str) -> pa.Table | No
     content = read_journal(source.store, segment, table)
     source.torn_bytes += content.torn_bytes
     schema = TABLE_SPECS[table].schema
-    batches = [batch for batch in content.batches if batch.schema.equals(schema)]
+    completed = [_completed(batch, schema, TABLE_SPECS[table].added) for batch in content.batches]
+    batches = [batch for batch in completed if batch.schema.equals(schema)]
     where = source.store.shown(segment.journal(table))
     if len(batches) < len(content.batches):
         source.damaged.append(f"{where}: holds records of another schema; they were passed over, remove the file")
@@ -168,6 +181,15 @@ def _journal_rows(source: Source, segment: Segment, table: str) -> pa.Table | No
             "everything before is read"
         )
     return pa.Table.from_batches(batches, schema) if batches else None
+
+
+def _completed(batch: pa.RecordBatch, schema: pa.Schema, added: dict[str, pa.DataType]) -> pa.RecordBatch:
+    """A batch with NULL in the columns that its writer, being of an earlier release, did not know."""
+    names = batch.schema.names
+    if not (set(schema.names) - set(names)) <= set(added) or not set(names) <= set(schema.names):
+        return batch
+    columns = [batch[name] if name in names else pa.nulls(batch.num_rows, added[name]) for name in schema.names]
+    return pa.RecordBatch.from_arrays(columns, names=schema.names).cast(schema) if len(names) < len(schema) else batch
 
 
 def _find_sums(source: Source) -> None:

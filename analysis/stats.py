@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..schemas.errors import InvalidOption, NothingToCompare
+import duckdb
+
+from ..schemas.errors import DamagedTrace, InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
 from .database import Database, Traces, quoted
 from .distributions import has_captured, summary
@@ -12,11 +14,15 @@ from .source import Pair
 from .sums import ensure, keep
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
-BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences"}
+BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
+_KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
 def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progress: Progress = no_progress) -> Rows:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence.
+
+    Where both have router choices, `routing_agreement` is the share of these that are of the same experts, and `by`
+    layer compares them: a row a layer, the columns of the SQL macro `pair_routing_layers`.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
     value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
@@ -30,16 +36,54 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     database = Database(traces)
+    routed = _is_routed(database, names)
+    if by == "layer":
+        if not routed:
+            raise NothingToCompare(_why_not_routed(database, names))
+        return _ask(database, f"SELECT * FROM {BY[by]}({_quoted(names)})")
     if ensure(database, names, of_run=by == "run", progress=progress):
         keep(database, names)
     # One thread adds in one order: the last digits are the same every time.
     database.connection.execute("SET threads = 1")
-    cursor = database.connection.execute(f"SELECT * FROM {BY[by]}({quoted(names[0])}, {quoted(names[1])})")
-    columns = tuple(column[0] for column in cursor.description)
-    result = Rows(columns, cursor.fetchall())
+    query = f"SELECT * FROM {BY[by]}({_quoted(names)})"
+    if routed:
+        query = f"""
+            SELECT * FROM ({query}) LEFT JOIN (
+                SELECT {_KEYS[by]}, sum(num_same_experts) / nullif(sum(num_tokens), 0) AS routing_agreement
+                FROM routing_sums({_quoted(names)}) GROUP BY {_KEYS[by]}
+            ) USING ({_KEYS[by]}) ORDER BY {_KEYS[by]}"""
+    result = _ask(database, query)
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(_why_nothing(database, names))
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
+
+
+def _ask(database: Database, query: str) -> Rows:
+    """A query's rows. Raises DamagedTrace when the trace's Zarr groups do not hold what its scores name."""
+    try:
+        cursor = database.connection.execute(query)
+    except duckdb.InvalidInputException as error:  # what a function of ours raised while DuckDB called it
+        raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
+    columns = tuple(column[0] for column in cursor.description)
+    return Rows(columns, cursor.fetchall())
+
+
+def _quoted(pair: Pair) -> str:
+    return f"{quoted(pair[0])}, {quoted(pair[1])}"
+
+
+def _is_routed(database: Database, pair: Pair) -> bool:
+    """Whether both passes have router choices of some sequence."""
+    query = 'SELECT DISTINCT "pass" FROM scores WHERE routing IS NOT NULL'
+    return {*pair} <= {name for (name,) in database.connection.execute(query).fetchall()}
+
+
+def _why_not_routed(database: Database, pair: Pair) -> str:
+    where = ", ".join(source.run for source in database.sources)
+    return (
+        f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record a mixture of experts with "
+        "--routing, and replay it: every pass replayed with hf has them then"
+    )
 
 
 def comparable_pair(traces: Traces) -> str | None:

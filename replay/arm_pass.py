@@ -16,6 +16,7 @@ from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
 from ..tracer.dense import end_to_end
 from ..tracer.recorder import Recorder
+from ..tracer.routing import joined
 from ..tracer.rows import Forward
 from ..tracer.writer import TraceWriter
 from .arms import Arm
@@ -52,7 +53,7 @@ class ArmPass:
         for digest in {row.contract for row in own.values()}:
             if any(differences(self.run.contract(self.name, digest), now)):
                 return None
-        return Scored(list(rows), [own[row.seq_id].logprobs for row in rows], [], {})
+        return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
         """Add a step, in one record: a killed replay has it whole or not at all."""
@@ -60,7 +61,10 @@ class ArmPass:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows])
-        batch.resolve(np.array([len(row.response_ids) for row in scored.rows]), None)
+        responses, prompts = (
+            [len(getattr(row, name)) for row in scored.rows] for name in ("response_ids", "prompt_ids")
+        )
+        batch.resolve(np.array(responses), None, np.array(prompts))
         stale = self.arm.weights_version
         captured = [index for index, row in enumerate(scored.rows) if row.seq_id in scored.distributions]
         self._recorder.add_scores(
@@ -72,12 +76,15 @@ class ArmPass:
             forward=_forward_columns(step, scored.batches) if scored.batches else None,
             distribution=end_to_end([scored.distributions[scored.rows[index].seq_id] for index in captured]),
             captured_rows=captured,
+            routing=joined(scored.routing),
         )
         self._recorder.writer.drain()
 
     def remove(self) -> None:
         """Remove it: the files of the writers that wrote it, which wrote nothing else."""
         for writer in self.run.writers_of(self.name):
+            for folder in self.run.folder.glob(f"{DENSE}/{writer}-*"):
+                shutil.rmtree(folder)
             for name in self.run.store.files(SCORES):
                 if name.startswith(f"{writer}-"):
                     (self.run.folder / SCORES / name).unlink()

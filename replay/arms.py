@@ -20,14 +20,19 @@ PADDINGS = ("left", "right", "packed")
 KV_DTYPES = ("fp8",)
 PACKABLE = (None, "math", "flash", "efficient", "cudnn")
 """What --attention may be in packed forwards."""
+ROUTINGS = ("recorded",)
 ENGINES = ("hf", "vllm", "exact")
 AS_RECORDED = "as-recorded"
 _OF_VLLM = ("prefix_caching", "attention_backend")
 _NOT_OF = {
     "hf": _OF_VLLM,
-    "vllm": ("quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile"),
-    "exact": (*_OF_VLLM, "logits_dtype", "attention", "kv_dtype", "deterministic", "compile", "top_k", "top_p"),
-}
+    "vllm": (
+        "quantize", "lm_head", "logits_dtype", "attention", "padding", "deterministic", "threads", "compile", "routing",
+    ),
+    "exact": (
+        *_OF_VLLM, "logits_dtype", "attention", "kv_dtype", "deterministic", "compile", "top_k", "top_p", "routing",
+    ),
+}  # fmt: skip
 """Engine -> settings that it does not have. Engine exact has one attention, and is deterministic as it is."""
 
 
@@ -70,6 +75,8 @@ class Arm:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    routing: str | None = None
+    """`recorded`: the routers of a mixture of experts give each token the recorded ids, weights and slot order."""
     weights_version: int | None = None
     """Score with the weights of this policy version instead of the step's own."""
 
@@ -82,6 +89,7 @@ class Arm:
         _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("padding", self.padding, PADDINGS)
+        _one_of("routing", self.routing, ROUTINGS)
         _one_of("kv-dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
             raise InvalidOption(f"mode: got {self.mode!r}; use prefill, decode or chunked:N")
@@ -122,6 +130,10 @@ class Arm:
             value = getattr(self, name)
             if value in (True, "packed") and not prefill:
                 raise InvalidOption(f"{name}{'' if value is True else ' packed'}: works with --mode prefill alone")
+        if self.compile and self.routing:
+            raise InvalidOption(
+                "compile: routers inside a compiled backbone cannot be forced; replay routing without it"
+            )
         if self.padding == "packed" and self.attention not in PACKABLE:
             raise InvalidOption(
                 f"attention {self.attention}: cannot keep to each row of a packed forward; use math, flash, efficient "

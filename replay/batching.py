@@ -53,6 +53,13 @@ class PaddedBatch:
         begin, kept = self.width - values_BK.shape[1], values_BK.shape[1]
         return values_BK.reshape(-1)[_spans(self.first_B - begin + np.arange(len(self.rows)) * kept, self.rows)]
 
+    @property
+    def tokens_BW(self) -> np.ndarray:
+        """bool: true where a row's prompt or response lies."""
+        left_B, right_B = self.padding()
+        place_W = np.arange(self.width)
+        return np.asarray((place_W >= left_B[:, None]) & (place_W < (self.width - right_B)[:, None]))
+
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
         """[B] tokens of padding before each row's prompt, and after its response."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
@@ -80,6 +87,11 @@ class PackedBatch:
     def scored_N(self) -> np.ndarray:
         """Places of the response tokens, row by row."""
         return _spans(self.ends_B - [len(row.response_ids) for row in self.rows], self.rows)
+
+    @property
+    def tokens_BW(self) -> np.ndarray:
+        """[1, W] bool: every place holds a token."""
+        return np.ones((1, self.width), bool)
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
         """None on either side."""

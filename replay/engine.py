@@ -22,16 +22,15 @@ from .loaded import LoadedModel
 from .recorded import RecordedRow, RecordedRun
 from .results import ReplayedStep
 from .scored import Scored
-from .scorers import ArmScorer, scorer_of
+from .scorers import Scorer, scorer_of
 from .steps import parse_steps
-from .vllm_scorer import VllmScorer
 
 
 @dataclass(slots=True)
 class _Wanted:
     """An arm and the steps that are still to be done."""
 
-    scorer: ArmScorer | VllmScorer
+    scorer: Scorer
     target: ArmPass
     steps: list[int]
     done: set[int]
@@ -207,7 +206,7 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> R
     )
 
 
-def _differs(scorer: ArmScorer | VllmScorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
+def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
     """Why the recorded bits did not come back, as far as the trace tells."""
     unknown = not all(row.composition_known for row in rows)
     words = ("batch composition: not recorded, now one row a forward",) if unknown else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay
 from ..tracer.weights.reader import Tensor
@@ -11,18 +12,23 @@ from .arms import Arm
 from .backends import model as models
 from .backends.exact.model import ExactModel, check
 from .backends.exact.scorer import ExactScorer
+from .hf_scorer import HfScorer, LoadKey
 from .recorded import RecordedRun
-from .scorers import ArmScorer, LoadKey
 from .settings import autocast_dtype
 
 
-class ExactArmScorer(ArmScorer):
+class ExactArmScorer(HfScorer):
     """Scores steps with the same bits in any batch, padding and chunking."""
 
     uses_trl = False
+    hears_routers = False
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
-        super().__init__(run, arm, contract, device)
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+        super().__init__(run, arm, contract, device, capture)
+        if self.capture.dense:
+            raise CannotReplay(
+                "capture: engine exact keeps no distributions; replay its arms without, or use --engine hf"
+            )
         if run.model_factory is not None:
             raise CannotReplay("engine exact: has layers of its own, and takes no --model-factory; use --engine hf")
         check(run.model)
@@ -62,10 +68,6 @@ class ExactArmScorer(ArmScorer):
             head_dtype=torch.float32 if in_single and self.dtype != "float64" else None,
             cached_tokens=self.arm.cached_tokens,
         )
-
-    @property
-    def _temperature(self) -> float:
-        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""

@@ -6,8 +6,7 @@ from typing import Any
 
 from .recorded import RecordedRow
 from .scored import Scored
-from .scorers import ArmScorer
-from .vllm_scorer import VllmScorer
+from .scorers import Scorer
 
 
 class LoadedModel:
@@ -19,24 +18,20 @@ class LoadedModel:
         self._model: Any = None
         self._shared: Any = None
         self._version: int | None = None
-        self._attached: list[ArmScorer | VllmScorer] = []
+        self._attached: list[Scorer] = []
 
-    def score(self, scorer: ArmScorer | VllmScorer, rows: list[RecordedRow]) -> Scored:
+    def score(self, scorer: Scorer, rows: list[RecordedRow]) -> Scored:
         """Score each row with its own version's weights, or all with the arm's."""
         if self._model is None:
             self._model = scorer.build()
         if scorer not in self._attached:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)
-        whole = Scored([], [], [], {})
+        whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
             self._put(scorer, version if stale is None else stale)
-            part = scorer.score([row for row in rows if row.policy_version == version])
-            whole.rows.extend(part.rows)
-            whole.logprobs.extend(part.logprobs)
-            whole.batches.extend(part.batches)
-            whole.distributions.update(part.distributions)
+            whole.extend(scorer.score([row for row in rows if row.policy_version == version]))
         return whole
 
     def close(self) -> None:
@@ -47,7 +42,7 @@ class LoadedModel:
             self._model.close()
         self._model = self._shared = None
 
-    def _put(self, scorer: ArmScorer | VllmScorer, version: int) -> None:
+    def _put(self, scorer: Scorer, version: int) -> None:
         if version != self._version:
             scorer.put(self._model, self.weights.load(version))
             self._version = version

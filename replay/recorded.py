@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +20,14 @@ from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.passes import TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
+from ..tracer.routing import Routing, read_routing
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts."""
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 
 
@@ -51,6 +55,8 @@ class RecordedRow:
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
     captured: bool = False
     """Whether the replay keeps this row's distributions."""
+    routing: str | None = None
+    routing_start: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -121,6 +127,32 @@ class RecordedRun:
         folder = f"{PASSES}/{pass_name}"
         return [self.contract(pass_name, name.removesuffix(".json")) for name in self.store.files(folder)]
 
+    @cached_property
+    def has_routing(self) -> bool:
+        """Whether router choices were recorded of the pass that is replayed."""
+        routed = (ds.field("pass") == TRAIN) & ds.field("routing").is_valid()
+        return bool(self._table(SCORES, routed, ["step"]).num_rows)
+
+    def check_routing(self) -> None:
+        """Raise CannotReplay when no router choices were recorded."""
+        if self.has_routing:
+            return
+        if not has_experts(self.model["config"]):
+            raise CannotReplay(f"routing recorded: {self.store.url} is of a model that is no mixture of experts")
+        raise CannotReplay(
+            f"routing recorded: {self.store.url} holds no router choices of pass {TRAIN!r}; record them with "
+            "tim-trace record --routing, or Recorder.add_scores(routing=...)"
+        )
+
+    def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
+        """What was chosen for each row's tokens. Raises CannotReplay where that was not recorded, and DamagedTrace."""
+        places = []
+        for row in rows:
+            if row.routing is None or row.routing_start is None:
+                raise CannotReplay(f"routing recorded: {self.store.url}: sequence {row.seq_id!r} has no router choices")
+            places.append((row.routing, row.routing_start, len(row.prompt_ids) + len(row.response_ids)))
+        return read_routing(self.store, places)
+
     def writers_of(self, pass_name: str) -> set[str]:
         """The writers that recorded a pass."""
         return set(self._table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
@@ -131,7 +163,7 @@ class RecordedRun:
         sequences = self._table(SEQUENCES, ds.field("step") == step, named)
         columns = [
             "seq_id", "logprobs", "policy_version", "contract", "writer",
-            "forward_id", "forward_row", "pad_left", "pad_right",
+            "forward_id", "forward_row", "pad_left", "pad_right", "routing", "routing_start",
         ]  # fmt: skip
         scores = self._table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
         tokens = {
@@ -165,7 +197,7 @@ class RecordedRun:
         known = all(given[name] is not None for name in _COMPOSITION)
         if not known:
             given |= {"forward_id": index, "forward_row": 0, "pad_left": 0, "pad_right": 0}
-        lacking = [name for name, value in given.items() if value is None]
+        lacking = [name for name, value in given.items() if value is None and name not in TABLES[SCORES].added]
         if given["seq_id"] not in tokens:
             lacking.append("prompt_ids")
         if lacking:
@@ -189,3 +221,9 @@ class RecordedRun:
         if not paths:
             return pa.table({name: [] for name in columns})
         return ds.dataset(paths, schema=TABLES[table].schema, format="parquet").to_table(columns, filter=condition)
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config is that of a mixture of experts."""
+    text = config.get("text_config") or config
+    return any(text.get(name) for name in _EXPERTS)

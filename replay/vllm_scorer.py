@@ -93,7 +93,7 @@ class VllmScorer:
         values, distributions = self._engine.score(
             rows, self._temperature, self.arm.top_k, self.arm.top_p, self.capture
         )
-        return Scored(rows, values, [], distributions)
+        return Scored(rows=rows, logprobs=values, distributions=distributions)
 
     @property
     def _temperature(self) -> float:

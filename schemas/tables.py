@@ -29,6 +29,8 @@ class Column:
     """What the elements of a list stand for."""
     null: str = "not recorded"
     """What NULL says; empty where the column is never NULL."""
+    added: bool = False
+    """Whether the column came after the format's first release: files without it are read as if it were NULL."""
 
     @property
     def field(self) -> pa.Field:
@@ -46,6 +48,11 @@ class Table:
     @property
     def schema(self) -> pa.Schema:
         return pa.schema([column.field for column in self.columns])
+
+    @property
+    def added(self) -> dict[str, pa.DataType]:
+        """Columns that files of earlier releases lack, and their types."""
+        return {column.name: column.type for column in self.columns if column.added}
 
 
 _STEP = Column(
@@ -197,6 +204,22 @@ SCORES_TABLE = Table(
             doc="first row of this sequence in that group's arrays; its response tokens follow each other",
             unit="rows",
             null="none were captured",
+        ),
+        Column(
+            name="routing",
+            type=pa.string(),
+            doc="Zarr group below dense/ that holds what the model's routers chose for this row's tokens",
+            null="not recorded, or no mixture of experts",
+            added=True,
+        ),
+        Column(
+            name="routing_start",
+            type=pa.int64(),
+            doc="first row of this sequence in that group's arrays; its prompt's tokens and then its response's follow "
+            "each other",
+            unit="rows",
+            null="not recorded, or no mixture of experts",
+            added=True,
         ),
         _WRITER,
     ),

@@ -22,7 +22,7 @@ class Run:
 
 
 @cache
-def program(name, *arguments, capture=None, fraction="1.0", env=()):
+def program(name, *arguments, capture=None, fraction="1.0", env=(), options=()):
     """Run one of tests/programs, recorded when `capture` is given."""
     folder = Path(mkdtemp(dir=SCRATCH))
     command = [
@@ -35,8 +35,8 @@ def program(name, *arguments, capture=None, fraction="1.0", env=()):
         *arguments,
     ]
     if capture:
-        options = ["-o", folder / "run", "--capture", capture, "--capture-fraction", fraction]
-        done = tim_trace("record", *options, "--", *command, env=dict(env), cwd=folder)
+        own = ["-o", folder / "run", "--capture", capture, "--capture-fraction", fraction, *options]
+        done = tim_trace("record", *own, "--", *command, env=dict(env), cwd=folder)
     else:
         done = run(*command, env=dict(env), cwd=folder)
     assert done.code == 0, done.stderr[-3000:]

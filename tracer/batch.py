@@ -20,6 +20,7 @@ class Batch:
         self.policy_version = policy_version
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
+        self._prompt_lengths: np.ndarray | None = None
         self._rounds: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -30,14 +31,18 @@ class Batch:
         """Whether the responses' lengths are on the host already."""
         return self._lengths is not None
 
-    def resolve(self, lengths: np.ndarray, padding: Padding | None) -> None:
-        """Set the responses' lengths [B], and the padding of the batch that they came in."""
-        self._lengths, self._padding = lengths, padding
+    def resolve(self, lengths: np.ndarray, padding: Padding | None, prompt_lengths: np.ndarray | None = None) -> None:
+        """Set the responses' lengths [B], the padding of the batch that they came in, and the prompts' lengths [B]."""
+        self._lengths, self._padding, self._prompt_lengths = lengths, padding, prompt_lengths
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Response tokens of some rows."""
         assert self._lengths is not None
         return np.asarray(self._lengths[rows])
+
+    def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
+        """Prompt and response tokens of some rows; None where no prompts were given."""
+        return None if self._prompt_lengths is None else self._prompt_lengths[rows] + self.lengths(rows)
 
     def padding(self, rows: np.ndarray) -> Padding | None:
         """Padding of some rows; None for a batch that was given ragged."""

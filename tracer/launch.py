@@ -55,13 +55,15 @@ def record(
     weights: str = "auto",
     weights_below: str = "500MB",
     weights_from: str | None = None,
+    routing: bool = False,
     force: bool = False,
 ) -> Recording:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
-    run saves anyway, to read weights from there instead.
+    run saves anyway, to read weights from there instead. `routing` keeps what the routers of a mixture of experts chose
+    in the `train` pass, for every token of prompts and responses.
 
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started.
@@ -92,6 +94,7 @@ def record(
         capture_fraction=capture_fraction,
         weights="none" if weights_from is not None and weights == "auto" else weights,
         weights_below=limit,
+        routing=routing,
     )
     state = WriterState(writer=LAUNCHER, pid=os.getpid(), opened_at=now(), program=tuple(command))
     try:

@@ -1,7 +1,7 @@
 """The recorder: writes a trace from a training loop.
 
 Shapes: B sequences, P padded prompt width, T padded response width, N response tokens of some sequences together,
-K kept tokens, V vocabulary.
+K kept tokens, V vocabulary, L layers with a router, S experts of a token.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .batch import Batch
 from .dense import Distribution, bits
 from .metrics import metric_rows
 from .ragged import Padding, Ragged, flatten, num_rows
+from .routing import GROUP, Routing, check_routing
 from .rows import (
     Forward,
     ScoreRows,
@@ -46,6 +47,9 @@ from .store import Store, create_trace, join_trace, whole_file
 from .writer import QUEUE_BYTES, TraceWriter
 
 HYPERPARAMETER = "hyperparameter/"
+
+_Arrays = dict[str, tuple[np.ndarray, str]]
+"""Name -> values as NumPy holds them, and the dtype that their bits mean."""
 
 
 class Recorder:
@@ -126,6 +130,7 @@ class Recorder:
         self._metric_step: int | None = None
         self._num_sequences = 0
         self._warned: set[str] = set()
+        self._routed: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Recorder:
         return self
@@ -264,6 +269,7 @@ class Recorder:
         forward: Forward | None = None,
         distribution: Distribution | None = None,
         captured_rows: Any = None,
+        routing: Routing | None = None,
     ) -> None:
         """Record what one pass gave each response token of a batch, or of some of its rows.
 
@@ -274,6 +280,10 @@ class Recorder:
 
         `distribution` holds the captured distributions of `captured_rows` (rows of the batch): the response tokens of
         one row after those of the other, [N, ...].
+
+        `routing` is what the routers of a mixture of experts chose: Routing(expert_ids=[N, L, S], expert_weights=
+        [N, L, S]) of every prompt token and then every response token of one row after those of the other, without
+        padding; S experts in the order of the model's slots, L layers in the order of the contract's `moe_layers`.
 
         Raises InvalidRecord.
         """
@@ -294,18 +304,22 @@ class Recorder:
             scored_mask=scored_mask,
             policy_version=version,
             distribution=None if distribution is None else list(distribution.arrays.values()),
+            routing=None if routing is None else list(routing.arrays.values()),
         )
         staged.wait |= not batch.is_resolved
         contract = self._contracts[pass_name][1] if pass_name in self._contracts else None
         tolerance = rounding_tolerance(logprobs)
         arrays = [] if distribution is None else list(distribution.arrays)
+        routed = [] if routing is None else list(routing.arrays)
 
-        def prepare() -> tuple[ScoreRows, dict[str, tuple[np.ndarray, str]], np.ndarray]:
+        def prepare() -> tuple[ScoreRows, dict[str, tuple[np.ndarray, str]], np.ndarray, _Arrays]:
             values = staged.values()
             scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
             scores.contract, scores.iteration, scores.forward = contract, iteration, forward
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
-            return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64)
+            chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
+            experts = self._routing(pass_name, batch, chosen, chosen_experts)
+            return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64), experts
 
         try:
             self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
@@ -376,7 +390,6 @@ class Recorder:
         rows, step = len(batch), batch.step
         padding = _padding(values["response_attention_mask"])
         response_ids = flatten(values["response_ids"], np.int32, padding, f"step {step}, response_ids")
-        batch.resolve(response_ids.lengths, padding)
         lengths = response_ids.lengths
 
         def per_token(name: str, dtype: Any) -> Ragged | None:
@@ -390,6 +403,7 @@ class Recorder:
             prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"step {step}, prompt_ids")
             if len(prompt_ids) != rows:
                 raise InvalidRecord(f"step {step}: {len(prompt_ids)} prompts for {rows} responses")
+        batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
         for name in ("reward", "advantage", "policy_version"):
             scalars[name] = per_row(values[name], rows, name)
         rewards = [np.broadcast_to(per_row(value, rows, "rewards"), (rows,)) for value in values["rewards"] or []]
@@ -438,6 +452,28 @@ class Recorder:
             top2_gap=top2_gap,
         )
 
+    def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
+        """Router choices as they are written; every batch of a pass has the same arrays."""
+        if not given:
+            return {}
+        what = f"step {batch.step}, routing of pass {pass_name!r}"
+        lengths = batch.whole_lengths(chosen)
+        if lengths is None:
+            raise InvalidRecord(f"{what}: the sequences came without prompt_ids, and a prompt's tokens are routed too")
+        check_routing(Routing(**given), int(lengths.sum()), what)
+        # The caller may change its arrays before they are written.
+        arrays = {
+            name: (np.array(values), dtype)
+            for name, (values, dtype) in zip(given, map(bits, given.values()), strict=True)
+        }
+        kind = {name: (values.shape[1:], dtype) for name, (values, dtype) in arrays.items()}
+        known = self._routed.setdefault(pass_name, kind)
+        if known != kind:
+            raise InvalidRecord(
+                f"{what}: has {kind}, and before {known}; a pass has one model, and one form of routing"
+            )
+        return arrays
+
     def _append_sequences(self, rows: SequenceRows) -> None:
         self.writer.append(SEQUENCES, rows.to_batch())
         self.writer.state.num_sequences += len(rows.seq_ids)
@@ -450,7 +486,13 @@ class Recorder:
         scores: ScoreRows,
         dense: dict[str, tuple[np.ndarray, str]],
         captured: np.ndarray,
+        experts: _Arrays,
     ) -> None:
+        if experts:
+            lengths = batch.whole_lengths(chosen)
+            assert lengths is not None
+            group, start = self.writer.segments.append_dense(f"{GROUP}/{scores.pass_name}", experts)
+            scores.routing = [(group, int(first)) for first in start + np.cumsum(lengths) - lengths]
         if dense:
             tokens = batch.lengths(captured)
             wrong = {name: len(values) for name, (values, _) in dense.items() if len(values) != tokens.sum()}

@@ -91,6 +91,8 @@ class ScoreRows:
     forward: Forward | None = None
     dense: Sequence[tuple[str, int] | None] | None = None
     """[B] Zarr group and first row of each captured sequence."""
+    routing: Sequence[tuple[str, int]] | None = None
+    """[B] Zarr group and first row of each sequence's router choices."""
 
     def to_batch(self) -> pa.RecordBatch:
         rows = len(self.seq_ids)
@@ -118,6 +120,9 @@ class ScoreRows:
         if self.dense is not None:
             columns["dense"] = [None if entry is None else entry[0] for entry in self.dense]
             columns["dense_start"] = [None if entry is None else entry[1] for entry in self.dense]
+        if self.routing is not None:
+            columns["routing"] = [group for group, _ in self.routing]
+            columns["routing_start"] = [start for _, start in self.routing]
         return _SCORES.batch(columns, rows)
 
 

@@ -15,10 +15,19 @@ from ...tracer.weights.reader import Tensor
 from . import packing
 
 
-def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: str, factory: str | None = None) -> Any:
+def build(
+    identity: Mapping[str, Any],
+    *,
+    dtype: str,
+    attention: str,
+    device: str,
+    experts: str | None = None,
+    factory: str | None = None,
+) -> Any:
     """Build the model with weights still to be loaded.
 
-    `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name. `factory` is
+    `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name; `experts` is the
+    implementation of a mixture's experts, as transformers names it. `factory` is
     `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
     Raises CannotReplay.
     """
@@ -30,7 +39,9 @@ def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: st
         return model.to(device=device, dtype=getattr(torch, dtype))
     module, _, name = str(identity.get("class", "")).rpartition(".")
     try:
-        model = _of_transformers(module, name, dict(identity["config"]), getattr(torch, dtype), attention)
+        chosen = {} if experts is None else {"experts_implementation": experts}
+        chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+        model = _of_transformers(module, name, dict(identity["config"]), chosen)
     except (ImportError, AttributeError, ValueError, TypeError, KeyError) as error:
         raise CannotReplay(
             f"the model cannot be rebuilt: {module}.{name} with attention {attention!r}: {error}; install the versions "
@@ -39,15 +50,13 @@ def build(identity: Mapping[str, Any], *, dtype: str, attention: str, device: st
     return model.to(device)
 
 
-def _of_transformers(module: str, name: str, config: dict[str, Any], dtype: Any, attention: str) -> Any:
+def _of_transformers(module: str, name: str, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
     from transformers.initialization import no_init_weights
 
     packing.register()
     model_class = getattr(importlib.import_module(module), name)
     with no_init_weights():
-        model = model_class._from_config(
-            model_class.config_class.from_dict(config), dtype=dtype, attn_implementation=attention
-        )
+        model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
     model.init_weights()

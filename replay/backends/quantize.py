@@ -1,6 +1,6 @@
 """Weight-only fake quantisation: weights take the values that a quantised engine's would have, in their own dtype.
 
-Shapes: O outputs and I inputs of a linear layer, G inputs of a group.
+Shapes: E experts, O outputs and I inputs of a linear layer, G inputs of a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round every linear layer's weight but the head's."""
+    """Round the weight of every linear layer but the head, and of every expert."""
     import torch
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -22,6 +22,11 @@ def quantize(model: Any, kind: str) -> None:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(rounded(module.weight, kind))
+            elif hasattr(module, "is_transposed"):  # experts of transformers: all of a layer's in one tensor
+                for weight in module.parameters(recurse=False):
+                    if weight.ndim == 3:
+                        weight_EOI = weight.transpose(1, 2) if module.is_transposed else weight
+                        weight_EOI.copy_(rounded(weight_EOI.flatten(0, 1), kind).view(weight_EOI.shape))
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:

@@ -5,7 +5,9 @@ Shapes: T response tokens, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from ...tracer.hooks import vllm_logprobs
 from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.reader import Tensor
-from ..recorded import RecordedRow
+from ..recorded import RecordedRow, has_experts
 from .head import cut
 from .model import to_torch
 
@@ -33,7 +35,8 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 class VllmEngine:
     """A vLLM engine of a recorded model, whose weights are put in version by version.
 
-    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights.
+    On a CPU the engine keeps its linear layers plain: vLLM's packed ones could not take other weights. For a mixture of
+    experts it is started anew for every version there.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -48,6 +51,11 @@ class VllmEngine:
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Use these weights from now on. Raises CannotReplay."""
+        # On a CPU vLLM packs experts away when it starts, and would go on computing with the first version's.
+        if self.llm is not None and self.device == "cpu" and has_experts(self.config):
+            self.llm = None
+            gc.collect()
+            shutil.rmtree(self._model_folder)
         if self.llm is None:
             self._start(tensors)
             return
@@ -87,6 +95,10 @@ class VllmEngine:
                 distributions[row.seq_id] = _distribution(entries, processed_TV, capture)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows], distributions
 
+    @property
+    def _model_folder(self) -> Path:
+        return Path(self._folder.name) / "model"
+
     def close(self) -> None:
         """Give the engine's memory back."""
         self.llm = None
@@ -119,7 +131,7 @@ class VllmEngine:
             ) from error
         if self.device == "cpu":
             _keep_plain()
-        folder = Path(self._folder.name) / "model"
+        folder = self._model_folder
         write_folder(folder, tensors, self.config, {})
         more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
         if self.way == LOGITS_PROCESSOR:

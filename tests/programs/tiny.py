@@ -12,7 +12,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHARACTERS = "0123456789+= "
 
@@ -25,17 +31,25 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def save_model(folder, dtype=torch.float32):
+def save_model(folder, dtype=torch.float32, moe=False):
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    config = Qwen3Config(
+    shape = dict(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=0,
         eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
+    model = moe_model(shape) if moe else Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def moe_model(shape):
+    """A Qwen3-MoE of three layers, the middle one dense; so many experts that some choices are close."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**(shape | experts | {"num_hidden_layers": 3, "mlp_only_layers": [1]}))
+    return Qwen3MoeForCausalLM(config)
 
 
 def keep_weights_reloadable():

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 import torch
 from datasets import Dataset
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 def digits(prompts, completions, **kwargs):
@@ -75,6 +75,8 @@ def main():
     parser.add_argument("--trainer", choices=["grpo", "rloo"], default="grpo")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--bf16-engine", action="store_true")
+    parser.add_argument("--moe", action="store_true", help="a mixture of experts")
+    parser.add_argument("--experts", help="implementation of the experts")
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
@@ -86,7 +88,7 @@ def main():
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
     if arguments.ranks > 1:
-        tiny.save_model(arguments.model)
+        tiny.save_model(arguments.model, moe=arguments.moe)
         options = ["--standalone", "--nproc-per-node", str(arguments.ranks)]
         rest = [argument for argument in sys.argv[1:] if argument != "--ranks"]
         rest.remove(str(arguments.ranks))
@@ -103,11 +105,12 @@ def train(arguments):
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        tiny.save_model(arguments.model, torch.bfloat16 if arguments.bf16_engine else torch.float32)
+        tiny.save_model(arguments.model, torch.bfloat16 if arguments.bf16_engine else torch.float32, arguments.moe)
     tokenizer = tiny.make_tokenizer()
     if arguments.vllm:
         tiny.keep_weights_reloadable()
-    model = Qwen3ForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    experts = {"experts_implementation": arguments.experts} if arguments.experts else {}
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, **experts)
     prompts = [{"prompt": f"{a}+{b}{'=' * (1 + a % 3)}"} for a in range(10) for b in range(10)]
     config_class, trainer_class = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[
         arguments.trainer

@@ -18,9 +18,9 @@ from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
+from tim_trace.replay.hf_scorer import HfScorer
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.results import by_arm
-from tim_trace.replay.scorers import ArmScorer
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
@@ -207,7 +207,7 @@ def test_double_precision_does_not_depend_on_the_batch():
     weights = open_weights(run.store).load(recorded[0].policy_version)
 
     def scored(**changes):
-        scorer = ArmScorer(run, Arm(**changes), contract, "cpu")
+        scorer = HfScorer(run, Arm(**changes), contract, "cpu")
         model = scorer.build()
         scorer.put(model, weights)
         scorer.attach(model)
@@ -354,7 +354,7 @@ class ScarceMemory:
 def scarce(rows, **changes):
     run = RecordedRun(train(capture="logprobs").trace)
     recorded = run.step(1)
-    scorer = ArmScorer(run, Arm(**changes), run.contract("train", recorded[0].contract), "cpu")
+    scorer = HfScorer(run, Arm(**changes), run.contract("train", recorded[0].contract), "cpu")
     scorer._scorer = ScarceMemory(rows)
     return scorer, recorded
 

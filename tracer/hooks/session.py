@@ -30,6 +30,8 @@ class Order:
     weights: str = "auto"
     """`delta`, `none`, or `auto`: delta for a model of at most `weights_below` bytes."""
     weights_below: int = 500_000_000
+    routing: bool = False
+    """Whether a mixture of experts' router choices are kept."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))

@@ -41,7 +41,8 @@ from .trl_contract import (
     server_contract,
 )
 from .trl_distributions import HeadTap
-from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState
+from .trl_routing import routing_tap, tell_of_routing
+from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_weights import keeps_weights, own_tensors
 from .versions import version_sentence
 
@@ -144,14 +145,16 @@ class TrainerHooks:
         if phase is None or not self.session.is_recording:
             return original(trainer, *args, **kwargs)
         call: dict[str, Any] = {}
-        tap = None
+        tap = routers = None
         with self.session.guard("a pass"):
             call = arguments(original, trainer, *args, **kwargs)
-            tap = self._tap(trainer, state, call)
-        with tap or nullcontext():
+            rows = self._train_rows(trainer, state, call)
+            tap = self._tap(trainer, rows, call)
+            routers = routing_tap(self.session, trainer, rows, call)
+        with tap or nullcontext(), routers or nullcontext():
             result = original(trainer, *args, **kwargs)
         with self.session.guard("a pass"):
-            phase.scorings.append(scoring_of(trainer, call, result, tap))
+            phase.scorings.append(scoring_of(trainer, call, result, tap, routers.routing() if routers else None))
         return result
 
     def compute_loss(
@@ -246,6 +249,7 @@ class TrainerHooks:
         recorder = self.session.recorder
         tokenizer = trainer.processing_class
         recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(tokenizer))
+        tell_of_routing(self.session, trainer)
         if trainer.is_world_process_zero():
             recorder.save_tokenizer(tokenizer)
             recorder.add_hyperparameters(trainer.args.to_dict())
@@ -254,26 +258,40 @@ class TrainerHooks:
         elif trainer.vllm_mode == "server" and trainer.is_world_process_zero():
             recorder.add_contract(ROLLOUT, server_contract(trainer))
 
-    def _tap(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> HeadTap | None:
-        """Listen in on the model where this call gives the `train` pass of rows whose distributions are kept."""
-        is_reference = call["model"] is getattr(trainer, "ref_model", None)
+    def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
+        """The rows of a call that gives the `train` pass; None for another call."""
+        if call["model"] is getattr(trainer, "ref_model", None):
+            return None
         if state.loss is not None:
-            recorded = state.loss.recorded
-            if recorded.train_scored[state.loss.rows].any():
+            recorded, rows = state.loss.recorded, state.loss.rows
+            if state.loss.scorings or recorded.train_scored[rows].any():
                 return None
-            captured, lengths = recorded.captured[state.loss.rows], recorded.response_lengths[state.loss.rows]
-        else:
-            assert state.generation is not None
-            captured, lengths = state.generation.captured, state.generation.response_lengths
-            if lengths is None or any(not scoring.is_reference for scoring in state.generation.scorings):
-                return None
-        if is_reference or not captured.any():
+            return TrainRows(
+                captured=recorded.captured[rows],
+                prompt_lengths=recorded.prompt_lengths[rows],
+                response_lengths=recorded.response_lengths[rows],
+            )
+        generation = state.generation
+        assert generation is not None
+        if generation.prompt_lengths is None or generation.response_lengths is None:
+            return None
+        if any(not scoring.is_reference for scoring in generation.scorings):
+            return None
+        return TrainRows(
+            captured=generation.captured,
+            prompt_lengths=generation.prompt_lengths,
+            response_lengths=generation.response_lengths,
+        )
+
+    def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
+        """Listen in on the model where this call gives the `train` pass of rows whose distributions are kept."""
+        if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
         if problem:
             self.session.note(problem)
             return None
-        return HeadTap(trainer, call, np.flatnonzero(captured), lengths, self.session.capture)
+        return HeadTap(trainer, call, np.flatnonzero(rows.captured), rows.response_lengths, self.session.capture)
 
     def _record_generation(
         self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
@@ -401,4 +419,5 @@ class TrainerHooks:
             forward=forward,
             distribution=scoring.distribution if pass_name == TRAIN else None,
             captured_rows=rows[scoring.captured_rows],
+            routing=scoring.routing if pass_name == TRAIN else None,
         )

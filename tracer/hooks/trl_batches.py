@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.passes import REFERENCE, TRAIN
+from ..routing import Routing
 from .engine_call import EngineCall
 from .trl_distributions import HeadTap
 from .trl_state import Generation, Loss, Recorded, Scoring
@@ -32,7 +33,9 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
     return named
 
 
-def scoring_of(trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | None) -> Scoring:
+def scoring_of(
+    trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | None, routing: Routing | None
+) -> Scoring:
     logprobs, entropy = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
     return Scoring(
         logprobs=logprobs,
@@ -41,6 +44,7 @@ def scoring_of(trainer: Any, call: dict[str, Any], result: Any, tap: HeadTap | N
         rows_a_forward=call.get("batch_size") or len(call["input_ids"]),
         distribution=tap.distribution() if tap else None,
         captured_rows=tap.rows.tolist() if tap else [],
+        routing=routing,
     )
 
 

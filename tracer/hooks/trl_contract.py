@@ -7,6 +7,7 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
+from ..routing import facts
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
@@ -115,6 +116,7 @@ def _numerics(model: Any) -> dict[str, Any]:
         "experts": getattr(model.config, "_experts_implementation", None),
         "quantization": str(getattr(model.config, "quantization_config", None) or "") or None,
         "adapters": sorted(getattr(model, "peft_config", None) or {}),
+        **facts(model),
     }
 
 

@@ -15,6 +15,7 @@ from ...schemas.contract import Contract
 from .. import environment
 from ..batch import Batch
 from ..dense import Distribution
+from ..routing import Routing
 from ..rows import Forward
 from .engine_call import EngineCall
 
@@ -31,6 +32,17 @@ class Scoring:
     rows_a_forward: int
     distribution: Distribution | None = None
     captured_rows: list[int] = field(default_factory=list)
+    routing: Routing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRows:
+    """The rows of a scoring call that gives the `train` pass."""
+
+    captured: np.ndarray
+    """[rows] bool: those whose distributions are kept."""
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,11 @@ POINTS = {
     "__init__": "vLLM's engine arguments, and room for captured distributions",
 }
 
+_NO_ROUTING = (
+    "rollouts have no router choices: vLLM 0.32 gives them (enable_return_routed_experts) from its Model Runner V2 alone, "
+    "which does not run without Triton, and they are not read yet; those of the trainer are recorded"
+)
+
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
 """`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
@@ -137,6 +142,8 @@ class EngineHooks:
         key = (id(llm), sampling_settings(params), environment.torch_settings_key())
         if key not in self._contracts:
             self._contracts[key] = engine_contract(llm, self._arguments.get(id(llm), {}), params)
+            if self.session.order.routing and llm.llm_engine.vllm_config.model_config.is_moe:
+                self.session.note(_NO_ROUTING)
         return self._contracts[key]
 
     def _describe(self, llm: Any) -> None:

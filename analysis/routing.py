@@ -1,0 +1,145 @@
+"""How far two passes' router choices agree: the numbers behind the macros of sql/routing.sql.
+
+Shapes: N tokens of a sequence, L layers with a router, S experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from ..schemas.errors import InvalidQuery
+from ..tracer.routing import NOT_ROUTED, Routing, read_routing
+from ..tracer.store import Store
+from .source import Source
+
+_ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
+"""run, group and first row in pass a, group and first row in pass b, tokens."""
+_SUMS = pa.list_(
+    pa.struct(
+        [
+            ("num_tokens", pa.int64()),
+            ("num_same_experts", pa.int64()),
+            ("num_same_order", pa.int64()),
+            ("sum_overlap", pa.float64()),
+            ("num_weights", pa.int64()),
+            ("sum_abs_dweight", pa.float64()),
+        ]
+    )
+)
+_SUMS_SQL = (
+    "STRUCT(num_tokens BIGINT, num_same_experts BIGINT, num_same_order BIGINT, sum_overlap DOUBLE, num_weights BIGINT, "
+    "sum_abs_dweight DOUBLE)[]"
+)
+_COUNTS = pa.list_(pa.struct([("num_layers", pa.int64()), ("num_layers_differing", pa.int64())]))
+_COUNTS_SQL = "STRUCT(num_layers BIGINT, num_layers_differing BIGINT)[]"
+
+
+class Agreement(NamedTuple):
+    """Two routings of the same tokens, compared choice by choice."""
+
+    known_NL: np.ndarray
+    """bool: both passes routed the token in this layer."""
+    same_experts_NL: np.ndarray
+    """bool: the same set of experts."""
+    same_order_NL: np.ndarray
+    """bool: the same experts in the same slots."""
+    overlap_NL: np.ndarray
+    """Common experts over S."""
+    num_weights_NL: np.ndarray
+    """Common experts whose weights both passes have."""
+    abs_dweight_NL: np.ndarray
+    """Sum over these of |weight a - weight b|."""
+
+
+def compare(a: Routing, b: Routing) -> Agreement:
+    """Compare two routings of the same tokens and layers. Raises InvalidQuery when the layers are not as many."""
+    ids_a, ids_b = np.asarray(a.expert_ids, np.int64), np.asarray(b.expert_ids, np.int64)
+    if ids_a.shape[1] != ids_b.shape[1]:
+        raise InvalidQuery(f"routing: one pass has {ids_a.shape[1]} layers with a router, the other {ids_b.shape[1]}")
+    known_NL = (ids_a[:, :, 0] != NOT_ROUTED) & (ids_b[:, :, 0] != NOT_ROUTED)
+    common_NLSS = (ids_a[..., :, None] == ids_b[..., None, :]) & known_NL[..., None, None]
+    num_common_NL = common_NLSS.any(axis=-1).sum(axis=-1)
+    slots_a, slots_b = ids_a.shape[2], ids_b.shape[2]
+    as_many = slots_a == slots_b
+    num_weights_NL, abs_dweight_NL = np.zeros_like(num_common_NL), np.zeros(num_common_NL.shape)
+    if a.expert_weights is not None and b.expert_weights is not None:
+        weights_a, weights_b = np.asarray(a.expert_weights, np.float64), np.asarray(b.expert_weights, np.float64)
+        gaps_NLSS = np.abs(weights_a[..., :, None] - weights_b[..., None, :])
+        num_weights_NL = num_common_NL
+        abs_dweight_NL = np.where(common_NLSS, gaps_NLSS, 0.0).sum(axis=(-1, -2))
+    return Agreement(
+        known_NL=known_NL,
+        same_experts_NL=known_NL & as_many & (num_common_NL == slots_a),
+        same_order_NL=known_NL & ((ids_a == ids_b).all(axis=-1) if as_many else False),
+        overlap_NL=num_common_NL / max(slots_a, slots_b),
+        num_weights_NL=num_weights_NL,
+        abs_dweight_NL=abs_dweight_NL,
+    )
+
+
+def by_layer(found: Agreement) -> list[dict[str, Any]]:
+    """The sums of each layer over the tokens that both passes routed."""
+    columns = {
+        "num_tokens": found.known_NL,
+        "num_same_experts": found.same_experts_NL,
+        "num_same_order": found.same_order_NL,
+        "sum_overlap": found.overlap_NL,
+        "num_weights": found.num_weights_NL,
+        "sum_abs_dweight": found.abs_dweight_NL,
+    }
+    sums = {name: values.sum(axis=0).tolist() for name, values in columns.items()}
+    return [dict(zip(sums, layer, strict=True)) for layer in zip(*sums.values(), strict=True)]
+
+
+def by_token(found: Agreement) -> list[dict[str, Any]]:
+    """How many layers both passes routed each token in, and in how many of them to other experts."""
+    known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
+    return [
+        {"num_layers": layers, "num_layers_differing": layers - equal}
+        for layers, equal in zip(known, same, strict=True)
+    ]
+
+
+def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
+    """Give the connection the functions `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups.
+
+    A query that may read nothing but the traces may call them: they open groups of these traces' dense/ alone.
+    """
+    stores = {source.run: source.store for source in sources}
+
+    def sums(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
+        found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
+        return pa.array([by_layer(row) for row in found], _SUMS)
+
+    def counts(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
+        found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
+        return pa.array([by_token(row) for row in found], _COUNTS)
+
+    connection.create_function("routing_sums_of", sums, _ARGUMENTS, _SUMS_SQL, type="arrow")
+    connection.create_function("routing_counts_of", counts, _ARGUMENTS, _COUNTS_SQL, type="arrow")
+
+
+def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
+    """Compare rows of scores; each argument is a column, or two."""
+    runs, counts = run.to_pylist(), num_tokens.to_pylist()
+    sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
+    return [compare(one, other) for one, other in zip(*sides, strict=True)]
+
+
+def _read(
+    stores: dict[str, Store], runs: list[str], groups: list[str], starts: list[int], counts: list[int]
+) -> list[Routing]:
+    """The routing of rows of scores, each run's read together."""
+    found: dict[int, Routing] = {}
+    for run in set(runs):
+        rows = [row for row, name in enumerate(runs) if name == run]
+        places = [(groups[row], starts[row], counts[row]) for row in rows]
+        if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
+            raise InvalidQuery(f"routing: run {run!r} has no such rows; pass the columns of `scores`")
+        found |= zip(rows, read_routing(stores[run], places), strict=True)
+    return [found[row] for row in range(len(runs))]

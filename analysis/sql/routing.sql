@@ -1,0 +1,76 @@
+-- Agreement of two passes' router choices. A token counts in a layer where both passes routed it.
+
+-- routed_rows(a, b): where the choices lie of the sequences that both passes have some of.
+CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
+    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
+           s.num_prompt_tokens::BIGINT AS num_prompt_tokens, s.num_response_tokens::BIGINT AS num_response_tokens,
+           scores_a.contract,
+           scores_a.routing AS group_a, scores_a.routing_start AS start_a,
+           scores_b.routing AS group_b, scores_b.routing_start AS start_b
+    FROM sequences AS s
+    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+    WHERE scores_a."pass" = a AND scores_b."pass" = b
+      AND scores_a.routing IS NOT NULL AND scores_b.routing IS NOT NULL;
+
+-- moe_layers(a): the decoder layers that have a router, by the contract of pass a; NULL where it does not name them.
+CREATE OR REPLACE MACRO moe_layers(a) AS TABLE
+    SELECT DISTINCT run, contract, (contract_json -> '$.model.moe_layers')::BIGINT[] AS layers
+    FROM passes
+    WHERE "pass" = a;
+
+-- routing_sums(a, b): one row a (sequence, layer).
+CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(layers[place], place - 1) AS layer,
+           found.num_tokens, found.num_same_experts, found.num_same_order, found.sum_overlap,
+           found.num_weights, found.sum_abs_dweight
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, contract,
+               unnest(sums) AS found, unnest(range(1, len(sums) + 1)) AS place
+        FROM (
+            SELECT *, routing_sums_of(run, group_a, start_a, group_b, start_b, num_prompt_tokens + num_response_tokens)
+                   AS sums
+            FROM routed_rows(a, b)
+        )
+    )
+    LEFT JOIN moe_layers(a) USING (run, contract);
+
+-- pair_routing(a, b): one row a (run, step, layer).
+CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
+    SELECT run, step, layer,
+           sum(num_tokens)::BIGINT AS num_tokens,
+           sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
+           sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
+           fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
+           fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
+    FROM routing_sums(a, b)
+    GROUP BY run, step, layer
+    ORDER BY run, step, layer;
+
+-- pair_routing_layers(a, b): the same over all steps, one row a (run, layer).
+CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
+    SELECT run, layer,
+           sum(num_tokens)::BIGINT AS num_tokens,
+           sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
+           sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
+           fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
+           fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
+    FROM routing_sums(a, b)
+    GROUP BY run, layer
+    ORDER BY run, layer;
+
+-- pair_routing_tokens(a, b): one row a response token. The token's logprob comes from the forward of the token before
+-- it, and it is the routing of that one that is compared.
+CREATE OR REPLACE MACRO pair_routing_tokens(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position,
+           found.num_layers AS num_layers, found.num_layers_differing AS num_layers_differing
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, num_response_tokens,
+               unnest(counts) AS found, unnest(range(len(counts))) - num_prompt_tokens + 1 AS position
+        FROM (
+            SELECT *, routing_counts_of(run, group_a, start_a, group_b, start_b, num_prompt_tokens + num_response_tokens)
+                   AS counts
+            FROM routed_rows(a, b)
+        )
+    )
+    WHERE position >= 0 AND position < num_response_tokens AND found.num_layers > 0;

@@ -1,0 +1,122 @@
+"""A replayed model's routers: listened to, and made to choose what was recorded.
+
+Shapes: B rows of a forward, W its width, C the cells of one call (B times a part of W), L routers, S experts of a token,
+N tokens of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import CannotReplay
+from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice, routers
+from ..batching import ForwardBatch
+
+
+def checked(model: Any, wanted: str | None) -> list[Router]:
+    """The routers of a model. Raises CannotReplay when they are `wanted` and there are none."""
+    known = routers(model)
+    if wanted and not known:
+        raise CannotReplay(
+            f"routing {wanted}: {type(model).__name__} has no router module that chooses before its experts run"
+        )
+    return known
+
+
+@contextmanager
+def followed(
+    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing]
+) -> Iterator[None]:
+    """Note in `into` what the routers chose for each row's tokens in one forward; no routers, no notes.
+
+    With `recorded`, the routers give these ids, weights and slot order instead of their own; padding keeps the router's
+    own choice. Raises CannotReplay when the recorded choices are not of this model.
+    """
+    if not known:
+        yield
+        return
+    tap = RouterTap(known)
+    # Hooks run in the order in which they came: what is noted is what the experts were given.
+    with _forced(known, batch, recorded), tap:
+        yield
+    parts = tap.forwards()
+    if parts:
+        into.extend(_rows(parts, batch))
+    elif recorded is not None:
+        raise CannotReplay(f"routing recorded: {tap.problem or 'the routers were not heard'}")
+
+
+@contextmanager
+def _forced(known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None) -> Iterator[None]:
+    if recorded is None:
+        yield
+        return
+    table = _Table(known, batch, recorded)
+    handles = [router.module.register_forward_hook(partial(table.replace, i)) for i, router in enumerate(known)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Table:
+    """The recorded choices, laid out as the batch is."""
+
+    def __init__(self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing]):
+        if any(part.expert_weights is None for part in recorded):
+            raise CannotReplay("routing recorded: the trace holds the experts' ids without their weights; record both")
+        ids_NLS = np.concatenate([np.asarray(part.expert_ids) for part in recorded])
+        weights_NLS = np.concatenate([np.asarray(part.expert_weights) for part in recorded])
+        num_layers, num_slots = ids_NLS.shape[1:]
+        wanted = (len(known), known[0].num_slots or num_slots)
+        if (num_layers, num_slots) != wanted:
+            raise CannotReplay(
+                f"routing recorded: the trace holds {num_layers} layers of {num_slots} experts a token, the model has "
+                f"{wanted[0]} of {wanted[1]}; is this the model that was trained?"
+            )
+        cells = batch.tokens_BW
+        self.ids_BWLS = np.full((*cells.shape, num_layers, num_slots), NOT_ROUTED, np.int64)
+        self.weights_BWLS = np.zeros(self.ids_BWLS.shape, weights_NLS.dtype)
+        self.ids_BWLS[cells], self.weights_BWLS[cells] = ids_NLS, weights_NLS
+        self._done = [0] * num_layers
+        """Columns that each router has seen."""
+
+    def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
+        """A router's output with the recorded choice in the place of its own."""
+        import torch
+
+        found = choice(output)
+        if found is None:
+            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices by themselves")
+        ids_CS, weights_CS, place = found
+        begin = self._done[index]
+        end = self._done[index] = begin + len(ids_CS) // len(self.ids_BWLS)
+        part = np.s_[:, begin:end, index]
+        recorded_CS = torch.from_numpy(self.ids_BWLS[part].reshape(ids_CS.shape)).to(ids_CS)
+        values_CS = torch.from_numpy(self.weights_BWLS[part].reshape(ids_CS.shape)).to(weights_CS)
+        known_C1 = recorded_CS[:, :1] != NOT_ROUTED
+        replaced = list(output)
+        replaced[place] = torch.where(known_C1, recorded_CS, ids_CS)
+        replaced[1] = torch.where(known_C1, values_CS, weights_CS)
+        return tuple(replaced)
+
+
+def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
+    """What was heard, cut into the batch's rows; each call of a router took a part of the width."""
+    import torch
+
+    cells_BW = torch.from_numpy(batch.tokens_BW)
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]
+
+    def cut(values: Sequence[Any]) -> Sequence[Any]:
+        wide = torch.cat([part.unflatten(0, (len(cells_BW), -1)) for part in values], dim=1)
+        return wide[cells_BW.to(wide.device)].cpu().split(lengths)  # type: ignore[no-any-return]
+
+    ids, weights = cut([part.expert_ids for part in parts]), cut([part.expert_weights for part in parts])
+    return [Routing(expert_ids=one, expert_weights=other) for one, other in zip(ids, weights, strict=True)]

@@ -1,0 +1,304 @@
+"""An arm that the rebuilt transformers model scores: by the trainer's own code, or by ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from ..schemas.capture import HIDDEN, Capture
+from ..schemas.contract import Contract
+from ..schemas.errors import CannotReplay
+from ..tracer import environment
+from ..tracer.dense import Distribution
+from ..tracer.projection import Projection
+from ..tracer.routing import Router
+from ..tracer.staging import to_numpy
+from ..tracer.weights.reader import Tensor
+from .arms import DTYPES, Arm
+from .backends import kernels, packing, routing, trl
+from .backends import model as models
+from .backends.head import Head
+from .backends.module import ModuleScorer, gives_hidden
+from .backends.quantize import GROUP, quantize
+from .backends.tap import HiddenTap, cutting, head_contract
+from .backends.transformers import TransformersScorer
+from .batching import PACKED, ForwardBatch, forwards, responses
+from .recorded import RecordedRow, RecordedRun
+from .scored import Scored
+from .settings import autocast_dtype, settings
+
+LoadKey = tuple[Any, ...]
+"""What decides how a model is built and wrapped; arms that share it share a model."""
+
+
+class HfScorer:
+    """Scores steps under one arm, on a model that arms of the same load key share."""
+
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+        self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.capture = capture or Capture()
+        if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
+            raise CannotReplay("capture hidden: does not say which tokens top-k and top-p cut; use logits or topk:K")
+        kernels.check(arm.attention, device)
+        if arm.dtype == "tf32" and device == "cpu":
+            raise CannotReplay(
+                "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; here work fp64, fp32, bf16 and fp16"
+            )
+        if arm.routing:
+            run.check_routing()
+        self._scorer: Any = None
+        self._model: Any = None
+        self._routers: list[Router] = []
+        """Listened to where the recorded pass has routing."""
+        self.kernels: set[str] = set()
+        self._rows: int | None = None
+        """Rows of a forward, once memory has run out; None before."""
+
+    def build(self) -> Any:
+        """The model that this arm needs, without weights. Raises CannotReplay."""
+        model = models.build(
+            self.run.model,
+            dtype=self.dtype,
+            attention=self.attention,
+            experts=self.experts,
+            device=self.device,
+            factory=self.run.model_factory,
+        )
+        if self.arm.padding == PACKED and gives_hidden(model):
+            packing.check(model.config)
+        return model
+
+    def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
+        models.load(model, tensors, self.dtype if self.arm.dtype else None)
+        if self.arm.quantize:
+            quantize(model, self.arm.quantize)
+
+    @property
+    def key(self) -> LoadKey:
+        """What decides which model is built."""
+        return (self.arm.dtype, self.dtype, self.attention, self.uses_trl, self.arm.lm_head, self.arm.quantize)
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype that the model is built in."""
+        return DTYPES[self.arm.dtype] if self.arm.dtype else _largest(self.contract["model"]["dtypes"])
+
+    @property
+    def attention(self) -> str:
+        """The model's attention implementation, as transformers names it."""
+        if self.arm.padding == PACKED:
+            return packing.NAME
+        recorded = str(self.contract["model"]["attention"])
+        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
+
+    @property
+    def experts(self) -> str | None:
+        """The implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
+        recorded = self.contract["model"].get("experts")
+        return "eager" if recorded and self.arm.dtype == "fp64" else recorded
+
+    @property
+    def uses_trl(self) -> bool:
+        """Whether the trainer's own code scores: always where it can do what the arm asks."""
+        arm = self.arm
+        own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
+        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
+        return trl.scores(self.contract) and not shaped and all(value is None for value in own)
+
+    @property
+    def hears_routers(self) -> bool:
+        """Whether its routers can be listened to: hooks inside of a compiled backbone stay those of its first forward."""
+        return not self.arm.compile
+
+    @property
+    def scoring_function(self) -> str:
+        """What turns a batch into logprobs, by its full name."""
+        if self._scorer is not None:
+            return str(self._scorer.name)
+        return str(self.contract["scoring_function"]) if self.uses_trl else TransformersScorer.name
+
+    def attach(self, model: Any, shared: Any = None) -> Any:
+        """Score with this model, or with what another arm of the same key made of it; returns what scores."""
+        self._model = model
+        if self.run.has_routing and self.hears_routers:
+            self._routers = routing.checked(model, self.arm.routing)
+        if self._scorer is None:
+            self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
+        return self._scorer
+
+    def detach(self) -> None:
+        """Let go of the model, so that the next fits into memory."""
+        self._scorer, self._model, self._routers = None, None, []
+
+    def _make(self, model: Any) -> Any:
+        arm = self.arm
+        if self.uses_trl:
+            return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
+        head = Head(
+            temperature=self._temperature,
+            top_k=arm.top_k,
+            top_p=arm.top_p,
+            projection_dtype=self._projection_dtype,
+            logits_dtype=self._logits_dtype,
+        )
+        if not gives_hidden(model):
+            if self.capture.level == HIDDEN:
+                raise CannotReplay("capture hidden: the model factory's model gives logits alone; use logits or topk:K")
+            return ModuleScorer(model, head, arm)
+        return TransformersScorer(
+            model,
+            head,
+            cached_tokens=arm.cached_tokens,
+            kv_dtype=arm.kv_dtype,
+            autocast=self._autocast,
+            compile=arm.compile,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
+
+    @property
+    def _head_fp32(self) -> bool:
+        return self.arm.lm_head == "fp32" or bool(self.contract.get("cast_lm_head_to_fp32"))
+
+    @property
+    def _logits_dtype(self) -> Any:
+        import torch
+
+        return getattr(torch, DTYPES[self.arm.logits_dtype]) if self.arm.logits_dtype else None
+
+    @property
+    def _autocast(self) -> Any:
+        """torch's dtype of the recorded autocast; None without, and where the arm has a dtype of its own."""
+        return None if self.arm.dtype else autocast_dtype(self.contract)
+
+    @property
+    def _projection_dtype(self) -> Any:
+        """torch's dtype that the head computes in; None for that of the hidden states."""
+        import torch
+
+        return torch.float32 if self._head_fp32 else self._autocast
+
+    def _distributions(self, tap: HiddenTap) -> dict[str, Distribution]:
+        then = cutting(self.arm.top_k, self.arm.top_p, self._temperature, self._logits_dtype)
+        model = self._model if gives_hidden(self._model) else None
+        projection = Projection(model=model, dtype=self._projection_dtype, then=then)
+        return tap.distributions(projection, self.capture, self._temperature)
+
+    def score(self, rows: list[RecordedRow]) -> Scored:
+        """Score rows with the weights that are loaded.
+
+        Where memory runs out there are half as many rows a forward from then on, unless the batch shape is what the arm
+        is about. Raises CannotReplay.
+        """
+        while True:
+            try:
+                return self._score(rows)
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self._rows = self._fewer_rows(rows, error)
+
+    def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
+        largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
+        if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
+            raise CannotReplay(
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
+                + ("use a machine with more" if largest == 1 else "use --batch-size with fewer")
+            ) from error
+        warnings.warn(
+            f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
+            stacklevel=3,
+        )
+        return largest // 2
+
+    def _score(self, rows: list[RecordedRow]) -> Scored:
+        scored = Scored(batches=self._batches(rows))
+        with ExitStack() as stack:
+            stack.enter_context(settings(self.contract["torch"], self.arm))
+            stack.enter_context(kernels.forced(self.arm.attention))
+            for batch in scored.batches:
+                scored.rows.extend(batch.rows)
+                recorded = self.run.routing(batch.rows) if self.arm.routing else None
+                with (
+                    HiddenTap(self._scorer, batch) as tap,
+                    routing.followed(self._routers, batch, recorded, scored.routing),
+                ):
+                    scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
+                if tap.heard:
+                    scored.distributions.update(self._distributions(tap))
+        return scored
+
+    def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
+        pad_id = self.run.model["config"].get("pad_token_id") or 0
+        return forwards(rows, pad_id, batch_size=self.arm.batch_size or self._rows, padding=self.arm.padding or "left")
+
+    def _forward(self, batch: ForwardBatch) -> Any:
+        """Score a forward; the kernels that the first of them uses are noted."""
+        if self.kernels:
+            return self._scorer(batch)
+        with kernels.observed(self.kernels):
+            logprobs_N = self._scorer(batch)
+        if not self.kernels:
+            self.kernels.add(self.attention)
+        return logprobs_N
+
+    def made_by(self) -> Contract:
+        """The contract of what this arm gives: the recorded one, with what was really used."""
+        arm = self.arm
+        changed: Contract = {"attention": self.attention, "built_in": self.dtype}
+        if self.experts is not None:
+            changed["experts"] = self.experts
+        if arm.quantize:
+            changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
+        if arm.kv_dtype:
+            changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
+        with settings(self.contract["torch"], arm):
+            used = environment.torch_settings()
+        autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
+        compiled = {"torch_compile": arm.compile} if arm.compile or "torch_compile" in self.contract else {}
+        return (
+            self.contract
+            | compiled
+            | {
+                "engine": "trl" if self.uses_trl else "transformers",
+                "source": "replay",
+                "scoring_function": self.scoring_function,
+                "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
+                "arm": arm.changes,
+                "temperature": arm.temperature or self.contract.get("temperature"),
+                "model": self.contract["model"] | changed,
+                "attention_kernels": sorted(self.kernels),
+                "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
+                "prompt_padding_side": arm.padding or "left",
+                "device": environment.device_name(self.device),
+                "torch": used | {"autocast_dtype": autocast},
+                "versions": environment.numeric_versions(),
+                **self._head_contract(),
+            }
+        )
+
+    def _head_contract(self) -> Contract:
+        """What makes logits of captured hidden states."""
+        if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
+            return {}
+        return {"head": head_contract(self._model, self._projection_dtype, self._logits_dtype)}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's or the machine's memory ran out; torch has no class of its own for the latter."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return True
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _largest(dtypes: Mapping[str, int]) -> str:
+    """The dtype that most parameters have."""
+    return max(dtypes, key=lambda name: dtypes[name])

@@ -1,0 +1,244 @@
+"""Router choices of a mixture of experts: which experts a token went to, in slot order, and with which weights.
+
+Shapes: N tokens, L layers that have a router, S slots (experts of a token), C cells of one forward (its rows times its
+width), B rows, W width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..schemas.errors import DamagedTrace, InvalidRecord
+from ..schemas.layout import DENSE
+from .store import Store
+
+EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
+GROUP = "_routing"
+"""Before the pass in a Zarr group's name; no pass begins with an underscore."""
+NOT_ROUTED = -1
+"""The id where a pass gave a token no routing."""
+
+_ROUTER = re.compile(r"Router|Gate$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What routers chose for some tokens."""
+
+    expert_ids: Any
+    """[N, L, S] integers, the experts in the order of the model's slots; -1 where the token was not routed."""
+    expert_weights: Any = None
+    """[N, L, S] floats, what each expert's output was multiplied with; None where it was not recorded."""
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        named = {EXPERT_IDS: self.expert_ids, EXPERT_WEIGHTS: self.expert_weights}
+        return {name: values for name, values in named.items() if values is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router of a model."""
+
+    layer: int
+    """Index of the decoder layer that it serves."""
+    module: Any
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts that it chooses from; None where its module does not say."""
+        weight = getattr(self.module, "weight", None)
+        found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
+        return None if found is None else int(found)
+
+    @property
+    def num_slots(self) -> int | None:
+        """Experts of a token; None where its module does not say."""
+        found = getattr(self.module, "top_k", None)
+        return found if isinstance(found, int) else None
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model has experts to choose from."""
+    return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+
+
+def routers(model: Any) -> list[Router]:
+    """The routers of a transformers model, by layer: modules beside `experts` whose class is called a router or gate."""
+    found: list[Router] = []
+    for name, parent in model.named_modules():
+        children = dict(parent.named_children())
+        if "experts" not in children:
+            continue
+        layer = _LAYER.search(f"{name}.")
+        for child in children.values():
+            if child is not children["experts"] and _ROUTER.search(type(child).__name__):
+                found.append(Router(int(layer[1]) if layer else len(found), child))
+    return sorted(found, key=lambda router: router.layer)
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """What a contract says of a mixture of experts; empty for another model."""
+    known = routers(model)
+    if not known:
+        return {}
+    return {
+        "moe_layers": [router.layer for router in known],
+        "num_experts": known[0].num_experts,
+        "experts_per_token": known[0].num_slots,
+    }
+
+
+def choice(output: Any) -> tuple[Any, Any, int] | None:
+    """A router's ids [C, S] and weights [C, S], and the ids' place in its output; None where they cannot be read.
+
+    transformers' routers return (logits, weights, ids) or (ids, weights, logits).
+    """
+    if not isinstance(output, tuple) or len(output) < 3:
+        return None
+    weights = output[1]
+    for place in (2, 0):
+        ids = output[place]
+        if not all(hasattr(value, "dtype") and value.ndim == 2 for value in (ids, weights)):
+            continue
+        if not ids.dtype.is_floating_point and weights.dtype.is_floating_point and ids.shape == weights.shape:
+            return ids, weights, place
+    return None
+
+
+class RouterTap:
+    """Listens to a model's routers while it runs. Its hooks only read."""
+
+    def __init__(self, known: Sequence[Router]):
+        self._routers = known
+        self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
+        self._handles: list[Any] = []
+        self.problem: str | None = None
+        """Why choices cannot be read, once that has shown."""
+
+    def __enter__(self) -> RouterTap:
+        self._handles = [
+            router.module.register_forward_hook(partial(self._keep, index))
+            for index, router in enumerate(self._routers)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _keep(self, index: int, module: Any, _inputs: Any, output: Any) -> None:
+        found = choice(output)
+        if found is None:
+            self.problem = f"{type(module).__name__} does not return its choices as (logits, weights, ids)"
+            return
+        ids_CS, weights_CS, _ = found
+        try:
+            narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
+            self._heard[index].append((narrow, weights_CS.detach().clone()))
+        except RuntimeError as error:  # out of memory, most of all: the model that is listened to must not notice
+            self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
+            self._heard = [[] for _ in self._routers]
+
+    def forwards(self) -> list[Routing]:
+        """What was heard since the last call of this, a forward after the other: [C, L, S] each."""
+        import torch
+
+        heard, self._heard = self._heard, [[] for _ in self._routers]
+        shapes = {ids.shape[1:] for layer in heard for ids, _ in layer}
+        if self.problem is None and (len({len(layer) for layer in heard}) > 1 or len(shapes) > 1):
+            self.problem = "its routers do not choose equally many experts in every layer of every forward"
+        if self.problem is not None:
+            return []
+        return [
+            Routing(
+                expert_ids=torch.stack([ids for ids, _ in layers], dim=1),
+                expert_weights=torch.stack([weights for _, weights in layers], dim=1),
+            )
+            for layers in zip(*heard, strict=True)
+        ]
+
+
+def id_dtype(num_experts: int | None) -> Any:
+    """The smallest signed integer of torch that holds every expert's id."""
+    import torch
+
+    if num_experts is None:
+        return torch.int32
+    return torch.int8 if num_experts <= 1 << 7 else torch.int16 if num_experts <= 1 << 15 else torch.int32
+
+
+def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
+    """The tokens of forwards that follow each other in rows, row after row; None when they are not of these cells."""
+    import torch
+
+    if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
+        return None
+    chosen = torch.from_numpy(np.ascontiguousarray(mask_BW)).reshape(-1)
+    parts = [torch.cat([getattr(part, name) for part in heard]) for name in (EXPERT_IDS, EXPERT_WEIGHTS)]
+    ids_NLS, weights_NLS = (part[chosen.to(part.device)] for part in parts)
+    return Routing(expert_ids=ids_NLS, expert_weights=weights_NLS)
+
+
+def joined(parts: Sequence[Routing]) -> Routing | None:
+    """The tokens of several rows, one after the other; None for no rows."""
+    import torch
+
+    if not parts:
+        return None
+    ids, weights = (torch.cat([getattr(part, name) for part in parts]) for name in (EXPERT_IDS, EXPERT_WEIGHTS))
+    return Routing(expert_ids=ids, expert_weights=weights)
+
+
+def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
+    """Raise InvalidRecord unless a routing has this many tokens and both its arrays fit."""
+    ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
+        raise InvalidRecord(
+            f"{what}: expert_ids have shape {ids.shape} of {ids.dtype}; give integers [N, layers, slots] with N = "
+            f"{num_tokens}, every prompt token and then every response token of each row"
+        )
+    if weights is not None and tuple(weights.shape) != ids.shape:
+        raise InvalidRecord(f"{what}: expert_weights have shape {tuple(weights.shape)}, expert_ids {ids.shape}")
+
+
+def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
+    """Read the routing of rows of scores; a place is the columns `routing` and `routing_start`, and its tokens.
+
+    Rows of one sealed group are read together: a segment's is never large. Raises DamagedTrace.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for group, start, count in places:
+        first, last = spans.get(group, (start, start + count))
+        spans[group] = min(first, start), max(last, start + count)
+    spanned = {group: _arrays(store, group, first, last - first) for group, (first, last) in spans.items()}
+    found = []
+    for group, start, count in places:
+        arrays = spanned[group]
+        if arrays is None:  # of a journal, where one read gives what was recorded in one go
+            arrays, begin = _arrays(store, group, start, count), 0
+        else:
+            begin = start - spans[group][0]
+        if arrays is None:
+            raise DamagedTrace(
+                f"{store.shown(f'{DENSE}/{group}')}: holds no routing of rows {start} to {start + count}"
+            )
+        part = {name: values[begin : begin + count] for name, values in arrays.items()}
+        found.append(Routing(expert_ids=part[EXPERT_IDS], expert_weights=part.get(EXPERT_WEIGHTS)))
+    return found
+
+
+def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.ndarray] | None:
+    """A group's arrays from a row on; None where one read does not give so many rows of routing."""
+    from .dense import read_dense
+
+    arrays = read_dense(store, group, start, count)
+    whole = EXPERT_IDS in arrays and all(len(values) == count for values in arrays.values())
+    return arrays if whole else None
