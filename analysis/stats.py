@@ -7,7 +7,7 @@ import duckdb
 from ..schemas.errors import DamagedTrace, InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
 from .database import Database, Traces, quoted
-from .distributions import has_captured, summary
+from .distributions.summary import has_captured, summary
 from .pairs import parse_pair
 from .rows import Rows
 from .source import Pair

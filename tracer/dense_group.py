@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.errors import DamagedTrace, InvalidRecord
-from ..schemas.layout import DENSE, Segment
+from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
 from .journal import DENSE_TABLE, journaled_segments, read_journal
 from .store import Store
@@ -43,11 +43,13 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by the name that a score's column `dense` holds. Raises DamagedTrace when it is not there."""
+    """Open a group by the name that a score's column `dense` or `routing` holds. Raises DamagedTrace when it is not there."""
     segment = Segment.parse(group.partition("/")[0])
     if segment is None:
         raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
-    check_pass_name(group.partition("/")[2])  # a name of parts, so that it leads nowhere else
+    check_pass_name(
+        group.partition("/")[2].removeprefix(f"{ROUTING}/")
+    )  # a name of parts, so that it leads nowhere else
     where = f"{segment.dense}/zarr.json"
     if store.exists(where):
         return _sealed(store, group)

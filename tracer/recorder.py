@@ -20,7 +20,7 @@ from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
-from ..schemas.layout import METRICS, SCORES, SEQUENCES, TOKENIZER
+from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES, TOKENIZER
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
@@ -29,7 +29,7 @@ from .batch import Batch
 from .dense import Distribution, bits
 from .metrics import metric_rows
 from .ragged import Padding, Ragged, flatten, num_rows
-from .routing import GROUP, Routing, check_routing
+from .routing import Routing, check_routing
 from .rows import (
     Forward,
     ScoreRows,
@@ -491,7 +491,7 @@ class Recorder:
         if experts:
             lengths = batch.whole_lengths(chosen)
             assert lengths is not None
-            group, start = self.writer.segments.append_dense(f"{GROUP}/{scores.pass_name}", experts)
+            group, start = self.writer.segments.append_dense(f"{ROUTING}/{scores.pass_name}", experts)
             scores.routing = [(group, int(first)) for first in start + np.cumsum(lengths) - lengths]
         if dense:
             tokens = batch.lengths(captured)

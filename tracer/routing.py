@@ -19,8 +19,6 @@ from ..schemas.layout import DENSE
 from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
-GROUP = "_routing"
-"""Before the pass in a Zarr group's name; no pass begins with an underscore."""
 NOT_ROUTED = -1
 """The id where a pass gave a token no routing."""
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.bounds import compare_partly
-from tim_trace.analysis.divergence import Full, compare_full
-from tim_trace.analysis.sides import TopK
+from tim_trace.analysis.distributions.bounds import compare_partly
+from tim_trace.analysis.distributions.divergence import Full, compare_full
+from tim_trace.analysis.distributions.sides import TopK
 from tim_trace.tracer.logits import top_k_with_tail
 
 BOUNDED = ("kl_ab", "kl_ba", "js", "tv", "entropy_a", "entropy_b")

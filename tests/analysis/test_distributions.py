@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace, run
-from tim_trace.analysis import captured
 from tim_trace.analysis.database import connect
-from tim_trace.analysis.distributions import distributions
-from tim_trace.analysis.divergence import Full, compare_full
+from tim_trace.analysis.distributions import captured
+from tim_trace.analysis.distributions.divergence import Full, compare_full
+from tim_trace.analysis.distributions.summary import distributions
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, NothingToCompare
@@ -183,7 +183,7 @@ def test_stats_without_a_capture_needs_no_zarr(tmp_path):
     program = (
         "import sys; from tim_trace.analysis.stats import stats; from tim_trace.analysis.query import sql; "
         f"stats({str(tmp_path / 'run')!r}); sql({str(tmp_path / 'run')!r}, \"FROM pair_distributions('train', 'rollout')\"); "
-        "assert not {'zarr', 'torch', 'tim_trace.analysis.captured'} & set(sys.modules)"
+        "assert not {'zarr', 'torch', 'tim_trace.analysis.distributions.captured'} & set(sys.modules)"
     )
     done = run(sys.executable, "-c", program)
     assert (done.code, done.stderr) == (0, "")

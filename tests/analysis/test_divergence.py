@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.divergence import Full, compare_full
+from tim_trace.analysis.distributions.divergence import Full, compare_full
 
 LN2 = np.log(2.0)
 

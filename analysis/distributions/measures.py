@@ -7,8 +7,8 @@ from typing import Any
 
 import duckdb
 
-from ..schemas.errors import TimTraceError
-from .source import Source
+from ...schemas.errors import TimTraceError
+from ..source import Source
 
 _DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*_DIVERGENCES, "entropy_a", "entropy_b")

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.errors import DamagedTrace, WeightsMissing
-from ..tracer.dense_group import BFLOAT16, widen
-from ..tracer.store import Store
-from ..tracer.weights.reader import Tensor
-from ..tracer.weights.source import open_weights
+from ...schemas.errors import DamagedTrace, WeightsMissing
+from ...tracer.dense_group import BFLOAT16, widen
+from ...tracer.store import Store
+from ...tracer.weights.reader import Tensor
+from ...tracer.weights.source import open_weights
 
 Array = np.ndarray
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import duckdb
 
-from ..schemas.errors import InvalidOption, NothingToCompare
-from .database import Database, Traces, quoted
-from .pairs import parse_pair
-from .rows import Rows
-from .source import Pair
+from ...schemas.errors import InvalidOption, NothingToCompare
+from ..database import Database, Traces, quoted
+from ..pairs import parse_pair
+from ..rows import Rows
+from ..source import Pair
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
