@@ -13,7 +13,8 @@ from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
-from .distributions.measures import MEASURES, ComparedDistributions
+from .distributions.function import ComparedDistributions
+from .distributions.measures import MEASURES
 from .routing import register as register_routing
 from .source import Pair, Source, open_source
 

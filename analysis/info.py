@@ -43,6 +43,10 @@ class PassInfo:
     num_sequences: int
     engine: str | None
     num_contracts: int
+    num_captured: int
+    """Rows of scores that have captured distributions."""
+    num_routed: int
+    """Rows of scores that have router choices."""
     note: str | None
     """What the contract says where there are no scores."""
 
@@ -151,10 +155,12 @@ _WRITTEN = """
 _PASSES = """
     SELECT coalesce(counted."pass", agreed."pass") AS name,
            coalesce(num_rows, 0) AS num_rows, coalesce(num_sequences, 0) AS num_sequences,
+           coalesce(num_captured, 0) AS num_captured, coalesce(num_routed, 0) AS num_routed,
            engine, coalesce(num_contracts, 0) AS num_contracts,
            CASE WHEN coalesce(num_rows, 0) = 0 THEN note END AS note
     FROM (
-        SELECT "pass", count(*) AS num_rows, count(*) FILTER (iteration = 0) AS num_sequences
+        SELECT "pass", count(*) AS num_rows, count(*) FILTER (iteration = 0) AS num_sequences,
+               count(dense) AS num_captured, count(routing) AS num_routed
         FROM scores GROUP BY "pass"
     ) AS counted
     FULL JOIN (

@@ -85,9 +85,13 @@ def _capture(info: TraceInfo) -> str:
 
 
 def _passes(info: TraceInfo) -> Rows:
-    columns = ("pass", "sequences", "scores", "engine", "contracts", "note")
-    rows = [(p.name, p.num_sequences, p.num_rows, p.engine, p.num_contracts, p.note) for p in info.passes]
-    return Rows(columns, rows) if any(p.note for p in info.passes) else Rows(columns[:-1], [row[:-1] for row in rows])
+    columns = ["pass", "sequences", "scores", "engine", "contracts", "distributions", "routings", "note"]
+    rows = [
+        (p.name, p.num_sequences, p.num_rows, p.engine, p.num_contracts, p.num_captured, p.num_routed, p.note)
+        for p in info.passes
+    ]
+    empty = {name for place, name in enumerate(columns[5:], 5) if not any(row[place] for row in rows)}
+    return Rows(tuple(columns), rows).without(empty)
 
 
 def _writers(info: TraceInfo) -> Rows:

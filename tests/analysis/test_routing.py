@@ -5,6 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 from builders import make_trace
 from tim_trace.analysis.database import connect
+from tim_trace.analysis.info import info
+from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, InvalidRecord
@@ -154,3 +156,11 @@ def test_files_of_before_routing_are_read_beside_new_ones(tmp_path):
     ]
     path.unlink()
     assert rows(tmp_path / "run", "SELECT count(*), count(routing_start) FROM scores") == [(count, 0)]
+
+
+def test_info_counts_the_scores_that_have_router_choices(tmp_path):
+    make_routed(tmp_path / "run")
+    found = info(tmp_path / "run")
+    assert {p.name: (p.num_routed, p.num_captured) for p in found.passes} == {"rollout": (1, 0), "train": (1, 0)}
+    header = next(line for line in info_text(found).splitlines() if line.startswith("pass "))
+    assert header.split() == ["pass", "sequences", "scores", "engine", "contracts", "routings"]

@@ -1,0 +1,59 @@
+"""The SQL function that compares captured distributions; what it needs is imported when it is first called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import duckdb
+
+from ...schemas.errors import TimTraceError
+from ..source import Source
+from .measures import MEASURES
+
+_FUNCTION = "compare_distributions"
+_PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT")
+"""Group, first row, contract, policy version."""
+
+
+class ComparedDistributions:
+    """Compares captured distributions; NumPy and Zarr are imported by the first comparison."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = sources
+        self._pairs: Any = None
+
+    @property
+    def error(self) -> TimTraceError | None:
+        """What a comparison ended with; DuckDB tells its text alone."""
+        if self._pairs is None or self._pairs.error is None:
+            return None
+        kind, message = self._pairs.error
+        error: TimTraceError = kind(message)
+        return error
+
+    def define(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Make `compare_distributions` known to a connection: a list of measures of the tokens of each row."""
+
+        def compare(
+            run: Any, count: Any,
+            group_a: Any, start_a: Any, contract_a: Any, version_a: Any,
+            group_b: Any, start_b: Any, contract_b: Any, version_b: Any,
+        ) -> Any:  # fmt: skip
+            if self._pairs is None:
+                from .captured import DistributionPairs
+
+                self._pairs = DistributionPairs(self._sources)
+            return self._pairs(
+                run, count, group_a, start_a, contract_a, version_a, group_b, start_b, contract_b, version_b
+            )
+
+        fields = ", ".join(f"{name} {type}" for name, type in MEASURES.items())
+        connection.create_function(
+            _FUNCTION,
+            compare,
+            ["VARCHAR", "BIGINT", *_PLACE, *_PLACE],
+            f"STRUCT({fields})[]",
+            type="arrow",
+            null_handling="special",
+        )
