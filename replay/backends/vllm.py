@@ -19,6 +19,7 @@ from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay
 from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
 from ...tracer.hooks import vllm_logprobs
+from ...tracer.hooks.vllm_contract import attention_backends
 from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.reader import Tensor
@@ -141,6 +142,16 @@ class VllmEngine:
         except (ValueError, RuntimeError, NotImplementedError) as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CannotReplay(f"engine vllm: refuses this configuration: {line}") from error
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Raise CannotReplay when vLLM took another attention backend than it was asked for."""
+        wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
+        if wanted is not None and used is not None and wanted not in used:
+            raise CannotReplay(
+                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; give that "
+                "name, or leave the option out"
+            )
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:

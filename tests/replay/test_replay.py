@@ -569,3 +569,11 @@ def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
 def test_what_an_engine_does_not_take_is_refused(trace, changes, error, message):
     with pytest.raises(error, match=message):
         replay(trace, **changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what vLLM on a CPU takes instead")
+def test_an_attention_backend_that_vllm_does_not_take_is_refused(trace):
+    done = tim_trace("replay", trace, "--steps", "1", "--engine", "vllm", "--attention-backend", "FLASH_ATTN")
+    assert done.code == 2
+    assert "attention-backend FLASH_ATTN: this vLLM uses CPU_ATTN for this model and device instead" in done.stderr
+    assert rows(trace, "SELECT count(*) FROM scores WHERE pass LIKE 'replay/vllm%'") == [(0,)]

@@ -56,7 +56,7 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any) -> Cont
         "logprobs_of": _MODES.get(mode, mode),
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
         "config": resolved,
-        "attention_backend": _attention_backends(llm),
+        "attention_backend": attention_backends(llm),
         "model_class": _model_class(llm),
         "sampling": dict(sampling_settings(params)),
         "device": _device(config),
@@ -106,7 +106,7 @@ def _runner(llm: Any) -> Any:
     return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
 
 
-def _attention_backends(llm: Any) -> list[str] | None:
+def attention_backends(llm: Any) -> list[str] | None:
     """The attention kernels in use; None when the engine lives in another process."""
     groups = getattr(_runner(llm), "attn_groups", None)
     if not groups:
