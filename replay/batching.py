@@ -16,8 +16,8 @@ from ..schemas.errors import CannotReplay
 from .recorded import RecordedRow
 
 LEFT, PACKED = "left", "packed"
-PACKED_TOKENS = 8192
-"""Tokens of a packed forward, where no number of rows is given; a longer row goes alone."""
+PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Device -> tokens of a packed forward, where no number of rows is given; a longer row goes alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +107,20 @@ def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
 
 
 def forwards(
-    rows: Sequence[RecordedRow], pad_id: int, *, batch_size: int | None = None, padding: str = LEFT
+    rows: Sequence[RecordedRow],
+    pad_id: int,
+    *,
+    batch_size: int | None = None,
+    padding: str = LEFT,
+    device: str = "cpu",
 ) -> list[ForwardBatch]:
     """Put rows together as they were recorded, or `batch_size` at a time in the same order and width.
 
     With `padding` right, every row begins at place 0 and the padding follows its response. With `packed`, rows of like
-    length lie end to end, up to PACKED_TOKENS or `batch_size` rows a forward.
+    length lie end to end, up to the device's PACKED_TOKENS or `batch_size` rows a forward.
     """
     if padding == PACKED:
-        return [_packed(group) for group in _packs(rows, batch_size)]
+        return [_packed(group) for group in _packs(rows, batch_size, PACKED_TOKENS[device])]
     groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
     if batch_size is not None:
         by_writer = [list(group) for _, group in groupby(rows, key=lambda row: row.writer)]
@@ -145,12 +150,12 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str) -> PaddedBat
     return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, mask_BW=mask_BW, first_B=first_B)
 
 
-def _packs(rows: Sequence[RecordedRow], batch_size: int | None) -> Iterator[list[RecordedRow]]:
+def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
     """Rows that share a packed forward: sorted by length, so that forwards take about as long as each other."""
     pack: list[RecordedRow] = []
     tokens = 0
     for row in sorted(rows, key=lambda row: -row.num_tokens):
-        full = len(pack) == batch_size if batch_size is not None else tokens + row.num_tokens > PACKED_TOKENS
+        full = len(pack) == batch_size if batch_size is not None else tokens + row.num_tokens > most
         if pack and full:
             yield pack
             pack, tokens = [], 0

@@ -13,6 +13,7 @@ from .backends import model as models
 from .backends.exact.model import ExactModel, check
 from .backends.exact.scorer import ExactScorer
 from .hf_scorer import HfScorer, LoadKey
+from .numerics import ExactNumerics
 from .recorded import RecordedRun
 from .settings import autocast_dtype
 
@@ -20,7 +21,7 @@ from .settings import autocast_dtype
 class ExactArmScorer(HfScorer):
     """Scores steps with the same bits in any batch, padding and chunking."""
 
-    uses_trl = False
+    numerics_of = ExactNumerics
     hears_routers = False
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
@@ -35,23 +36,20 @@ class ExactArmScorer(HfScorer):
         autocast = autocast_dtype(contract)
         if arm.dtype is None and autocast is not None:
             raise CannotReplay(
-                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.dtype}, and this engine "
+                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, and this engine "
                 "computes in one dtype; add --dtype bf16, fp16, fp32 or fp64"
             )
 
     @property
     def key(self) -> LoadKey:
         """What decides which model is built."""
-        return ("exact", self.arm.dtype, self.dtype, self.arm.quantize)
-
-    @property
-    def attention(self) -> str:
-        """The engine's own."""
-        return "exact"
+        return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize)
 
     def build(self) -> ExactModel:
         """The exact layers, over a transformers model without weights. Raises CannotReplay."""
-        return ExactModel(models.build(self.run.model, dtype=self.dtype, attention="eager", device=self.device))
+        return ExactModel(
+            models.build(self.run.model, dtype=self.numerics.dtype, attention="eager", device=self.device)
+        )
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
@@ -61,11 +59,11 @@ class ExactArmScorer(HfScorer):
     def _make(self, model: ExactModel) -> ExactScorer:
         import torch
 
-        in_single = self.arm.lm_head == "fp32" or self.contract.get("cast_lm_head_to_fp32")
+        in_single = self.numerics.head_in_fp32
         return ExactScorer(
             model,
-            temperature=self._temperature,
-            head_dtype=torch.float32 if in_single and self.dtype != "float64" else None,
+            temperature=self.numerics.temperature,
+            head_dtype=torch.float32 if in_single and self.numerics.dtype != "float64" else None,
             cached_tokens=self.arm.cached_tokens,
         )
 
@@ -74,6 +72,6 @@ class ExactArmScorer(HfScorer):
         made = super().made_by()
         return made | {
             "engine": "exact",
-            "temperature": self._temperature,
+            "temperature": self.numerics.temperature,
             "torch": made["torch"] | {"autocast_dtype": "None"},
         }

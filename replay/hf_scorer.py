@@ -9,14 +9,14 @@ from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay
+from ..schemas.errors import CannotReplay, TimTraceWarning
 from ..tracer import environment
 from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
 from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
-from .arms import DTYPES, Arm
+from .arms import Arm
 from .backends import kernels, packing, routing, trl
 from .backends import model as models
 from .backends.head import Head
@@ -25,9 +25,10 @@ from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
 from .batching import PACKED, ForwardBatch, forwards, responses
+from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
-from .settings import autocast_dtype, settings
+from .settings import settings
 
 LoadKey = tuple[Any, ...]
 """What decides how a model is built and wrapped; arms that share it share a model."""
@@ -36,8 +37,11 @@ LoadKey = tuple[Any, ...]
 class HfScorer:
     """Scores steps under one arm, on a model that arms of the same load key share."""
 
+    numerics_of: type[Numerics] = Numerics
+
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.numerics = self.numerics_of(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
             raise CannotReplay("capture hidden: does not say which tokens top-k and top-p cut; use logits or topk:K")
@@ -60,9 +64,9 @@ class HfScorer:
         """The model that this arm needs, without weights. Raises CannotReplay."""
         model = models.build(
             self.run.model,
-            dtype=self.dtype,
-            attention=self.attention,
-            experts=self.experts,
+            dtype=self.numerics.dtype,
+            attention=self.numerics.attention,
+            experts=self.numerics.experts,
             device=self.device,
             factory=self.run.model_factory,
         )
@@ -72,41 +76,15 @@ class HfScorer:
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
-        models.load(model, tensors, self.dtype if self.arm.dtype else None)
+        models.load(model, tensors, self.numerics.dtype if self.arm.dtype else None)
         if self.arm.quantize:
             quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
         """What decides which model is built."""
-        return (self.arm.dtype, self.dtype, self.attention, self.uses_trl, self.arm.lm_head, self.arm.quantize)
-
-    @property
-    def dtype(self) -> str:
-        """torch's name of the dtype that the model is built in."""
-        return DTYPES[self.arm.dtype] if self.arm.dtype else _largest(self.contract["model"]["dtypes"])
-
-    @property
-    def attention(self) -> str:
-        """The model's attention implementation, as transformers names it."""
-        if self.arm.padding == PACKED:
-            return packing.NAME
-        recorded = str(self.contract["model"]["attention"])
-        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
-
-    @property
-    def experts(self) -> str | None:
-        """The implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
-        recorded = self.contract["model"].get("experts")
-        return "eager" if recorded and self.arm.dtype == "fp64" else recorded
-
-    @property
-    def uses_trl(self) -> bool:
-        """Whether the trainer's own code scores: always where it can do what the arm asks."""
-        arm = self.arm
-        own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
-        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
-        return trl.scores(self.contract) and not shaped and all(value is None for value in own)
+        made, arm = self.numerics, self.arm
+        return (arm.dtype, made.dtype, made.attention, made.uses_trl, arm.lm_head, arm.quantize)
 
     @property
     def hears_routers(self) -> bool:
@@ -118,7 +96,7 @@ class HfScorer:
         """What turns a batch into logprobs, by its full name."""
         if self._scorer is not None:
             return str(self._scorer.name)
-        return str(self.contract["scoring_function"]) if self.uses_trl else TransformersScorer.name
+        return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         """Score with this model, or with what another arm of the same key made of it; returns what scores."""
@@ -126,7 +104,7 @@ class HfScorer:
         if self.run.has_routing and self.hears_routers:
             self._routers = routing.checked(model, self.arm.routing)
         if self._scorer is None:
-            self._scorer = shared if shared is not None and self.uses_trl else self._make(model)
+            self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
         return self._scorer
 
     def detach(self) -> None:
@@ -135,14 +113,14 @@ class HfScorer:
 
     def _make(self, model: Any) -> Any:
         arm = self.arm
-        if self.uses_trl:
+        if self.numerics.uses_trl:
             return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
         head = Head(
-            temperature=self._temperature,
+            temperature=self.numerics.temperature,
             top_k=arm.top_k,
             top_p=arm.top_p,
-            projection_dtype=self._projection_dtype,
-            logits_dtype=self._logits_dtype,
+            projection_dtype=self.numerics.projection_dtype,
+            logits_dtype=self.numerics.logits_dtype,
         )
         if not gives_hidden(model):
             if self.capture.level == HIDDEN:
@@ -153,41 +131,15 @@ class HfScorer:
             head,
             cached_tokens=arm.cached_tokens,
             kv_dtype=arm.kv_dtype,
-            autocast=self._autocast,
+            autocast=self.numerics.autocast,
             compile=arm.compile,
         )
 
-    @property
-    def _temperature(self) -> float:
-        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
-
-    @property
-    def _head_fp32(self) -> bool:
-        return self.arm.lm_head == "fp32" or bool(self.contract.get("cast_lm_head_to_fp32"))
-
-    @property
-    def _logits_dtype(self) -> Any:
-        import torch
-
-        return getattr(torch, DTYPES[self.arm.logits_dtype]) if self.arm.logits_dtype else None
-
-    @property
-    def _autocast(self) -> Any:
-        """torch's dtype of the recorded autocast; None without, and where the arm has a dtype of its own."""
-        return None if self.arm.dtype else autocast_dtype(self.contract)
-
-    @property
-    def _projection_dtype(self) -> Any:
-        """torch's dtype that the head computes in; None for that of the hidden states."""
-        import torch
-
-        return torch.float32 if self._head_fp32 else self._autocast
-
     def _distributions(self, tap: HiddenTap) -> dict[str, Distribution]:
-        then = cutting(self.arm.top_k, self.arm.top_p, self._temperature, self._logits_dtype)
+        then = cutting(self.arm.top_k, self.arm.top_p, self.numerics.temperature, self.numerics.logits_dtype)
         model = self._model if gives_hidden(self._model) else None
-        projection = Projection(model=model, dtype=self._projection_dtype, then=then)
-        return tap.distributions(projection, self.capture, self._temperature)
+        projection = Projection(model=model, dtype=self.numerics.projection_dtype, then=then)
+        return tap.distributions(projection, self.capture, self.numerics.temperature)
 
     def score(self, rows: list[RecordedRow]) -> Scored:
         """Score rows with the weights that are loaded.
@@ -212,6 +164,7 @@ class HfScorer:
             ) from error
         warnings.warn(
             f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
+            TimTraceWarning,
             stacklevel=3,
         )
         return largest // 2
@@ -235,7 +188,13 @@ class HfScorer:
 
     def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
         pad_id = self.run.model["config"].get("pad_token_id") or 0
-        return forwards(rows, pad_id, batch_size=self.arm.batch_size or self._rows, padding=self.arm.padding or "left")
+        return forwards(
+            rows,
+            pad_id,
+            batch_size=self.arm.batch_size or self._rows,
+            padding=self.arm.padding or "left",
+            device=self.device,
+        )
 
     def _forward(self, batch: ForwardBatch) -> Any:
         """Score a forward; the kernels that the first of them uses are noted."""
@@ -244,15 +203,15 @@ class HfScorer:
         with kernels.observed(self.kernels):
             logprobs_N = self._scorer(batch)
         if not self.kernels:
-            self.kernels.add(self.attention)
+            self.kernels.add(self.numerics.attention)
         return logprobs_N
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
-        changed: Contract = {"attention": self.attention, "built_in": self.dtype}
-        if self.experts is not None:
-            changed["experts"] = self.experts
+        changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
+        if self.numerics.experts is not None:
+            changed["experts"] = self.numerics.experts
         if arm.quantize:
             changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
         if arm.kv_dtype:
@@ -265,10 +224,10 @@ class HfScorer:
             self.contract
             | compiled
             | {
-                "engine": "trl" if self.uses_trl else "transformers",
+                "engine": "trl" if self.numerics.uses_trl else "transformers",
                 "source": "replay",
                 "scoring_function": self.scoring_function,
-                "fused_lm_head": self.contract.get("fused_lm_head") if self.uses_trl else None,
+                "fused_lm_head": self.contract.get("fused_lm_head") if self.numerics.uses_trl else None,
                 "arm": arm.changes,
                 "temperature": arm.temperature or self.contract.get("temperature"),
                 "model": self.contract["model"] | changed,
@@ -286,7 +245,7 @@ class HfScorer:
         """What makes logits of captured hidden states."""
         if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
             return {}
-        return {"head": head_contract(self._model, self._projection_dtype, self._logits_dtype)}
+        return {"head": head_contract(self._model, self.numerics.projection_dtype, self.numerics.logits_dtype)}
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -297,8 +256,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
         torch.cuda.empty_cache()
         return True
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def _largest(dtypes: Mapping[str, int]) -> str:
-    """The dtype that most parameters have."""
-    return max(dtypes, key=lambda name: dtypes[name])

@@ -111,10 +111,10 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
     return len(encoded)
 
 
-def decode_chunk(encoded: bytes, dtype: str) -> np.ndarray:
-    """[C] bits of a chunk. Raises ValueError for bytes that are no chunk."""
+def decode_chunk(encoded: bytes, dtype: str, out_C: np.ndarray | None = None) -> np.ndarray:
+    """[C] bits of a chunk, in `out_C` where it is given. Raises ValueError for bytes that are no such chunk."""
     try:
-        return np.frombuffer(_CODEC.decode(encoded), bits_type(dtype))
+        return np.frombuffer(_CODEC.decode(encoded, out_C), bits_type(dtype))
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 

@@ -136,16 +136,19 @@ class WeightReader:
             size = chunk_elements(dtype, len(bits[dtype]))
             for index in chunks:
                 where = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
+                target = bits[dtype][index * size : (index + 1) * size]
+                # A keyframe's whole chunks are the bits themselves, and need no room of their own.
+                in_place = record.is_keyframe and len(target) == size
                 try:
-                    part_C = decode_chunk(self.store.read_bytes(where), dtype)
+                    part_C = decode_chunk(self.store.read_bytes(where), dtype, target if in_place else None)
                 except (OSError, ValueError) as error:
                     what = "keyframe" if record.is_keyframe else "delta"
                     raise DamagedTrace(
                         f"{where}: the {what} of version {record.version} is missing or damaged ({error}); no version "
                         f"of {record.segment} from it on can be rebuilt"
                     ) from error
-                target = bits[dtype][index * size : (index + 1) * size]
-                np.bitwise_xor(target, part_C[: len(target)], out=target)
+                if not in_place:
+                    np.bitwise_xor(target, part_C[: len(target)], out=target)
 
     def _compare(self, record: WeightVersion, bits: Bits) -> None:
         for tensor in self.layout(record).tensors:

@@ -1,0 +1,99 @@
+"""What an arm's numbers are computed with, where a rebuilt transformers model scores: the recorded contract, changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..schemas.contract import Contract
+from .arms import DTYPES, Arm
+from .backends import packing, trl
+from .batching import PACKED
+from .settings import autocast_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The settings of a replay; torch's dtypes need torch."""
+
+    arm: Arm
+    recorded: Contract
+    """Of the pass that is replayed."""
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype that the model is built in."""
+        return DTYPES[self.arm.dtype] if self.arm.dtype else _largest(self.recorded["model"]["dtypes"])
+
+    @property
+    def attention(self) -> str:
+        """The model's attention implementation, as transformers names it."""
+        if self.arm.padding == PACKED:
+            return packing.NAME
+        recorded = str(self.recorded["model"]["attention"])
+        return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
+
+    @property
+    def experts(self) -> str | None:
+        """The implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
+        recorded = self.recorded["model"].get("experts")
+        return "eager" if recorded and self.arm.dtype == "fp64" else recorded
+
+    @property
+    def uses_trl(self) -> bool:
+        """Whether the trainer's own code scores: always where it can do what the arm asks."""
+        arm = self.arm
+        own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
+        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
+        return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return float(self.arm.temperature or self.recorded.get("temperature") or 1.0)
+
+    @property
+    def head_in_fp32(self) -> bool:
+        """Whether the head projects in float32, whatever the rest is."""
+        return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
+
+    @property
+    def logits_dtype(self) -> Any:
+        """torch's dtype of the logits and of what follows; None for the usual."""
+        import torch
+
+        return getattr(torch, DTYPES[self.arm.logits_dtype]) if self.arm.logits_dtype else None
+
+    @property
+    def autocast(self) -> Any:
+        """torch's dtype of the recorded autocast; None without, and where the arm has a dtype of its own."""
+        return None if self.arm.dtype else autocast_dtype(self.recorded)
+
+    @property
+    def projection_dtype(self) -> Any:
+        """torch's dtype that the head computes in; None for that of the hidden states."""
+        import torch
+
+        return torch.float32 if self.head_in_fp32 else self.autocast
+
+
+class ExactNumerics(Numerics):
+    """Those of the exact engine."""
+
+    __slots__ = ()
+
+    @property
+    def attention(self) -> str:
+        """The engine's own."""
+        return "exact"
+
+    @property
+    def uses_trl(self) -> bool:
+        """Never."""
+        return False
+
+
+def _largest(dtypes: Mapping[str, int]) -> str:
+    """The dtype that most parameters have."""
+    return max(dtypes, key=lambda name: dtypes[name])
