@@ -228,6 +228,7 @@ def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@click.option("--as-recorded", is_flag=True, default=False, help="Change nothing: the default, said aloud.")
 @click.option(
     "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
     help="The rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",

@@ -41,6 +41,7 @@ def replay(
     trace: str | os.PathLike[str],
     *,
     steps: str = "all",
+    as_recorded: bool = False,
     arm: Sequence[str | Arm] = (),
     arm_file: str | os.PathLike[str] | None = None,
     model_factory: str | None = None,
@@ -56,7 +57,8 @@ def replay(
     does `arm_file`, a TOML file with a table each. The recording itself is always replayed first, as
     `replay/as-recorded`: another arm's distance says something only where that gives the recorded bits back. Steps that
     an arm has already are not done again; an arm that has them all is refused without `force`, and so is one whose name
-    stands for other changes. One model is in memory at a time, and arms that can share it do.
+    stands for other changes. One model is in memory at a time, and arms that can share it do. `as_recorded` says that
+    nothing else is wanted, and refuses a change.
 
     `model_factory`, as `module:function`, builds the model where transformers does not know its class.
 
@@ -66,6 +68,8 @@ def replay(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     arms = _arms(arm, arm_file, changes)
+    if as_recorded and len(arms) > 1:
+        raise InvalidOption(f"as-recorded: changes nothing, and {arms[1].name} does; leave one of them out")
     run = RecordedRun(trace, model_factory=model_factory)
     chosen = parse_steps(steps, run.steps(TRAIN))
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
