@@ -21,7 +21,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 
 SECTIONS = {
     "get a trace": ("record", "import"),
-    "look": ("info", "sql", "stats"),
+    "look": ("info", "sql", "query", "stats"),
     "replay": ("replay", "triangulate", "weights"),
 }
 """The question that a verb answers -> the verbs."""
@@ -199,6 +199,33 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
         prompt(session, lambda rows: _print(rows, as_json, as_csv))
     else:
         _print(session.ask(sys.stdin.read() if query is None else query), as_json, as_csv)
+
+
+@_example("tim-trace query by-probability runs/demo")
+@main.command("query")
+@click.argument("name", required=False)
+@click.argument("traces", nargs=-1, metavar="[RUN...]")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_json: bool, as_csv: bool) -> None:
+    """List the named queries, or run one: its rows over one trace or several.
+
+    Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
+    """
+    from .analysis.catalogue import listed, named_query, query
+    from .analysis.pairs import parse_pair
+
+    _check_format(as_json, as_csv)
+    if name is None:
+        _print(listed(), as_json, as_csv)
+    elif as_sql:
+        click.echo(named_query(name).over(*parse_pair(pair)).rstrip())
+    elif not traces:
+        raise click.UsageError(f"query {name}: name a trace, or print it with --sql")
+    else:
+        _print(query(name, list(traces), pair=pair), as_json, as_csv)
 
 
 @_example("tim-trace stats runs/demo --by step")

@@ -8,7 +8,7 @@ from ..schemas.errors import DamagedTrace, InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
 from .database import Database, Traces, quoted
 from .distributions.summary import has_captured, summary
-from .pairs import parse_pair
+from .pairs import num_scored, parse_pair, why_nothing
 from .rows import Rows
 from .source import Pair
 from .sums import ensure, keep
@@ -54,7 +54,7 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
             ) USING ({_KEYS[by]}) ORDER BY {_KEYS[by]}"""
     result = _ask(database, query)
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
-        raise NothingToCompare(_why_nothing(database, names))
+        raise NothingToCompare(why_nothing(database, names))
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
 
 
@@ -88,41 +88,7 @@ def _why_not_routed(database: Database, pair: Pair) -> str:
 
 def comparable_pair(traces: Traces) -> str | None:
     """The pair that says most of what the traces hold: train:rollout, else two passes that have logprobs; None if none."""
-    names = list(_counts(Database(traces)))
+    names = list(num_scored(Database(traces)))
     if {"train", "rollout"} <= set(names):
         return "train:rollout"
     return f"{names[0]}:{names[1]}" if len(names) > 1 else None
-
-
-def _counts(database: Database) -> dict[str, int]:
-    """Pass -> rows of scores with logprobs, for those that have any."""
-    query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
-    return dict(database.connection.execute(query).fetchall())
-
-
-def _why_nothing(database: Database, pair: Pair) -> str:
-    """Say which pass is missing, and what can be compared instead."""
-    counts = _counts(database)
-    where = ", ".join(source.run for source in database.sources)
-    lacking = [name for name in pair if name not in counts]
-    if lacking:
-        problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
-    else:
-        problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
-    others = list(counts)
-    if len(others) > 1:
-        return f"{where}: {problem}; compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
-    if others:
-        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
-    return f"{where}: {problem}; the trace has no scores at all"
-
-
-def _note(database: Database, passes: list[str]) -> str:
-    """What the contract says of a pass that has no scores."""
-    for name in passes:
-        row = database.connection.execute(
-            "SELECT json_extract_string(contract_json, '$.logprobs_note') FROM passes WHERE \"pass\" = ?", [name]
-        ).fetchone()
-        if row and row[0]:
-            return f" ({row[0]})"
-    return ""

@@ -10,6 +10,7 @@ import click
 import pytest
 from builders import ROOT, make_trace, run, tim_trace
 from tim_trace import cli
+from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
@@ -20,7 +21,7 @@ from tim_trace.replay.engine import replay
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 
-PRINTING = {"as_json", "as_csv", "help", "exported"}
+PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
 TWINS = {
@@ -28,6 +29,7 @@ TWINS = {
     "import": import_parquet,
     "info": info,
     "sql": sql,
+    "query": query,
     "stats": stats,
     "weights": weights,
     "triangulate": triangulate,
@@ -69,7 +71,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     assert options == parameters
 
 
-@pytest.mark.parametrize("name", ["record", "info", "sql", "stats", "weights", "replay", "triangulate"])
+@pytest.mark.parametrize("name", ["record", "info", "sql", "query", "stats", "weights", "replay", "triangulate"])
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 

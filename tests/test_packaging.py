@@ -77,7 +77,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     inside = {name.removeprefix("tim_trace/") for name in names if name.startswith("tim_trace/")}
     outside = ("tests", "examples", "benchmarks", "docs")
     sources = {str(path) for path in python_files() if path.parts[0] not in outside}
-    queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis" / "sql").glob("*.sql")}
+    queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis").glob("*/*.sql")}
     assert inside == sources | queries
 
 

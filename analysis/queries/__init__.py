@@ -1,0 +1,1 @@
+"""Named queries, one a file: `tim-trace query`."""

@@ -1,0 +1,16 @@
+-- How far the passes lie apart by the token's place in the response, a row a power of two.
+-- Unit: nats.
+-- Source: arXiv 2510.26788, section on the length of responses; AknA13/train-infer-mismatch finds it flat.
+-- Meaning: flat for rounding. A step upwards at one place is a cache, a window or a rotary embedding that goes wrong there;
+--   a steady rise is an error that the tokens before hand on.
+SELECT run,
+       CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+       count(*) AS num_tokens,
+       avg(d) AS mean_d,
+       avg(abs(d)) AS mean_abs_d,
+       sqrt(avg(d * d)) AS rms_d,
+       max(abs(d)) AS max_abs_d
+FROM pair('train', 'rollout')
+WHERE mask AND isfinite(d)
+GROUP BY run, first_position
+ORDER BY run, first_position;

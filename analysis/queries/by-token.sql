@@ -1,0 +1,15 @@
+-- The token ids that carry most of the gap, the 50 largest.
+-- Unit: nats; share_of_k3 has none.
+-- Source: the concentration of mismatch on few tokens, arXiv 2602.01826 and the IcePop post.
+-- Meaning: a special token or a tool's marker at the top says that a template or a mask is wrong.
+SELECT run, token_id,
+       count(*) AS num_tokens,
+       avg(d) AS mean_d,
+       avg(abs(d)) AS mean_abs_d,
+       max(abs(d)) AS max_abs_d,
+       sum(expm1_minus(d)) / sum(sum(expm1_minus(d))) OVER (PARTITION BY run) AS share_of_k3
+FROM pair('train', 'rollout')
+WHERE mask AND isfinite(d)
+GROUP BY run, token_id
+ORDER BY share_of_k3 DESC, run, token_id
+LIMIT 50;

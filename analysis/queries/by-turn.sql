@@ -1,0 +1,22 @@
+-- How far the passes lie apart by turn: stretches of the response that the loss counts, parted by what it does not.
+-- Unit: nats.
+-- Source: richardli.xyz/rl-collapse: tokens after the first tool turn lie further apart.
+-- Meaning: a gap that grows with the turn comes from what the tools put in: its tokens, its mask, or the cache over it.
+SELECT run, turn,
+       count(*) AS num_tokens,
+       avg(d) AS mean_d,
+       avg(abs(d)) AS mean_abs_d,
+       max(abs(d)) AS max_abs_d,
+       corr(exp(logprob_a), exp(logprob_b)) AS prob_pearson
+FROM (
+    SELECT *, sum((mask AND NOT before)::INTEGER) OVER sequence AS turn
+    FROM (
+        SELECT *, coalesce(lag(mask) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position),
+                           false) AS before
+        FROM pair('train', 'rollout')
+    )
+    WINDOW sequence AS (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position)
+)
+WHERE mask AND isfinite(d)
+GROUP BY run, turn
+ORDER BY run, turn;

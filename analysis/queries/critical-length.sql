@@ -1,0 +1,14 @@
+-- The length at which the mean d alone carries a sequence ratio to a clip of 2, 5 or 10, a row a step.
+-- Unit: tokens; mean_d in nats.
+-- Source: richardli.xyz/rl-collapse: T = log C / |mean d| (C = 5 and 0.001 nats a token give 1,609).
+-- Meaning: responses longer than this are cut by a sequence-level clip of C whatever they say.
+SELECT run, step,
+       avg(d) AS mean_d,
+       ln(2) / nullif(abs(avg(d)), 0) AS tokens_to_2,
+       ln(5) / nullif(abs(avg(d)), 0) AS tokens_to_5,
+       ln(10) / nullif(abs(avg(d)), 0) AS tokens_to_10,
+       count(*) / count(DISTINCT (seq_id, iteration_a, iteration_b)) AS mean_tokens
+FROM pair('train', 'rollout')
+WHERE mask AND isfinite(d)
+GROUP BY run, step
+ORDER BY run, step;

@@ -1,0 +1,18 @@
+-- The sum of d over a response against its length: slope and intercept of a straight line, a row a run.
+-- Unit: nats a token; intercept in nats.
+-- Source: arXiv 2510.26788 (their figure: about -1.01 nats per 1,000 tokens in bfloat16, -0.07 in float16).
+-- Meaning: the slope is the bias that every token adds; with it a sequence ratio leaves 1 exponentially in the length.
+SELECT run,
+       count(*) AS num_sequences,
+       regr_slope(sum_d, num_tokens) AS slope,
+       regr_intercept(sum_d, num_tokens) AS intercept,
+       regr_r2(sum_d, num_tokens) AS r2,
+       avg(num_tokens) AS mean_tokens
+FROM (
+    SELECT run, step, seq_id, iteration_a, iteration_b, count(*)::DOUBLE AS num_tokens, sum(d) AS sum_d
+    FROM pair('train', 'rollout')
+    WHERE mask AND isfinite(d)
+    GROUP BY ALL
+)
+GROUP BY run
+ORDER BY run;

@@ -1,0 +1,238 @@
+"""The named queries, against NumPy over the same tokens."""
+
+import numpy as np
+import pytest
+from builders import make_trace, tim_trace
+from tim_trace.analysis.catalogue import catalogue, named_query, query
+from tim_trace.analysis.query import sql
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.tracer.recorder import Recorder
+
+NAMES = [each.name for each in catalogue()]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Two steps of 40 responses of up to 64 tokens, some masked, one NaN, one -inf, one far off; two prompts a step."""
+    draw = np.random.default_rng(7)
+    path = tmp_path_factory.mktemp("catalogue") / "run"
+    with Recorder(path) as recorder:
+        for step in (1, 2):
+            lengths = draw.integers(1, 65, 40)
+            rollout = [-draw.exponential(1.0, n).astype(np.float32) for n in lengths]
+            train = [np.minimum(r + draw.normal(-0.02, 0.1, len(r)).astype(np.float32), 0) for r in rollout]
+            train[0][0], rollout[1][0], train[2][0] = np.nan, -np.inf, -25.0
+            batch = recorder.add_sequences(
+                step=step,
+                prompt_ids=[[1]] * 40,
+                response_ids=[draw.integers(0, 9, n).tolist() for n in lengths],
+                response_mask=[(draw.random(n) > 0.2).tolist() for n in lengths],
+                group_ids=[str(row % 2) for row in range(40)],
+                advantage=draw.normal(size=40),
+            )
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens(trace):
+    """Columns of the tokens that count and are finite on both sides, in order."""
+    found = sql(trace, "FROM pair('train', 'rollout') WHERE mask AND isfinite(d) ORDER BY step, seq_id, position")
+    columns = {name: np.array([row[i] for row in found.rows]) for i, name in enumerate(found.columns)}
+    columns["sequence"] = np.unique(
+        [f"{s}/{q}" for s, q in zip(columns["step"], columns["seq_id"], strict=True)], return_inverse=True
+    )[1]
+    columns["k3"] = np.expm1(columns["d"]) - columns["d"]
+    return columns
+
+
+def of_step(tokens, step):
+    return {name: values[tokens["step"] == step] for name, values in tokens.items()}
+
+
+def by_sequence(tokens, values):
+    return np.array([values[tokens["sequence"] == number].sum() for number in np.unique(tokens["sequence"])])
+
+
+def rows(trace, name, **options):
+    return query(name, trace, **options).dicts()
+
+
+def close(found, expected):
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_query_says_what_it_is_and_runs(trace, name):
+    chosen = named_query(name)
+    assert chosen.unit
+    assert chosen.source
+    assert chosen.meaning
+    assert len(chosen.summary) <= 120
+    assert rows(trace, name)
+    assert sql(trace, chosen.over("rollout", "train")).rows
+
+
+def test_bins_hold_every_token_once(trace, tokens):
+    for name in ("by-probability", "by-position", "by-turn"):
+        assert sum(row["num_tokens"] for row in rows(trace, name)) == len(tokens["d"]), name
+    assert sum(row["num_sequences"] for row in rows(trace, "by-length")) == len(np.unique(tokens["sequence"]))
+
+
+def test_decades_of_probability(trace, tokens):
+    decade = np.floor(tokens["logprob_b"].astype(float) / np.log(10))
+    for row in rows(trace, "by-probability"):
+        inside = decade == row["decade"]
+        d = tokens["d"][inside]
+        share = tokens["k3"][inside].sum() / tokens["k3"].sum()
+        close(
+            row,
+            {"num_tokens": inside.sum(), "mean_d": d.mean(), "rms_d": np.sqrt((d * d).mean()), "share_of_k3": share},
+        )
+
+
+def test_places_are_taken_by_powers_of_two(trace, tokens):
+    for row in rows(trace, "by-position"):
+        first = row["first_position"]
+        inside = (tokens["position"] >= first) & (tokens["position"] < max(2 * first, 1))
+        close(row, {"num_tokens": inside.sum(), "mean_abs_d": np.abs(tokens["d"][inside]).mean()})
+
+
+def test_turns_are_stretches_of_the_mask(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        mask = [[True, True, False, True, False, False, True]]
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2] * 7], response_mask=mask)
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0] * 7])
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -1.5, -9.0, -2.0, -9.0, -9.0, -4.0]])
+    found = [(row["turn"], row["num_tokens"], row["mean_d"]) for row in rows(tmp_path / "run", "by-turn")]
+    assert found == [(1, 2, -0.25), (2, 1, -1.0), (3, 1, -3.0)]
+
+
+def test_groups_carry_shares_of_the_gap(trace, tokens):
+    for name, key in (("by-token", "token_id"), ("by-prompt", "group_id")):
+        found = rows(trace, name)
+        assert sum(row["share_of_k3"] for row in found) == pytest.approx(1.0)
+        assert [row["share_of_k3"] for row in found] == sorted((row["share_of_k3"] for row in found), reverse=True)
+        inside = tokens[key] == found[0][key]
+        if name == "by-prompt":
+            inside &= tokens["step"] == found[0]["step"]
+        close(found[0], {"num_tokens": inside.sum(), "max_abs_d": np.abs(tokens["d"][inside]).max()})
+
+
+def test_perplexities_are_means_over_sequences(trace, tokens):
+    for row in rows(trace, "log-ppl"):
+        step = of_step(tokens, row["step"])
+        counts = by_sequence(step, np.ones(len(step["d"])))
+        a, b = (-by_sequence(step, step[name].astype(float)) / counts for name in ("logprob_a", "logprob_b"))
+        sums = by_sequence(step, step["d"])
+        close(row, {
+            "log_ppl_a": a.mean(), "log_ppl_diff": (a - b).mean(), "log_ppl_abs_diff": np.abs(a - b).mean(),
+            "log_ppl_diff_max": (a - b).max(), "ppl_ratio": np.exp(a - b).mean(), "log_ppl_abs_diff_sum": np.abs(sums).mean(),
+        })  # fmt: skip
+
+
+def test_the_noise_of_logits_is_half_of_the_slope(trace, tokens):
+    for row in rows(trace, "one-minus-p"):
+        step = of_step(tokens, row["step"])
+        rest, d = -np.expm1(step["logprob_b"].astype(float)), np.abs(step["d"])
+        noise = d / (2 * rest)
+        fitted = np.linalg.lstsq(rest[:, None], d, rcond=None)[0][0] / 2
+        close(row, {"fitted_noise": fitted, "p99_noise": np.quantile(noise, 0.99), "max_noise": noise.max()})
+
+
+def test_the_slope_against_the_length(trace, tokens):
+    (row,) = rows(trace, "length-slope")
+    counts, sums = by_sequence(tokens, np.ones(len(tokens["d"]))), by_sequence(tokens, tokens["d"])
+    slope, intercept = np.polyfit(counts, sums, 1)
+    close(row, {"slope": slope, "intercept": intercept, "r2": np.corrcoef(counts, sums)[0, 1] ** 2})
+
+
+def test_critical_lengths_and_clips(trace, tokens):
+    for row, clip, clamp in zip(
+        *(rows(trace, name) for name in ("critical-length", "optimal-clip", "safety-clamp")), strict=True
+    ):
+        step = of_step(tokens, row["step"])
+        sums = by_sequence(step, step["d"])
+        close(row, {"mean_d": step["d"].mean(), "tokens_to_5": np.log(5) / abs(step["d"].mean())})
+        close(clip, {"optimal_clip": np.sqrt(2 * np.exp(2 * sums).mean())})
+        close(clamp, {"share_sequences": (np.abs(sums) >= 20).mean(), "share_tokens": (np.abs(step["d"]) >= 20).mean()})
+    assert np.log(5) / 0.001 == pytest.approx(1609, abs=1)  # the source's own example
+
+
+def test_concentration_and_extremes(trace, tokens):
+    (row,) = rows(trace, "concentration")
+    largest = np.sort(tokens["k3"])[::-1]
+    kept = {"top_thousandth": 0.001, "top_hundredth": 0.01, "top_tenth": 0.1}
+    close(
+        row, {name: largest[: int(np.ceil(share * len(largest)))].sum() / largest.sum() for name, share in kept.items()}
+    )
+    for row in rows(trace, "extreme-ratios"):
+        d = np.abs(of_step(tokens, row["step"])["d"])
+        close(row, {"beyond_1_25": (d > np.log(1.25)).mean(), "beyond_10": (d > np.log(10)).mean()})
+    assert rows(trace, "worst-tokens")[0]["d"] == pytest.approx(tokens["d"][np.abs(tokens["d"]).argmax()])
+
+
+def test_binary_divergences_and_bad_updates(trace, tokens):
+    for row, bad in zip(rows(trace, "binary-divergence"), rows(trace, "bad-updates"), strict=True):
+        step = of_step(tokens, row["step"])
+        p, q = (np.exp(step[name].astype(float)) for name in ("logprob_b", "logprob_a"))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rest = np.where((p < 1) & (q < 1), (1 - p) * (np.log1p(-p) - np.log1p(-q)), 0.0)
+        kl = np.maximum(p * (np.log(p) - np.log(q)) + rest, 0)
+        close(row, {"mean_tv": np.abs(p - q).mean(), "max_tv": np.abs(p - q).max(), "mean_kl": kl.mean()})
+        wrong = (step["advantage"] < 0) & (p - q >= 0.5)
+        close(bad, {"num_bad": wrong.sum(), "share_bad": wrong.mean()})
+
+
+def test_correlations(trace, tokens):
+    for row in rows(trace, "advantage-correlation"):
+        step = of_step(tokens, row["step"])
+        d, advantage = step["d"], step["advantage"].astype(float)
+        expected = {
+            "corr_d_advantage": np.corrcoef(d, advantage)[0, 1],
+            "cov_d_advantage": np.cov(d, advantage, bias=True)[0, 1],
+            "mean_d_negative": d[advantage < 0].mean(),
+        }
+        close(row, expected)
+    (row,) = rows(trace, "autocorrelation")
+    same = tokens["sequence"][:-1] == tokens["sequence"][1:]
+    close(row, {"lag_1": np.corrcoef(tokens["d"][:-1][same], tokens["d"][1:][same])[0, 1]})
+
+
+def test_what_is_not_finite_is_counted_by_side(trace):
+    found = rows(trace, "not-finite")
+    masked = sql(trace, "SELECT step, isnan(logprob_a), isinf(logprob_b) FROM pair('train', 'rollout') WHERE mask")
+    for row in found:
+        step = [values[1:] for values in masked.rows if values[0] == row["step"]]
+        assert (row["nan_a"], row["inf_b"]) == (sum(nan for nan, _ in step), sum(inf for _, inf in step))
+
+
+def test_a_name_that_is_not_there_names_the_nearest(trace):
+    with pytest.raises(InvalidOption, match=r"none called 'by-prob'; did you mean by-probability\?"):
+        query("by-prob", trace)
+    with pytest.raises(InvalidOption, match="tim-trace query lists them"):
+        query("zzz", trace)
+
+
+def test_what_a_query_lacks_is_said(tmp_path):
+    make_trace(tmp_path / "run", passes=("rollout",))
+    with pytest.raises(NothingToCompare, match="has no logprobs of pass 'train'"):
+        query("by-position", tmp_path / "run")
+    with Recorder(tmp_path / "bare") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]])
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0]])
+    with pytest.raises(NothingToCompare, match="query bad-updates needs advantages"):
+        query("bad-updates", tmp_path / "bare")
+
+
+def test_the_command_lists_prints_and_runs(trace):
+    listed = tim_trace("query")
+    assert [line.split()[0] for line in listed.stdout.splitlines()[2:]] == NAMES
+    printed = tim_trace("query", "ess", "--sql", "--pair", "rollout:train").stdout
+    assert "pair_steps('rollout', 'train')" in printed
+    asked = tim_trace("sql", trace, "--json", stdin=printed)
+    assert asked.json() == tim_trace("query", "ess", trace, "--pair", "rollout:train", "--json").json()
+    assert tim_trace("query", "ess").code == 2
