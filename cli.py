@@ -239,14 +239,15 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     type=click.Choice(["run", "step", "sequence", "layer"]),
     help="What a row stands for; layer: of router choices.",
 )
+@click.option("--like", type=click.Choice(["verl"]), help="The framework's own numbers, by its own definitions.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
-def stats(traces: Sequence[str], pair: str, by: str, as_json: bool, as_csv: bool) -> None:
+def stats(traces: Sequence[str], pair: str, by: str, like: str | None, as_json: bool, as_csv: bool) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis.stats import stats as compare
 
     _check_format(as_json, as_csv)
-    _print(compare(list(traces), pair=pair, by=by, progress=_progress), as_json, as_csv)
+    _print(compare(list(traces), pair=pair, by=by, like=like, progress=_progress), as_json, as_csv)
 
 
 @_example(

@@ -21,8 +21,8 @@ _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
     """Answer a query in DuckDB SQL over one trace or several.
 
-    `connect` says which views and macros there are. Without `unsafe` a query can only read, and nothing but the traces. Raises InvalidQuery with DuckDB's own words when
-    the query is wrong.
+    `connect` says which views and macros there are. Without `unsafe` a query can only read, and nothing but the traces.
+    Raises InvalidQuery with DuckDB's own words when the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
 

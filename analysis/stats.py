@@ -15,10 +15,19 @@ from .sums import ensure, keep
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
+LIKE = {"verl": {"run": "verl_runs", "step": "verl_steps"}}
+"""Framework -> what a row stands for -> the macro of its numbers."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
-def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progress: Progress = no_progress) -> Rows:
+def stats(
+    traces: Traces,
+    *,
+    pair: str = "train:rollout",
+    by: str = "run",
+    like: str | None = None,
+    progress: Progress = no_progress,
+) -> Rows:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence.
 
     Where both have router choices, `routing_agreement` is the share of these that are of the same experts, and `by`
@@ -30,12 +39,17 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
     `pair_distribution_runs`, `_steps` and `_sequences` follow. Sums of a finished, writable trace are kept in it for the next
     time.
 
+    With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl` 0.9.0, a row a
+    step, or a run taken as one batch.
+
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     database = Database(traces)
+    if like is not None:
+        return _like(database, names, by, like)
     routed = _is_routed(database, names)
     if by == "layer":
         if not routed:
@@ -56,6 +70,19 @@ def stats(traces: Traces, *, pair: str = "train:rollout", by: str = "run", progr
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(why_nothing(database, names))
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
+
+
+def _like(database: Database, names: Pair, by: str, framework: str) -> Rows:
+    """A framework's own numbers."""
+    if framework not in LIKE:
+        raise InvalidOption(f"like: got {framework!r}; use {', '.join(LIKE)}")
+    if by not in LIKE[framework]:
+        raise InvalidOption(f"like {framework}: has no numbers by {by}; use --by {' or '.join(LIKE[framework])}")
+    database.connection.execute("SET threads = 1")
+    rows = _ask(database, f"SELECT * FROM {LIKE[framework][by]}({_quoted(names)})")
+    if not len(rows):
+        raise NothingToCompare(why_nothing(database, names))
+    return rows
 
 
 def _ask(database: Database, query: str) -> Rows:
