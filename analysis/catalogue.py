@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from ..schemas.errors import InvalidOption, NothingToCompare
-from .database import Database, Traces, quoted
-from .pairs import parse_pair, why_nothing
+from .database import Database, Traces
+from .pairs import parse_pair, quoted_pair, why_nothing
 from .rows import Rows
 
 _PAIR = "'train', 'rollout'"
@@ -37,7 +37,7 @@ class NamedQuery:
 
     def over(self, a: str, b: str) -> str:
         """The query for two passes."""
-        return self.sql.replace(_PAIR, f"{quoted(a)}, {quoted(b)}")
+        return self.sql.replace(_PAIR, quoted_pair((a, b)))
 
 
 def catalogue() -> list[NamedQuery]:
@@ -64,10 +64,7 @@ def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     NothingToCompare when no token has what the query needs, TraceNotFound, NewerTrace or DamagedTrace.
     """
     chosen, names, database = named_query(name), parse_pair(pair), Database(traces)
-    # One thread adds in one order: the last digits are the same every time.
-    database.connection.execute("SET threads = 1")
-    cursor = database.connection.execute(chosen.over(*names))
-    rows = Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
+    rows = database.ask(chosen.over(*names))
     if not len(rows):
         what = f"query {name} needs {chosen.needs}; " if chosen.needs else ""
         raise NothingToCompare(what + why_nothing(database, names))

@@ -9,6 +9,7 @@ from importlib.resources import files
 import duckdb
 import pyarrow as pa
 
+from ..schemas.errors import DamagedTrace
 from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
@@ -16,6 +17,7 @@ from ..schemas.tables import Table
 from .distributions.function import ComparedDistributions
 from .distributions.measures import MEASURES
 from .routing import register as register_routing
+from .rows import Rows
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -51,6 +53,23 @@ class Database:
         self.distributions = ComparedDistributions(self.sources)
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
+
+    def ask(self, query: str) -> Rows:
+        """A query's rows, with the same last digits every time.
+
+        Raises DamagedTrace and its kin when the trace's Zarr groups do not hold what its scores name.
+        """
+        # One thread adds in one order.
+        self.connection.execute("SET threads = 1")
+        try:
+            cursor = self.connection.execute(query)
+            return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
+        except duckdb.Error as error:
+            if (told := self.distributions.error) is not None:
+                raise told from error
+            if isinstance(error, duckdb.InvalidInputException):  # what a function of ours raised while DuckDB called it
+                raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
+            raise
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""

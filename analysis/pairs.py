@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..schemas.errors import InvalidOption
-from .database import Database
+from .database import Database, quoted
 from .source import Pair
 
 
@@ -13,6 +13,11 @@ def parse_pair(text: str) -> Pair:
     if not (a and colon and b) or ":" in b:
         raise InvalidOption(f"pair: got {text!r}; write two passes as a:b, as train:rollout")
     return a, b
+
+
+def quoted_pair(pair: Pair) -> str:
+    """Both names as arguments of a macro."""
+    return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def num_scored(database: Database) -> dict[str, int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import duckdb
-
-from ..schemas.errors import DamagedTrace, InvalidOption, NothingToCompare
+from ..schemas.errors import InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
-from .database import Database, Traces, quoted
+from .database import Database, Traces
 from .distributions.summary import has_captured, summary
-from .pairs import num_scored, parse_pair, why_nothing
+from .pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .rows import Rows
 from .source import Pair
 from .sums import ensure, keep
@@ -54,19 +52,17 @@ def stats(
     if by == "layer":
         if not routed:
             raise NothingToCompare(_why_not_routed(database, names))
-        return _ask(database, f"SELECT * FROM {BY[by]}({_quoted(names)})")
+        return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if ensure(database, names, of_run=by == "run", progress=progress):
         keep(database, names)
-    # One thread adds in one order: the last digits are the same every time.
-    database.connection.execute("SET threads = 1")
-    query = f"SELECT * FROM {BY[by]}({_quoted(names)})"
+    query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (
                 SELECT {_KEYS[by]}, sum(num_same_experts) / nullif(sum(num_tokens), 0) AS routing_agreement
-                FROM routing_sums({_quoted(names)}) GROUP BY {_KEYS[by]}
+                FROM routing_sums({quoted_pair(names)}) GROUP BY {_KEYS[by]}
             ) USING ({_KEYS[by]}) ORDER BY {_KEYS[by]}"""
-    result = _ask(database, query)
+    result = database.ask(query)
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(why_nothing(database, names))
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
@@ -78,25 +74,10 @@ def _like(database: Database, names: Pair, by: str, framework: str) -> Rows:
         raise InvalidOption(f"like: got {framework!r}; use {', '.join(LIKE)}")
     if by not in LIKE[framework]:
         raise InvalidOption(f"like {framework}: has no numbers by {by}; use --by {' or '.join(LIKE[framework])}")
-    database.connection.execute("SET threads = 1")
-    rows = _ask(database, f"SELECT * FROM {LIKE[framework][by]}({_quoted(names)})")
+    rows = database.ask(f"SELECT * FROM {LIKE[framework][by]}({quoted_pair(names)})")
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))
     return rows
-
-
-def _ask(database: Database, query: str) -> Rows:
-    """A query's rows. Raises DamagedTrace when the trace's Zarr groups do not hold what its scores name."""
-    try:
-        cursor = database.connection.execute(query)
-    except duckdb.InvalidInputException as error:  # what a function of ours raised while DuckDB called it
-        raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
-    columns = tuple(column[0] for column in cursor.description)
-    return Rows(columns, cursor.fetchall())
-
-
-def _quoted(pair: Pair) -> str:
-    return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def _is_routed(database: Database, pair: Pair) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..replay.arms import DTYPES
+from ..schemas import contract as contracts
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing
 from ..schemas.layout import PASSES, TOKENIZER
 from ..schemas.passes import ROLLOUT
-from ..schemas.weights import ITEM_BYTES, StoredTensor, WeightVersion
+from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, write_folder
@@ -67,23 +68,17 @@ def weights(
 def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
     """The dtype in which the engine held the weights, as `--dtype` takes it, where the trainer's has another."""
     store = Store(trace)
-    stored = {tensor.dtype for tensors in _layouts(store) for tensor in tensors}
+    reader = open_weights(store)
+    if not isinstance(reader, WeightReader) or not reader.parts:
+        return None
+    stored = {tensor.dtype for part in next(iter(reader.parts.values())) for tensor in reader.layout(part).tensors}
+    short = {long: name for name, long in DTYPES.items() if name != "tf32"}
     for name in store.files(f"{PASSES}/{ROLLOUT}"):
         contract = json.loads(store.read_bytes(f"{PASSES}/{ROLLOUT}/{name}"))["contract"]
-        config = (contract.get("config") or {}).get("model_config") or {}
-        engine = str(config.get("dtype") or "").removeprefix("torch.")
-        short = {long: name for name, long in DTYPES.items() if name != "tf32"}.get(engine)
-        if short is not None and stored and engine not in stored:
-            return short
+        engine = contracts.engine_dtype(contract)
+        if engine in short and engine not in stored:
+            return short[engine]
     return None
-
-
-def _layouts(store: Store) -> Iterator[tuple[StoredTensor, ...]]:
-    reader = open_weights(store)
-    if isinstance(reader, WeightReader):
-        for parts in reader.parts.values():
-            yield from (reader.layout(part).tensors for part in parts)
-            return
 
 
 def export(

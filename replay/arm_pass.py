@@ -61,10 +61,8 @@ class ArmPass:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows])
-        responses, prompts = (
-            [len(getattr(row, name)) for row in scored.rows] for name in ("response_ids", "prompt_ids")
-        )
-        batch.resolve(np.array(responses), None, np.array(prompts))
+        responses_B = np.array([len(row.response_ids) for row in scored.rows])
+        batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
         stale = self.arm.weights_version
         captured = [index for index, row in enumerate(scored.rows) if row.seq_id in scored.distributions]
         self._recorder.add_scores(
@@ -83,8 +81,6 @@ class ArmPass:
     def remove(self) -> None:
         """Remove it: the files of the writers that wrote it, which wrote nothing else."""
         for writer in self.run.writers_of(self.name):
-            for folder in self.run.folder.glob(f"{DENSE}/{writer}-*"):
-                shutil.rmtree(folder)
             for name in self.run.store.files(SCORES):
                 if name.startswith(f"{writer}-"):
                     (self.run.folder / SCORES / name).unlink()

@@ -15,7 +15,6 @@ from .backends.exact.scorer import ExactScorer
 from .hf_scorer import HfScorer, LoadKey
 from .numerics import ExactNumerics
 from .recorded import RecordedRun
-from .settings import autocast_dtype
 
 
 class ExactArmScorer(HfScorer):
@@ -33,8 +32,8 @@ class ExactArmScorer(HfScorer):
         if run.model_factory is not None:
             raise CannotReplay("engine exact: has layers of its own, and takes no --model-factory; use --engine hf")
         check(run.model)
-        autocast = autocast_dtype(contract)
-        if arm.dtype is None and autocast is not None:
+        autocast = self.numerics.autocast
+        if autocast is not None:
             raise CannotReplay(
                 f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, and this engine "
                 "computes in one dtype; add --dtype bf16, fp16, fp32 or fp64"

@@ -114,7 +114,12 @@ class HfScorer:
     def _make(self, model: Any) -> Any:
         arm = self.arm
         if self.numerics.uses_trl:
-            return trl.TrlScorer(model, self.contract, plain=arm.dtype is not None, lm_head=arm.lm_head)
+            return trl.TrlScorer(
+                model,
+                self.contract,
+                autocast_dtype=self.numerics.autocast,
+                head_in_fp32=self.numerics.head_in_fp32,
+            )
         head = Head(
             temperature=self.numerics.temperature,
             top_k=arm.top_k,
@@ -131,7 +136,7 @@ class HfScorer:
             head,
             cached_tokens=arm.cached_tokens,
             kv_dtype=arm.kv_dtype,
-            autocast=self.numerics.autocast,
+            autocast_dtype=self.numerics.autocast,
             compile=arm.compile,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ..schemas.contract import Contract
@@ -21,6 +21,13 @@ def autocast_dtype(contract: Contract) -> Any:
 
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name == "None" else getattr(torch, name)
+
+
+def autocast(device: Any, dtype: Any) -> Any:
+    """A context of autocast to a dtype, torch's; one of nothing without."""
+    import torch
+
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager

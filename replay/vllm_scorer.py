@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
-from ..schemas.contract import Contract
+from ..schemas.contract import Contract, engine_dtype
 from ..schemas.errors import CannotReplay
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
 from ..tracer.weights.reader import Tensor
-from .arms import DTYPES, Arm
+from .arms import Arm
 from .backends.vllm import VllmEngine
+from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
@@ -25,6 +26,7 @@ class VllmScorer:
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
+        self.numerics = Numerics(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN:
             raise CannotReplay("capture hidden: vLLM gives no hidden states; use logits or topk:K, or --engine hf")
@@ -42,11 +44,8 @@ class VllmScorer:
     @property
     def dtype(self) -> str:
         """torch's name of the engine's dtype: the arm's, the recorded engine's, or the trainer's."""
-        if self.arm.dtype:
-            return DTYPES[self.arm.dtype]
-        recorded = ((self.rollout.get("config") or {}).get("model_config") or {}).get("dtype")
-        dtypes: dict[str, int] = self.contract["model"]["dtypes"]
-        return str(recorded or max(dtypes, key=lambda name: dtypes[name])).removeprefix("torch.")
+        recorded = None if self.arm.dtype else engine_dtype(self.rollout)
+        return recorded or self.numerics.dtype
 
     @property
     def _decodes(self) -> bool:
@@ -88,17 +87,12 @@ class VllmScorer:
         self._engine = None
 
     def score(self, rows: list[RecordedRow]) -> Scored:
-        """Score rows with the weights that are loaded."""
+        """Score rows with the weights that are loaded, at the recorded passes' temperature: vLLM's logprobs are of before."""
         assert self._engine is not None
         values, distributions = self._engine.score(
-            rows, self._temperature, self.arm.top_k, self.arm.top_p, self.capture
+            rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture
         )
         return Scored(rows=rows, logprobs=values, distributions=distributions)
-
-    @property
-    def _temperature(self) -> float:
-        """The arm's, or what the recorded passes divide their logits by: vLLM's own logprobs are of before that."""
-        return float(self.arm.temperature or self.contract.get("temperature") or 1.0)
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives."""
@@ -110,7 +104,7 @@ class VllmScorer:
             "source": "replay",
             "arm": self.arm.changes,
             "way": self._engine.way,
-            "temperature": self._temperature,
+            "temperature": self.numerics.temperature,
             "linear_layers": "plain, so that weights can be changed" if self.device == "cpu" else "vLLM's own",
             "sampling": None,
             "model": {"class": contract["model_class"], "built_in": self.dtype},

@@ -24,6 +24,12 @@ def contract_hash(contract: Contract) -> str:
     return sha256(canonical_json(contract).encode()).hexdigest()
 
 
+def engine_dtype(contract: Contract) -> str | None:
+    """torch's name of the dtype that a recorded engine computed in; None where its contract does not say."""
+    dtype = ((contract.get("config") or {}).get("model_config") or {}).get("dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def _plain(value: Any) -> Any:
     """Reduce to what JSON can say; an object of another library becomes its text."""
     if value is None or isinstance(value, (bool, int, str)):

@@ -5,7 +5,7 @@ Shapes: N tokens, C tokens of a chunk, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,19 @@ class Projection:
     def head(self) -> Any:
         return self.model.get_output_embeddings()
 
-    def logits(self, hidden_CH: Any) -> Any:
-        """[C, V] logits, scaled and capped as the model does it; before temperature."""
+    def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
+        """[C, V] logits of up to `chunk` tokens at a time, scaled and capped as the model does it; before temperature."""
+        for logits_CV in hidden_NH.split(chunk) if self.model is None else self._projected(hidden_NH, chunk):
+            yield logits_CV if self.then is None else self.then(logits_CV)
+
+    def _projected(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
         import torch
 
-        if self.model is None:
-            return hidden_CH if self.then is None else self.then(hidden_CH)
-        dtype = self.dtype or hidden_CH.dtype
-        bias = None if self.head.bias is None else self.head.bias.to(dtype)
-        logits_CV = torch.nn.functional.linear(hidden_CH.to(dtype), self.head.weight.to(dtype), bias)
-        logits_CV = scaled(logits_CV, self.model.config.get_text_config())
-        return logits_CV if self.then is None else self.then(logits_CV)
+        dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()
+        weight_VH = self.head.weight.to(dtype)
+        bias_V = None if self.head.bias is None else self.head.bias.to(dtype)
+        for hidden_CH in hidden_NH.split(chunk):
+            yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
 
     def distribution(
         self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
@@ -57,8 +59,7 @@ class Projection:
             width = hidden[0].shape[-1] if self.model is None else self.head.weight.shape[0]
             chunk = max(1, CHUNK_BYTES // (4 * width))
             for rows_TH in hidden:
-                for hidden_CH in rows_TH.split(chunk):
-                    logits_CV = self.logits(hidden_CH)
+                for logits_CV in self.logits(rows_TH, chunk):
                     if capture.level == LOGITS:
                         kept.add(logits_CV)
                     else:

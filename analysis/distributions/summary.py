@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import duckdb
-
 from ...schemas.errors import InvalidOption, NothingToCompare
-from ..database import Database, Traces, quoted
-from ..pairs import parse_pair
+from ..database import Database, Traces
+from ..pairs import parse_pair, quoted_pair
 from ..rows import Rows
 from ..source import Pair
 
@@ -31,22 +29,14 @@ def distributions(traces: Traces, *, pair: str = "train:rollout", by: str = "run
 
 def has_captured(database: Database, pair: Pair) -> bool:
     """Whether some sequence has distributions of both passes; none is read for the answer."""
-    query = f"SELECT num_captured FROM num_captured({quoted(pair[0])}, {quoted(pair[1])})"
+    query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     row = database.connection.execute(query).fetchone()
     return bool(row and row[0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
     """The statistics of a pair: exact columns where every token has them, bounds where one has not."""
-    # One thread adds in one order: the last digits are the same every time.
-    database.connection.execute("SET threads = 1")
-    try:
-        cursor = database.connection.execute(f"SELECT * FROM {BY[by]}({quoted(pair[0])}, {quoted(pair[1])})")
-        rows = Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
-    except duckdb.Error as error:
-        if (told := database.distributions.error) is not None:
-            raise told from error
-        raise
+    rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in _DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}
     exact = {f"{kind}_{name}" for name in _DIVERGENCES for kind in ("mean", "max")}

@@ -35,29 +35,23 @@ CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
     )
     LEFT JOIN moe_layers(a) USING (run, contract);
 
--- pair_routing(a, b): one row a (run, step, layer).
-CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
-    SELECT run, step, layer,
+-- routing_groups(a, b, by_step): one row a (run, step, layer), or a (run, layer) with step NULL.
+CREATE OR REPLACE MACRO routing_groups(a, b, by_step) AS TABLE
+    SELECT run, CASE WHEN by_step THEN step END AS step, layer,
            sum(num_tokens)::BIGINT AS num_tokens,
            sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
            sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
            fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
            fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
     FROM routing_sums(a, b)
-    GROUP BY run, step, layer
-    ORDER BY run, step, layer;
+    GROUP BY ALL
+    ORDER BY ALL;
 
--- pair_routing_layers(a, b): the same over all steps, one row a (run, layer).
+CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
+    SELECT * FROM routing_groups(a, b, true);
+
 CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
-    SELECT run, layer,
-           sum(num_tokens)::BIGINT AS num_tokens,
-           sum(num_same_experts) / nullif(sum(num_tokens), 0) AS share_same_experts,
-           sum(num_same_order) / nullif(sum(num_tokens), 0) AS share_same_order,
-           fsum(sum_overlap) / nullif(sum(num_tokens), 0) AS mean_overlap,
-           fsum(sum_abs_dweight) / nullif(sum(num_weights), 0) AS mean_abs_dweight
-    FROM routing_sums(a, b)
-    GROUP BY run, layer
-    ORDER BY run, layer;
+    SELECT * EXCLUDE (step) FROM routing_groups(a, b, false);
 
 -- pair_routing_tokens(a, b): one row a response token. The token's logprob comes from the forward of the token before
 -- it, and it is the routing of that one that is compared.

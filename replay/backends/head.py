@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...tracer.logits import scaled
+from ...tracer.projection import Projection
 
 CHUNK_BYTES = 128 << 20
 """Logits that exist at a time."""
@@ -34,17 +34,12 @@ class Head:
         """[N] log-probabilities, nats, of tokens `ids_N` given the hidden states before them."""
         import torch
 
-        head = model.get_output_embeddings()
+        projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
-        weight_VH, bias_V = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
         result = self.logits_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
-        chunk = max(1, CHUNK_BYTES // (weight_VH.shape[0] * max(4, result.itemsize)))
-        parts = []
-        for start in range(0, len(hidden_NH), chunk):
-            logits_CV = torch.nn.functional.linear(hidden_NH[start : start + chunk].to(dtype), weight_VH, bias_V)
-            logits_CV = scaled(logits_CV, model.config.get_text_config()).to(result)
-            parts.append(self.taken(logits_CV, ids_N[start : start + chunk]))
-        return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=result)
+        chunk = max(1, CHUNK_BYTES // (projection.head.weight.shape[0] * max(4, result.itemsize)))
+        parts = zip(projection.logits(hidden_NH, chunk), ids_N.split(chunk), strict=True)
+        return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
         """[C] log-probabilities, nats, of tokens `ids_C` under logits, in whose dtype all is computed; overwrites them."""

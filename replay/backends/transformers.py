@@ -10,6 +10,7 @@ from typing import Any
 
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
+from ..settings import autocast
 from . import packing
 from .cache import kv_cache
 from .double import keep_double
@@ -28,7 +29,7 @@ class TransformersScorer:
         *,
         cached_tokens: int | None = None,
         kv_dtype: str | None = None,
-        autocast: Any = None,
+        autocast_dtype: Any = None,
         compile: bool = False,
     ):
         """`cached_tokens` tokens at a time go through the KV cache after the prompt; None for one forward."""
@@ -36,7 +37,7 @@ class TransformersScorer:
         self._head = head
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
-        self._autocast = autocast
+        self._autocast = autocast_dtype
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
@@ -44,9 +45,8 @@ class TransformersScorer:
         import torch
 
         double = next(self._model.parameters()).dtype == torch.float64
-        cast = torch.autocast(self._device.type, self._autocast) if self._autocast is not None else nullcontext()
         with torch.no_grad(), keep_double() if double else nullcontext():
-            with cast:
+            with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             # The token at a place is predicted from the hidden state before it.

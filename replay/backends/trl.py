@@ -6,21 +6,20 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
 from ..batching import PaddedBatch
-from ..settings import autocast_dtype
+from ..settings import autocast
 
 
 class TrlScorer:
     """Calls the trainer's scoring function as the recorded pass did."""
 
-    def __init__(self, model: Any, contract: Contract, *, plain: bool, lm_head: str | None):
-        """Give the model TRL's fused head. `plain` says that weights have a dtype of their own: no autocast.
+    def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
+        """Give the model TRL's fused head; without an `autocast_dtype` there is no autocast.
 
         Raises CannotReplay when the function is not installed.
         """
@@ -28,17 +27,15 @@ class TrlScorer:
         self._score = _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
         self._grad = bool(contract["grad_enabled"])
-        dtype = None if plain else autocast_dtype(contract)
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
-        cast = lm_head == "fp32" or bool(contract["cast_lm_head_to_fp32"])
-        self._head(model, temperature=contract["temperature"], cast_lm_head_to_fp32=cast, outputs=outputs)
+        self._head(model, temperature=contract["temperature"], cast_lm_head_to_fp32=head_in_fp32, outputs=outputs)
         model.train(bool(contract["training_mode"]))
         self._model = model
         self.backbone = model.base_model
-        self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: _autocast(device.type, dtype)))
-        if dtype is not None:
-            _wrap_forward(model, lambda: _autocast(device.type, dtype))
+        self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
+        if autocast_dtype is not None:
+            _wrap_forward(model, lambda: autocast(device, autocast_dtype))
 
     def __call__(self, batch: PaddedBatch) -> Any:
         """[N] log-probabilities of the batch's response tokens, row by row."""
@@ -56,20 +53,14 @@ class TrlScorer:
         return batch.last(logprobs_BK.detach())
 
 
-def _autocast(device: str, dtype: Any) -> Any:
-    import torch
-
-    return nullcontext() if dtype is None else torch.autocast(device, dtype)
-
-
-def _wrap_forward(model: Any, autocast: Callable[[], Any]) -> None:
+def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
     """As Accelerator.prepare_model does under mixed precision: the forward in autocast, its outputs in float32."""
     from accelerate.utils import convert_outputs_to_fp32
 
     forward = model.forward
 
     def in_autocast(*args: Any, **kwargs: Any) -> Any:
-        with autocast():
+        with cast():
             return forward(*args, **kwargs)
 
     model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
