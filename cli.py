@@ -22,6 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
+    "judge": ("check",),
     "replay": ("replay", "triangulate", "weights"),
 }
 """The question that a verb answers -> the verbs."""
@@ -248,6 +249,28 @@ def stats(traces: Sequence[str], pair: str, by: str, like: str | None, as_json: 
 
     _check_format(as_json, as_csv)
     _print(compare(list(traces), pair=pair, by=by, like=like, progress=_progress), as_json, as_csv)
+
+
+@_example("tim-trace check runs/demo")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def check(trace: str, pair: str, as_json: bool) -> None:
+    """Say whether two passes may be compared, or which fault lies between them.
+
+    The exit code is 1 when there is one. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
+    synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
+    the share of tokens it affects and the command that would confirm it. The most probable comes first.
+    """
+    from .analysis.check.check import check as look
+    from .analysis.check.text import checked_json, checked_text
+    from .analysis.rows import to_json
+
+    found = look(trace, pair=pair, progress=_progress)
+    click.echo(to_json(checked_json(found)) if as_json else checked_text(found, _width()))
+    if not found.is_valid:
+        raise click.exceptions.Exit(1)
 
 
 @_example(

@@ -1,0 +1,72 @@
+"""Is the comparison of two passes valid, and if not, which fault lies between them?"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+
+from ...schemas.errors import NothingToCompare
+from ...tracer.progress import Progress, no_progress
+from ..database import Database
+from ..pairs import num_scored, parse_pair, why_nothing
+from ..source import Pair
+from ..sums import ensure, keep
+from .checked import Checked
+from .detectors import find
+from .evidence import Evidence, SequenceSums
+from .sample import read_sample
+
+
+def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progress: Progress = no_progress) -> Checked:
+    """Say whether two passes may be compared, or which fault lies between them.
+
+    Faults are those of FAULTS, each with its evidence, its effect in nats, the share of tokens that it affects and the
+    command that would confirm it. The sums of every sequence are looked at, and the tokens of steps spread over the run.
+
+    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    database = Database(trace)
+    if ensure(database, names, of_run=False, progress=progress):
+        keep(database, names)
+    sums = _sums(database, names)
+    sample = read_sample(database, names, sums.worst_steps())
+    if not sample.mask.any():
+        raise NothingToCompare(why_nothing(database, names))
+    evidence = Evidence(
+        trace=os.fspath(trace),
+        sample=sample,
+        sums=sums,
+        contracts=_contracts(database),
+        passes=list(num_scored(database)),
+        has_weights=database.sources[0].store.exists("weights"),
+        keep=sample.compared,
+    )
+    findings, notes = find(evidence)
+    num_tokens = int(sums.num_tokens.sum())
+    return Checked(
+        trace=os.fspath(trace),
+        pair=pair,
+        num_tokens=num_tokens,
+        num_sampled_tokens=int(sample.compared.sum()),
+        rms_d=float(np.sqrt(sums.sum_d2.sum() / max(num_tokens, 1))),
+        findings=tuple(findings),
+        notes=tuple(notes),
+    )
+
+
+def _sums(database: Database, pair: Pair) -> SequenceSums:
+    query = """
+        SELECT step, num_tokens, coalesce(sum_d2, 0) FROM sequence_sums
+        WHERE pass_a = ? AND pass_b = ? AND iteration_a = 0 AND iteration_b = 0
+    """
+    columns = database.connection.execute(query, [*pair]).fetchnumpy()
+    steps, num_tokens, sum_d2 = (np.asarray(column) for column in columns.values())
+    return SequenceSums(steps=steps, num_tokens=num_tokens, sum_d2=sum_d2)
+
+
+def _contracts(database: Database) -> dict[str, dict[str, object]]:
+    rows = database.connection.execute("SELECT contract, contract_json FROM passes").fetchall()
+    return {name: json.loads(text) for name, text in rows if text}

@@ -1,0 +1,87 @@
+"""Values that stand for "none": one number over and over where the other side's vary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..sample import Side
+from ..thresholds import (
+    IMPOSSIBLE_LOGPROB,
+    MAX_CONSTANTS,
+    MIN_CONSTANT_COUNT,
+    MIN_CONSTANT_SPREAD,
+    MIN_RUN_OF_UNSAMPLED,
+    UNSAMPLED_SURPRISE,
+)
+
+
+def find_constants(evidence: Evidence) -> list[tuple[Finding, np.ndarray]]:
+    """Each constant that stands for no logprob, and the [N] tokens that have it."""
+    found = []
+    for side, other in ((evidence.sample.a, evidence.sample.b), (evidence.sample.b, evidence.sample.a)):
+        for value in _repeated(evidence, side, other):
+            where = evidence.keep & (side.logprobs == value)
+            found.append((_finding(evidence, side, other, value, where), where))
+    return found
+
+
+def _repeated(evidence: Evidence, side: Side, other: Side) -> list[float]:
+    """Values of a side that come again and again while the other side's at the same tokens lie far off and vary."""
+    values, counts = np.unique(side.logprobs[evidence.keep], return_counts=True)
+    often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
+    candidates = {int(i) for i in often if counts[i] >= MIN_CONSTANT_COUNT} | set(
+        np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()
+    )
+    return [float(values[i]) for i in sorted(candidates) if _stands_for_none(evidence, side, other, float(values[i]))]
+
+
+def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) -> bool:
+    where = evidence.keep & (side.logprobs == value)
+    gaps = np.abs(other.logprobs[where] - value)
+    if value <= IMPOSSIBLE_LOGPROB:
+        return bool(np.median(gaps) > abs(value) / 2)
+    rest = evidence.sample.d[evidence.keep & ~where]
+    usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
+    if value == 0.0 and _is_nucleus(gaps, rest):
+        return False
+    varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
+    return bool(np.quantile(gaps, 0.75) > max(MIN_CONSTANT_SPREAD, 10 * usual) and varies)
+
+
+def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
+    """Whether 0 may be the logprob of a token that top-p left alone: all other tokens are then raised as well."""
+    moved = rest[np.abs(rest) > 1e-3]
+    return bool(len(moved) and gaps.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
+
+
+def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: np.ndarray) -> Finding:
+    sample = evidence.sample
+    rest = evidence.keep & ~where
+    surprise = -float(np.mean(other.logprobs[where]))
+    usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
+    unsampled = surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1) and _mean_run(where, sample.seq) >= (
+        MIN_RUN_OF_UNSAMPLED
+    )
+    share = float(where.sum() / max(evidence.sample.compared.sum(), 1))
+    rows = len(np.unique(sample.seq[where]))
+    seen = f"{side.name} is {value:g} for {where.sum():,} tokens of {rows:,} sequences, where {other.name} has "
+    seen += f"{-surprise:.3g} nats on average and anything down to {np.min(other.logprobs[where]):.3g}"
+    if unsampled:
+        seen += f"; elsewhere {-usual:.3g}: these tokens were not drawn from the policy"
+    return Finding(
+        code="mask" if unsampled else "placeholders",
+        evidence=seen,
+        effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
+        share=share,
+        next=f'tim-trace sql {evidence.trace} "SELECT step, seq_id, position, token_id, mask, {side.name}_logprob '
+        f'FROM tokens WHERE {side.name}_logprob = {value:g} LIMIT 20"',
+        numbers={"side": side.name, "value": value, "num_tokens": int(where.sum()), "num_sequences": rows},
+    )
+
+
+def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:
+    """Mean length of the runs of neighbouring tokens."""
+    begins = where & ~np.concatenate([[False], where[:-1] & (seq[1:] == seq[:-1])])
+    return float(where.sum() / max(begins.sum(), 1))

@@ -1,0 +1,55 @@
+"""Sequences side by side: the logprobs of both passes as padded arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..thresholds import CAP_NATS
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """[S, T] logprobs, NaN where a sequence has no kept token."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Grid:
+        sample = evidence.sample
+        shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
+        seq, position = sample.seq[evidence.keep], sample.position[evidence.keep]
+        grids = []
+        for values in (evidence.a, evidence.b):
+            grid = np.full(shape, np.nan)
+            grid[seq, position] = values
+            grids.append(grid)
+        return cls(*grids)
+
+    def cost(self, lag: int = 0) -> np.ndarray:
+        """[S, T] |a at t - b at t + lag|, at most CAP_NATS; NaN where one is not there."""
+        moved = np.full_like(self.b, np.nan)
+        width = self.b.shape[1]
+        if abs(lag) < width:
+            moved[:, max(0, -lag) : width - max(0, lag)] = self.b[:, max(0, lag) : width - max(0, -lag)]
+        return np.minimum(np.abs(self.a - moved), CAP_NATS)
+
+    def rows(self, chosen: np.ndarray) -> Grid:
+        """Some sequences."""
+        return Grid(self.a[chosen], self.b[chosen])
+
+
+def mean(costs: np.ndarray) -> float:
+    """Mean of what is there; infinite where nothing is."""
+    there = np.isfinite(costs)
+    return float(costs[there].mean()) if there.any() else float("inf")
+
+
+def row_means(costs: np.ndarray) -> np.ndarray:
+    """[S] mean of what is there; NaN where nothing is."""
+    there = np.isfinite(costs)
+    count = there.sum(axis=1)
+    return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)

@@ -1,0 +1,55 @@
+"""Tokens that count in the loss and that one side has no value for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..sample import Side
+from ..thresholds import MIN_MISSING_SHARE, MIN_TAIL_SHARE
+
+
+def find_missing(evidence: Evidence) -> list[Finding]:
+    """NULL or NaN on one side only: at the ends of sequences they were cut short, elsewhere values were lost."""
+    return [
+        finding
+        for side, other in ((evidence.sample.a, evidence.sample.b), (evidence.sample.b, evidence.sample.a))
+        if (finding := _of_side(evidence, side, other)) is not None
+    ]
+
+
+def _of_side(evidence: Evidence, side: Side, other: Side) -> Finding | None:
+    sample = evidence.sample
+    missing = sample.mask & np.isnan(side.logprobs) & np.isfinite(other.logprobs)
+    share = missing.sum() / max(sample.mask.sum(), 1)
+    if share < MIN_MISSING_SHARE:
+        return None
+    in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
+    in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
+    rows = np.unique(sample.seq[missing])
+    cut = max(in_tail, in_head) >= MIN_TAIL_SHARE
+    where = (
+        f"at the {'end' if in_tail >= in_head else 'beginning'} of {len(rows):,} of {sample.num_sequences:,} sequences"
+        if cut
+        else f"scattered over {len(rows):,} sequences"
+    )
+    what = "NULL" if side.is_null[missing].all() else "NaN"
+    return Finding(
+        code="lengths" if cut else "placeholders",
+        evidence=f"{side.name} has {what} where {other.name} has a logprob, for {missing.sum():,} tokens {where}",
+        effect=float("nan"),
+        share=float(share),
+        next=f'tim-trace sql {evidence.trace} "SELECT step, seq_id, num_response_tokens, len(list_filter(logprobs, '
+        f"x -> isfinite(x))) AS num_scored FROM scores JOIN sequences USING (run, step, seq_id) "
+        f'WHERE \\"pass\\" = \'{side.name}\' AND num_scored < num_response_tokens"',
+        numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_sequences": len(rows)},
+    )
+
+
+def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """[N] whether all tokens from here to the end of the sequence have the flag."""
+    ends = np.repeat(starts[1:], np.diff(starts))
+    # The next token without the flag, at or after this one; the sequence's end when there is none in it.
+    following = np.minimum.accumulate(np.where(~flags, np.arange(len(flags)), len(flags))[::-1])[::-1]
+    return np.asarray(flags & (following >= ends))

@@ -1,0 +1,69 @@
+"""Rows that belong to other sequences, and which."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..thresholds import (
+    CAP_NATS,
+    MAX_PAIRED_ROWS,
+    MIN_OFF_NATS,
+    MIN_PAIRED_ROWS,
+    MIN_PAIRED_TOKENS,
+    REALIGNED_SHARE,
+)
+from .grid import Grid, row_means
+
+
+def find_row_pairing(evidence: Evidence) -> list[Finding]:
+    """Rows of a step that agree with the other side of another row."""
+    grid = Grid.of(evidence)
+    own = row_means(grid.cost())
+    partner = np.full(len(own), -1)
+    tried = 0
+    for step in np.unique(evidence.sample.steps):
+        rows = np.flatnonzero((evidence.sample.steps == step) & np.isfinite(own))
+        off = rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS]
+        tried += len(off)
+        if len(off) and len(rows) > 1:
+            _match(grid, own, off, rows, partner)
+    found = np.flatnonzero(partner >= 0)
+    distinct = len(np.unique(partner[found]))
+    if len(found) < MIN_PAIRED_ROWS or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
+        return []
+    affected = np.isin(evidence.seq, found)
+    first = int(found[0])
+    names = evidence.sample.seq_ids
+    return [
+        Finding(
+            code="row_pairing",
+            evidence=f"{len(found):,} of {tried:,} rows that are off agree with the {evidence.sample.b.name} of another row "
+            f"of their step: {_pairs(found, partner, names)}",
+            effect=evidence.rms(affected),
+            share=float(affected.mean()),
+            weight=len(found) / max(tried, 1),
+            next=f'tim-trace sql {evidence.trace} "SELECT seq_id, logprobs FROM scores WHERE '
+            f"step = {int(evidence.sample.steps[first])} AND seq_id IN ('{names[first]}', '{names[partner[first]]}')\"",
+            numbers={"num_sequences": len(found)} | {f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
+        )
+    ]
+
+
+def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
+    """Note for each row that is off which row's b it agrees with, where one clearly does."""
+    b = grid.b[rows]
+    for row in off:
+        gap = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
+        enough = np.isfinite(gap).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
+        costs = np.where(enough, row_means(gap), np.inf)
+        costs = np.where(np.isnan(costs), np.inf, costs)
+        best = int(costs.argmin())
+        if rows[best] != row and costs[best] < REALIGNED_SHARE * own[row]:
+            partner[row] = rows[best]
+
+
+def _pairs(found: np.ndarray, partner: np.ndarray, names: list[str]) -> str:
+    shown = ", ".join(f"{names[i]} with {names[partner[i]]}" for i in found[:4])
+    return shown + (", ..." if len(found) > 4 else "")

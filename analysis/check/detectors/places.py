@@ -1,0 +1,165 @@
+"""Places inside of sequences from which on the gap is another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..thresholds import (
+    COMMON_PLACE_SHARE,
+    MIN_LEVEL_RATIO,
+    MIN_PLACE_R2,
+    MIN_PLACE_SEQUENCES,
+    MIN_SIDE_TOKENS,
+    MIN_STEEPNESS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place that divides values into two levels."""
+
+    place: int
+    """First coordinate of the second part."""
+    change: float
+    """Mean after it less mean before it."""
+    explained: float
+    """Sum of squares between the two parts."""
+
+
+def find_place(evidence: Evidence) -> list[Finding]:
+    """One position for all sequences (cache, rotary embedding), or one in each (weights that changed on the way)."""
+    level = evidence.level
+    there = np.isfinite(level)
+    if there.sum() < 4 * MIN_SIDE_TOKENS:
+        return []
+    y, seq, position = level[there], evidence.seq[there], evidence.position[there]
+    y = y - y.mean()
+    total = float(y @ y)
+    coordinates = {"of the response": position}
+    if evidence.sample.prompt_lengths.any():
+        coordinates["of prompt and response"] = position + evidence.sample.prompt_lengths[seq]
+    common = {name: best_cut(y, where, MIN_SIDE_TOKENS) for name, where in coordinates.items()}
+    name = max(common, key=lambda each: common[each].explained)
+    cut, where = common[name], coordinates[name]
+    cuts, own = _own_cuts(y, seq, position)
+    found = []
+    if _holds(cut, total) and steepness(y, where, cut) >= MIN_STEEPNESS:
+        found = [_onset(evidence, name, cut, there, where >= cut.place, cut.explained / total)]
+    alike = abs(sum(np.sign(each.change) for each in cuts.values())) >= 0.7 * len(cuts) if cuts else False
+    change = (
+        float(np.average([c.change for c in cuts.values()], weights=[c.explained for c in cuts.values()]))
+        if cuts
+        else 0
+    )
+    if (
+        len(cuts) >= MIN_PLACE_SEQUENCES
+        and alike
+        and abs(change) >= np.log(MIN_LEVEL_RATIO)
+        and own / total >= MIN_PLACE_R2
+        and (not found or cut.explained < COMMON_PLACE_SHARE * own)
+    ):
+        return [_inside(evidence, cuts, change, there, seq, position, own / total)]
+    return found
+
+
+def best_cut(y: np.ndarray, where: np.ndarray, margin: int) -> Cut:
+    """The cut of values y, [N], at a coordinate, [N], that explains most; `margin` values at least lie on either side."""
+    order = np.argsort(where, kind="stable")
+    y, where = y[order], where[order]
+    num = len(y)
+    before = np.arange(1, num)
+    sums = np.cumsum(y)[:-1]
+    means = sums / before, (y.sum() - sums) / (num - before)
+    explained = before * means[0] ** 2 + (num - before) * means[1] ** 2 - num * y.mean() ** 2
+    allowed = (where[1:] != where[:-1]) & (before >= margin) & (num - before >= margin)
+    if not allowed.any():
+        return Cut(int(where[0]) if num else 0, 0.0, 0.0)
+    at = int(np.argmax(np.where(allowed, explained, -np.inf)))
+    return Cut(int(where[at + 1]), float(means[1][at] - means[0][at]), float(explained[at]))
+
+
+def steepness(y: np.ndarray, where: np.ndarray, cut: Cut) -> float:
+    """Share of a cut's change that happens next to it: 1 for a step, little for a slope."""
+    low, high = where[where < cut.place], where[where >= cut.place]
+    near_low = (where < cut.place) & (where >= np.quantile(low, 0.7))
+    near_high = (where >= cut.place) & (where <= np.quantile(high, 0.3))
+    if min(near_low.sum(), near_high.sum()) < 10:
+        return 0.0
+    return float((y[near_high].mean() - y[near_low].mean()) / cut.change)
+
+
+def _holds(cut: Cut, total: float) -> bool:
+    return abs(cut.change) >= np.log(MIN_LEVEL_RATIO) and cut.explained / total >= MIN_PLACE_R2
+
+
+def _own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict[int, Cut], float]:
+    """The best cut of each sequence, and what they explain together beyond what cuts of noise would."""
+    cuts: dict[int, Cut] = {}
+    gain = 0.0
+    order = np.argsort(seq, kind="stable")
+    bounds = np.flatnonzero(np.diff(seq[order])) + 1
+    variance = float(y @ y) / len(y)
+    for part in np.split(order, bounds):
+        if len(part) < 16:
+            continue
+        cut = best_cut(y[part], position[part], 4)
+        within = float(((y[part] - y[part].mean()) ** 2).sum())
+        # The best of many cuts of white noise explains about six times its variance.
+        spare = cut.explained - 6 * min(variance, within / len(part))
+        if spare > 0 and abs(cut.change) >= np.log(MIN_LEVEL_RATIO) / 2:
+            cuts[int(seq[part[0]])] = cut
+            gain += spare
+    return cuts, gain
+
+
+def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np.ndarray, r2: float) -> Finding:
+    affected = np.zeros(evidence.num_kept, bool)
+    affected[np.flatnonzero(there)[after if cut.change > 0 else ~after]] = True
+    ratio = float(np.exp(abs(cut.change)))
+    side = "from" if cut.change > 0 else "up to"
+    return Finding(
+        code="position_onset",
+        evidence=f"{side} token {cut.place} {name} on, in all sequences alike, the gap is {ratio:.3g} times as large "
+        f"(rms {evidence.rms(affected):.2g} against {evidence.rms(~affected):.2g} nats)",
+        effect=evidence.rms(affected),
+        share=float(affected.mean()),
+        weight=r2,
+        next=f"tim-trace query by-position {evidence.trace}",
+        numbers={"position": cut.place, "counted": name, "ratio": ratio},
+    )
+
+
+def _inside(
+    evidence: Evidence,
+    cuts: dict[int, Cut],
+    change: float,
+    there: np.ndarray,
+    seq: np.ndarray,
+    position: np.ndarray,
+    r2: float,
+) -> Finding:
+    place = np.full(evidence.sample.num_sequences, np.iinfo(np.int64).max)
+    for row, cut in cuts.items():
+        place[row] = cut.place
+    after = position >= place[seq]
+    chosen = after if change > 0 else ~after & np.isin(seq, list(cuts))
+    affected = np.zeros(evidence.num_kept, bool)
+    affected[np.flatnonzero(there)[chosen]] = True
+    places = [cut.place for cut in cuts.values()]
+    ratio = float(np.exp(abs(change)))
+    return Finding(
+        code="change_inside_sequence",
+        evidence=f"in {len(cuts):,} of {evidence.sample.num_sequences:,} sequences the gap is {ratio:.3g} times as large "
+        f"{'after' if change > 0 else 'before'} a place of their own (token {min(places)} to {max(places)}): weights or "
+        "cached keys and values were exchanged while these were being sampled",
+        effect=evidence.rms(affected),
+        share=float(affected.mean()),
+        weight=r2,
+        next=f'tim-trace sql {evidence.trace} "SELECT position, d FROM tokens WHERE '
+        f"seq_id = '{evidence.sample.seq_ids[next(iter(cuts))]}' ORDER BY step, position\"",
+        numbers={"num_sequences": len(cuts), "first_place": min(places), "last_place": max(places), "ratio": ratio},
+    )

@@ -1,0 +1,127 @@
+"""Values that stand at another token than theirs: a shift of the whole row, or from a place on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..thresholds import (
+    CAP_NATS,
+    LAG_SWITCH_NATS,
+    LAGS,
+    MAX_ALIGNED_ROWS,
+    MIN_ALIGNMENT_GAIN_NATS,
+    MIN_LAGGED_TOKENS,
+    MIN_OFF_NATS,
+    REALIGNED_SHARE,
+)
+from .grid import Grid, mean, row_means
+
+
+def find_shift(evidence: Evidence) -> list[Finding]:
+    """Nearly every row agrees once one side is moved by a token, or by two."""
+    grid = Grid.of(evidence)
+    plain = mean(grid.cost())
+    if plain < MIN_OFF_NATS:
+        return []
+    costs = {lag: _beside(grid, lag) for lag in LAGS if lag}
+    lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
+    moved, unmoved = costs[lag]
+    if not moved < REALIGNED_SHARE * unmoved:
+        return []
+    name = evidence.sample.b.name
+    direction = "later" if lag > 0 else "earlier"
+    tokens = "token" if abs(lag) == 1 else "tokens"
+    return [
+        Finding(
+            code="shift",
+            evidence=f"{name} stands {abs(lag)} {tokens} {direction} than {evidence.sample.a.name}: moved back, the two "
+            f"differ by {moved:.2g} nats a token on average, as they stand by {unmoved:.2g} (each at most {CAP_NATS:g})",
+            effect=evidence.rms(),
+            share=1.0,
+            weight=1 - moved / unmoved,
+            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob, '
+            f"lead(rollout_logprob, {lag}) OVER (PARTITION BY step, seq_id ORDER BY position) AS moved FROM tokens "
+            'ORDER BY step, seq_id, position LIMIT 40"',
+            numbers={"lag": lag, "moved": moved, "unmoved": unmoved},
+        )
+    ]
+
+
+def find_retokenised(evidence: Evidence) -> list[Finding]:
+    """Rows that agree up to a place and, moved by some tokens, after it: the text was cut into other tokens there."""
+    grid = Grid.of(evidence)
+    costs = row_means(grid.cost())
+    suspects = np.argsort(-np.nan_to_num(costs), kind="stable")[:MAX_ALIGNED_ROWS]
+    suspects = suspects[np.nan_to_num(costs[suspects]) > MIN_OFF_NATS]
+    if not len(suspects):
+        return []
+    lags, gains = align(grid.rows(suspects))
+    lagged = (lags != 0).sum(axis=1)
+    begins_right = np.array([path[0] == 0 for path in lags])
+    zero = np.nansum(grid.rows(suspects).cost(), axis=1)
+    moved = (gains > MIN_ALIGNMENT_GAIN_NATS) & (gains > 0.5 * zero) & (lagged >= MIN_LAGGED_TOKENS) & begins_right
+    if not moved.any():
+        return []
+    rows = suspects[moved]
+    onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
+    affected = np.isin(evidence.seq, rows)
+    first = int(rows[0])
+    return [
+        Finding(
+            code="retokenised",
+            evidence=f"{len(rows):,} of {len(suspects):,} rows that are off agree up to a token (its place: "
+            f"{min(onset)} to {max(onset)}) and, moved by {_said(lags[moved])}, after it: the text was decoded and "
+            "encoded into other tokens there",
+            effect=evidence.rms(affected),
+            share=float(affected.mean()),
+            weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
+            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob FROM tokens '
+            f"WHERE step = {int(evidence.sample.steps[first])} AND seq_id = '{evidence.sample.seq_ids[first]}'\"",
+            numbers={"num_sequences": len(rows), "seq_id": evidence.sample.seq_ids[first]},
+        )
+    ]
+
+
+def align(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """The cheapest lag of b at each token, [S, T], and what it saves over no lag at all, [S] nats.
+
+    A change of the lag costs LAG_SWITCH_NATS, and so does beginning with one; a token whose partner is not there costs
+    what two unrelated logprobs differ by on average.
+    """
+    rows, width = grid.a.shape
+    there = np.isfinite(grid.a)
+    none = 0.5 * CAP_NATS
+    costs = np.stack([np.where(there, np.nan_to_num(grid.cost(lag), nan=none), 0.0) for lag in LAGS])
+    home = LAGS.index(0)
+    best = np.full((len(LAGS), rows), LAG_SWITCH_NATS)
+    best[home] = 0.0
+    came = np.empty((width, len(LAGS), rows), np.int8)
+    for t in range(width):
+        cheapest = best.argmin(axis=0)
+        switched = best.min(axis=0) + LAG_SWITCH_NATS
+        stays = best <= switched
+        came[t] = np.where(stays, np.arange(len(LAGS))[:, None], cheapest)
+        best = np.where(stays, best, switched) + costs[:, :, t]
+    path = np.empty((rows, width), np.int64)
+    state = best.argmin(axis=0)
+    for t in reversed(range(width)):
+        path[:, t] = state
+        state = came[t][state, np.arange(rows)]
+    lags = np.where(there, np.array(LAGS)[path], 0)
+    return lags, costs[home].sum(axis=1) - best.min(axis=0)
+
+
+def _beside(grid: Grid, lag: int) -> tuple[float, float]:
+    """Mean cost with the lag and without, over the tokens that have both."""
+    moved, unmoved = grid.cost(lag), grid.cost()
+    both = np.isfinite(moved) & np.isfinite(unmoved)
+    if not both.any():
+        return float("inf"), 1.0
+    return float(moved[both].mean()), float(unmoved[both].mean())
+
+
+def _said(lags: np.ndarray) -> str:
+    found = sorted({int(lag) for lag in lags[lags != 0]})
+    return f"{', '.join(str(lag) for lag in found)} tokens"

@@ -1,0 +1,148 @@
+"""A part of the data that carries the gap: an engine, a rank, a prompt, a policy version, a range of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..thresholds import (
+    MAX_SUBSET_SHARE,
+    MIN_LEVEL_RATIO,
+    MIN_SUBSET_R2,
+    MIN_SUBSET_TOKENS,
+    MIN_SUBSET_WIDTHS,
+)
+
+_WORDS = {
+    "writer_a": "process that recorded it",
+    "writer_b": "process that recorded it",
+    "contract_a": "contract",
+    "contract_b": "contract",
+    "version_a": "policy version of the scoring weights",
+    "version_b": "policy version of the scoring weights",
+    "version": "policy version of the sampling weights",
+    "group_id": "prompt group",
+    "step": "step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Values of a column whose sequences lie higher than those of the others."""
+
+    column: str
+    values: list[Any]
+    """Of the part with the larger gap."""
+    rows: np.ndarray
+    """[S] bool: sequences of that part."""
+    ratio: float
+    """Of the two parts' gaps."""
+    r2: float
+    """Share of the variance between sequences that the split explains."""
+
+
+def find_subset(evidence: Evidence) -> tuple[list[Finding], Split | None]:
+    """A column of which some values have a far larger gap than the others, and how the data splits by it."""
+    level, weight = _levels(evidence)
+    splits = [split for name, values in _columns(evidence).items() if (split := _split(name, values, level, weight))]
+    if not splits:
+        return [], None
+    best = max(splits, key=lambda split: split.r2)
+    # Of two columns that say nearly the same, the one with fewer values is the plainer.
+    best = min((s for s in splits if s.r2 >= 0.9 * best.r2), key=lambda split: _order(split))
+    affected = best.rows[evidence.seq]
+    shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
+    return [
+        Finding(
+            code="subset",
+            evidence=f"{best.rows.sum():,} of {evidence.sample.num_sequences:,} sequences, those with {best.column} "
+            f"{shown}, have a gap {best.ratio:.3g} times that of the others (rms {evidence.rms(affected):.2g} against "
+            f"{evidence.rms(~affected):.2g} nats)",
+            effect=evidence.rms(affected),
+            share=float(affected.mean()),
+            weight=best.r2,
+            next=f'tim-trace sql {evidence.trace} "{_by_column(best.column)}"',
+            numbers={"column": best.column, "values": shown, "ratio": best.ratio},
+        )
+    ], best
+
+
+def _levels(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+    """[S] mean level of each sequence, and how many tokens show it."""
+    there = np.isfinite(evidence.level)
+    weight = np.bincount(evidence.seq[there], minlength=evidence.sample.num_sequences).astype(float)
+    total = np.bincount(evidence.seq[there], evidence.level[there], minlength=len(weight))
+    return np.where(weight > 0, total / np.maximum(weight, 1), np.nan), weight
+
+
+def _columns(evidence: Evidence) -> dict[str, list[Any]]:
+    sample = evidence.sample
+    columns: dict[str, list[Any]] = {
+        "writer_a": list(sample.a.writers),
+        "writer_b": list(sample.b.writers),
+        "contract_a": list(sample.a.contracts),
+        "contract_b": list(sample.b.contracts),
+        "version_a": sample.a.versions.tolist(),
+        "version_b": sample.b.versions.tolist(),
+        "version": sample.versions.tolist(),
+        **{name: values.tolist() for name, values in sample.settings.items()},
+        "step": sample.steps.tolist(),
+        "group_id": list(sample.group_ids),
+    }
+    return {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
+
+
+def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) -> Split | None:
+    """The best division of a column's values into a low and a high part, when it is one."""
+    texts = np.array([str(value) for value in values])
+    known, place = np.unique(texts, return_inverse=True)
+    there = np.isfinite(level)
+    tokens = np.bincount(place[there], weight[there], minlength=len(known))
+    means = np.bincount(place[there], (level * weight)[there], minlength=len(known)) / np.maximum(tokens, 1)
+    enough = tokens >= MIN_SUBSET_TOKENS
+    if enough.sum() < 2:
+        return None
+    order = np.flatnonzero(enough)[np.argsort(means[enough], kind="stable")]
+    best, at = _best_division(means[order], tokens[order])
+    low, high = order[:at], order[at:]
+    ratio = float(np.exp(np.average(means[high], weights=tokens[high]) - np.average(means[low], weights=tokens[low])))
+    rows = np.isin(place, high)
+    centred = (level - np.average(level[there], weights=weight[there]))[there]
+    r2 = best / float((weight[there] * centred**2).sum()) if len(centred) else 0.0
+    share = float(weight[rows & there].sum() / weight[there].sum())
+    within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
+    gap = float(means[high].min() - means[low].max())
+    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > MAX_SUBSET_SHARE or gap < MIN_SUBSET_WIDTHS * within:
+        return None
+    return Split(name, [known[i] for i in high], rows, ratio, float(r2))
+
+
+def _best_division(means: np.ndarray, tokens: np.ndarray) -> tuple[float, int]:
+    """Of sorted means: the largest sum of squares between two parts, and where the second begins."""
+    total = np.average(means, weights=tokens)
+    left = np.cumsum(tokens)[:-1]
+    sums = np.cumsum(tokens * (means - total))[:-1]
+    between = sums**2 * (1 / left + 1 / (tokens.sum() - left))
+    at = int(np.argmax(between))
+    return float(between[at]), at + 1
+
+
+def _order(split: Split) -> tuple[int, int]:
+    return list(_WORDS).index(split.column) if split.column in _WORDS else -1, len(split.values)
+
+
+def _by_column(column: str) -> str:
+    table, name = ("sequences", column)
+    if column.endswith(("_a", "_b")):
+        table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
+    passed = (
+        "" if table == "sequences" else f" WHERE \\\"pass\\\" = '{'train' if column.endswith('_a') else 'rollout'}'"
+    )
+    return (
+        f"SELECT {name}, count(*) AS num_sequences, sqrt(sum(sum_d2) / sum(num_tokens)) AS rms_d "
+        f"FROM pair_sequences('train', 'rollout') JOIN {table} USING (run, step, seq_id){passed} GROUP BY 1 ORDER BY 3 DESC"
+    )

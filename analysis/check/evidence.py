@@ -1,0 +1,116 @@
+"""What the detectors look at: the sample, what is left of it once a fault is explained, contracts and per-sequence sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...schemas.contract import Contract
+from .sample import Sample
+from .thresholds import MIN_REST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSums:
+    """Per-sequence sums of the whole run, not of the sample alone."""
+
+    steps: np.ndarray
+    """[R] step of each sequence."""
+    num_tokens: np.ndarray
+    """[R]"""
+    sum_d2: np.ndarray
+    """[R] nats^2"""
+
+    def worst_steps(self) -> list[int]:
+        """Steps by their mean of d squared, the largest first."""
+        steps, place = np.unique(self.steps, return_inverse=True)
+        mean = np.bincount(place, self.sum_d2) / np.maximum(np.bincount(place, self.num_tokens), 1)
+        return [int(step) for step in steps[np.argsort(-mean, kind="stable")]]
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """Everything that a detector may ask."""
+
+    trace: str
+    sample: Sample
+    sums: SequenceSums
+    contracts: dict[str, Contract]
+    """Hash -> contract."""
+    passes: list[str]
+    """Every pass of the trace that has logprobs."""
+    has_weights: bool
+    keep: np.ndarray
+    """[N] bool: the compared tokens that no earlier finding explains."""
+
+    def without(self, explained: np.ndarray) -> Evidence:
+        """The same less tokens that a finding explains, [N] bool."""
+        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Evidence(**changed | {"keep": self.keep & ~explained})
+
+    @cached_property
+    def a(self) -> np.ndarray:
+        """[K] logprobs of the kept tokens, pass a."""
+        return self.sample.a.logprobs[self.keep]
+
+    @cached_property
+    def b(self) -> np.ndarray:
+        """[K] logprobs of the kept tokens, pass b."""
+        return self.sample.b.logprobs[self.keep]
+
+    @cached_property
+    def d(self) -> np.ndarray:
+        """[K] nats."""
+        return self.sample.d[self.keep]
+
+    @cached_property
+    def seq(self) -> np.ndarray:
+        """[K] number of the sequence."""
+        return self.sample.seq[self.keep]
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """[K] place in the response."""
+        return self.sample.position[self.keep]
+
+    @cached_property
+    def rest(self) -> np.ndarray:
+        """[K] 1 - p, with p the larger of both: what a change of the logits acts on (arXiv 2512.23087)."""
+        return -np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0))
+
+    @cached_property
+    def noise(self) -> np.ndarray:
+        """[K] |d| / (1 - p): the change of the logits that would explain d; NaN where p leaves nothing to see."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.rest > MIN_REST, np.abs(self.d) / self.rest, np.nan)
+
+    @cached_property
+    def level(self) -> np.ndarray:
+        """[K] logarithm of `noise`, so that levels can be held against each other; what is far below the median is one."""
+        floor = 0.1 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
+        return np.log(self.noise + max(float(floor), 1e-9))
+
+    @property
+    def num_kept(self) -> int:
+        return int(self.keep.sum())
+
+    def rms(self, where: np.ndarray | None = None) -> float:
+        """Root mean square of d over kept tokens, nats."""
+        d = self.d if where is None else self.d[where]
+        return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
+
+    def contract(self, side: str) -> Contract:
+        """The contract of most rows of pass `a` or `b`; empty where there is none."""
+        hashes = [name for name in getattr(self.sample, side).contracts if name]
+        return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
+
+
+def declared(contract: Contract, *path: str) -> Any:
+    """A value deep in a contract; None where it does not say."""
+    value: Any = contract
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,115 @@
+"""Every number that a check decides by, with the reason for it."""
+
+MAX_SAMPLED_STEPS = 16
+"""Steps whose tokens are read: enough to tell a level from a trend, few enough that a long run takes seconds."""
+MAX_WORST_STEPS = 2
+"""Of the steps with the largest mean d squared, so many are read beside those."""
+MAX_SAMPLED_TOKENS = 400_000
+"""A share of 1e-3 of the tokens is still 400 of them."""
+
+MIN_MISSING_SHARE = 1e-4
+"""Fewer values lost than this are a few cut-off sequences of a run; they are counted in `stats` as num_nan and NULL."""
+MIN_TAIL_SHARE = 0.8
+"""Of the missing tokens so many lie at the end (or beginning) of their sequence: it was cut, not riddled."""
+
+MIN_COPIED_TOKENS = 4
+"""Tokens below -1e-3 nats that agree bit for bit in a copied row: by chance fewer than one float32 in a thousand does."""
+
+MAX_CONSTANTS = 20
+"""Most frequent values that are looked at as possible placeholders."""
+MIN_CONSTANT_COUNT = 3
+"""A value that comes so often is looked at; engines repeat values too, and the other side decides."""
+MIN_CONSTANT_SPREAD = 0.1
+"""Nats that the other side must lie off, and ten times its usual gap: far beyond what rounding does."""
+IMPOSSIBLE_LOGPROB = -80.0
+"""No sampled token has exp(-80) = 1e-35: -100, -9999 and the like say "none"."""
+UNSAMPLED_SURPRISE = 1.5
+"""Tokens that the policy did not draw have logprobs lower by this factor, and a nat more, than those that it drew."""
+MIN_RUN_OF_UNSAMPLED = 2.0
+"""Prompts and tool outputs are runs; a lost value is alone or at random."""
+
+MIN_SPREAD = 1e-3
+"""Logprobs that vary less cannot tell one unit from another."""
+BASE_RESIDUAL = 0.25
+"""Another unit must remove three quarters of the typical gap; the true one removes all but rounding."""
+
+CAP_NATS = 3.0
+"""A token counts at most so much when rows are aligned, so that one impossible value cannot outweigh a row."""
+MIN_OFF_NATS = 0.05
+"""Rows that differ by less a token are not searched for another partner: misplaced values differ by half a nat and more."""
+REALIGNED_SHARE = 0.35
+"""The true partner or place leaves rounding; an unrelated one that fits by chance leaves more than half."""
+LAGS = (-3, -2, -1, 0, 1, 2, 3)
+"""Tokens by which a value may stand too late."""
+LAG_SWITCH_NATS = 2.0
+"""What a change of the lag costs: two tokens' worth of disagreement, so that noise does not buy one."""
+MIN_ALIGNMENT_GAIN_NATS = 4.0
+"""What alignment must save in a row after paying for the changes."""
+MIN_LAGGED_TOKENS = 3
+"""Fewer tokens than this agree with a neighbour by chance."""
+MAX_ALIGNED_ROWS = 256
+"""Rows that are aligned, those that are most off: alignment takes time, and a fault shows in the worst rows."""
+MAX_PAIRED_ROWS = 64
+"""Rows of a step that are tried against all of its rows."""
+MIN_PAIRED_ROWS = 2
+"""One row alone cannot be swapped."""
+MIN_PAIRED_TOKENS = 4
+"""Shorter overlaps agree by chance."""
+
+MIN_REST = 0.02
+"""Tokens with less than this left of their probability hardly show what happened to the logits."""
+
+MIN_LEVEL_RATIO = 3.0
+"""Factor between two parts' gaps; lengths, prompts and positions of healthy runs differ by less than two."""
+MIN_PLACE_R2 = 0.08
+"""Share of the variance of log |d| that a place explains; a factor of three in a tenth of the tokens explains so much."""
+MIN_STEEPNESS = 0.6
+"""A place is a step: most of the change happens at it."""
+MIN_SIDE_TOKENS = 40
+"""Tokens on either side of a place."""
+MIN_PLACE_SEQUENCES = 4
+"""Sequences that have a place of their own."""
+COMMON_PLACE_SHARE = 0.75
+"""One place for all must explain so much of what a place for each explains, to be the cause."""
+
+MIN_SUBSET_R2 = 0.3
+"""Share of the variance between sequences that a division of a column must explain."""
+MIN_SUBSET_TOKENS = 20
+"""Telling tokens of a value of a column, so that its mean is one."""
+MAX_SUBSET_SHARE = 0.95
+"""A part that is nearly everything carries no more than its share."""
+MIN_SUBSET_WIDTHS = 1.0
+"""The two parts' values lie apart by at least the spread within a part."""
+
+MIN_TEMPERATURE_SHIFT = 0.004
+"""Smallest |log T| that is told: what bfloat16 does to the scale of logits stays below."""
+MIN_TEMPERATURE_SCORE = 6.0
+"""Standard errors by which the fitted scale must lie off 1."""
+MIN_TEMPERATURE_R2 = 0.35
+"""Share of the gap that one factor must explain: other faults that sharpen a distribution leave far more scatter."""
+MIN_TEMPERATURE_TOKENS = 30
+"""Telling tokens of the fit."""
+MAX_TEMPERATURE = 20.0
+"""Beyond it a fit is no temperature."""
+
+MAX_MINOR_SHARE = 0.1
+"""Share of the sum of d squared that may lie on the wrong side of 0: rounding has half of it there."""
+MIN_MASS_SCORE = 4.0
+"""Standard errors by which the mean of exp(d) must lie below 1."""
+NUCLEUS_ALONE_SHARE = 0.01
+"""Share of tokens whose nucleus they fill alone, with logprob 0, while the other side gives them less."""
+
+MIN_CONTEXTS = 20
+"""Contexts that must come again for movements to be compared."""
+
+MIN_GRID_PAIRS = 8
+"""Different distances between two logits of one context, so that the grid that they lie on is no chance."""
+GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
+"""Grid steps: what rounding of a float32 logprob below 16 nats leaves (1e-6 nats), times four and more."""
+MIN_GRID_SHARE = 0.6
+"""Share of the differences on the grid; by chance it would be a twentieth, or a sixth of float16's."""
+
+MIN_ROUNDED_SHARE = 0.95
+"""Share of a side's values that end in zero bits; of float32 values one in 65,536 does, or in 8,192."""
+MIN_ROUNDED_TOKENS = 8
+"""Different values, so that their zero bits are no chance."""
