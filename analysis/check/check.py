@@ -42,6 +42,7 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
         contracts=_contracts(database),
         passes=list(num_scored(database)),
         has_weights=database.sources[0].store.exists("weights"),
+        model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         keep=sample.compared,
     )
     findings, notes = find(evidence)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from .sample import Sample
-from .thresholds import MIN_REST
+from .thresholds import MIN_REST, TOKEN_SHRINKAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Evidence:
     passes: list[str]
     """Every pass of the trace that has logprobs."""
     has_weights: bool
+    model: dict[str, Any]
+    """Identity of the trained model, as the recording describes it."""
     keep: np.ndarray
     """[N] bool: the compared tokens that no earlier finding explains."""
 
@@ -77,6 +79,14 @@ class Evidence:
         return self.sample.position[self.keep]
 
     @cached_property
+    def entropy(self) -> np.ndarray | None:
+        """[K] entropy of what each token was drawn from, nats, as pass a or else b has it; None where none was recorded."""
+        for side in (self.sample.a, self.sample.b):
+            if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
+                return side.entropy[self.keep]
+        return None
+
+    @cached_property
     def rest(self) -> np.ndarray:
         """[K] 1 - p, with p the larger of both: what a change of the logits acts on (arXiv 2512.23087)."""
         return -np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0))
@@ -92,6 +102,28 @@ class Evidence:
         """[K] logarithm of `noise`, so that levels can be held against each other; what is far below the median is one."""
         floor = 0.1 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
+
+    @cached_property
+    def level_beyond_tokens(self) -> np.ndarray:
+        """[K] `level` less what is usual for the token's id: what a place or a part of the data adds to it."""
+        there = np.isfinite(self.level)
+        _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
+        centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
+        usual = np.bincount(place, centred) / (np.bincount(place) + TOKEN_SHRINKAGE)
+        out = np.full(len(there), np.nan)
+        out[there] = self.level[there] - usual[place]
+        return out
+
+    def explained_by(self, affected: np.ndarray) -> float:
+        """Share of the variance of the tokens' level that dividing them in two, [K] bool, explains."""
+        there = np.isfinite(self.level_beyond_tokens)
+        part = affected[there]
+        if not part.any() or part.all():
+            return 0.0
+        y = self.level_beyond_tokens[there]
+        y = y - y.mean()
+        between = sum(y[side].sum() ** 2 / side.sum() for side in (part, ~part))
+        return float(between / max(y @ y, 1e-30))
 
     @property
     def num_kept(self) -> int:

@@ -13,7 +13,9 @@ MIN_TAIL_SHARE = 0.8
 """Of the missing tokens so many lie at the end (or beginning) of their sequence: it was cut, not riddled."""
 
 MIN_COPIED_TOKENS = 4
-"""Tokens below -1e-3 nats that agree bit for bit in a copied row: by chance fewer than one float32 in a thousand does."""
+"""Tokens below -1e-3 nats that agree bit for bit in a copied row."""
+COPIED_BY_CHANCE = 1e-4
+"""Rows that may be expected to agree by chance, going by how often the other rows' tokens do."""
 
 MAX_CONSTANTS = 20
 """Most frequent values that are looked at as possible placeholders."""
@@ -39,6 +41,8 @@ MIN_OFF_NATS = 0.05
 """Rows that differ by less a token are not searched for another partner: misplaced values differ by half a nat and more."""
 REALIGNED_SHARE = 0.35
 """The true partner or place leaves rounding; an unrelated one that fits by chance leaves more than half."""
+MIN_SHIFTED_ROWS = 0.8
+"""Share of the rows that must agree better when moved: a shift befalls them all, other tokens some."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Tokens by which a value may stand too late."""
 LAG_SWITCH_NATS = 2.0
@@ -61,16 +65,18 @@ MIN_REST = 0.02
 
 MIN_LEVEL_RATIO = 3.0
 """Factor between two parts' gaps; lengths, prompts and positions of healthy runs differ by less than two."""
-MIN_PLACE_R2 = 0.08
-"""Share of the variance of log |d| that a place explains; a factor of three in a tenth of the tokens explains so much."""
+MIN_OWN_SCORE = 6.0
+"""Standard errors by which one direction of change explains more than the other, over the sequences."""
+MIN_PLACE_SCORE = 7.0
+"""Standard errors between the two parts' means of log |d|."""
 MIN_STEEPNESS = 0.6
 """A place is a step: most of the change happens at it."""
-MIN_SIDE_TOKENS = 40
+MIN_SIDE_TOKENS = 20
 """Tokens on either side of a place."""
 MIN_PLACE_SEQUENCES = 4
 """Sequences that have a place of their own."""
-COMMON_PLACE_SHARE = 0.75
-"""One place for all must explain so much of what a place for each explains, to be the cause."""
+MIN_CUT_TOKENS = 8
+"""Telling tokens of a sequence that is asked for a place of its own."""
 
 MIN_SUBSET_R2 = 0.3
 """Share of the variance between sequences that a division of a column must explain."""
@@ -92,8 +98,12 @@ MIN_TEMPERATURE_TOKENS = 30
 MAX_TEMPERATURE = 20.0
 """Beyond it a fit is no temperature."""
 
-MAX_MINOR_SHARE = 0.1
-"""Share of the sum of d squared that may lie on the wrong side of 0: rounding has half of it there."""
+MAX_MINOR_SHARE = 0.03
+"""Share of the larger gaps that may have the wrong sign: of rounding half of them have it."""
+LARGE_SHARE = 0.25
+"""The gaps that are asked for their sign: the largest quarter, which rounding does not turn around."""
+MAX_CUT_NATS = 3.0
+"""Largest gap of a kept mass: 5 % and more of the probability is kept wherever people truncate."""
 MIN_MASS_SCORE = 4.0
 """Standard errors by which the mean of exp(d) must lie below 1."""
 NUCLEUS_ALONE_SHARE = 0.01
@@ -102,14 +112,63 @@ NUCLEUS_ALONE_SHARE = 0.01
 MIN_CONTEXTS = 20
 """Contexts that must come again for movements to be compared."""
 
-MIN_GRID_PAIRS = 8
-"""Different distances between two logits of one context, so that the grid that they lie on is no chance."""
+MIN_GRID_PAIRS = 6
+"""Different distances between two logits of one context."""
+TEMPERATURES = tuple(round(0.3 + 0.01 * step, 2) for step in range(121))
+"""Sampling temperatures that people set, from 0.30 to 1.50."""
 GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
 """Grid steps: what rounding of a float32 logprob below 16 nats leaves (1e-6 nats), times four and more."""
-MIN_GRID_SHARE = 0.6
-"""Share of the differences on the grid; by chance it would be a twentieth, or a sixth of float16's."""
+MIN_GRID_SHARE = 0.35
+"""Share of the differences on the grid: contexts whose weights changed between two rows are off it."""
+GRID_CHANCE = 1e-6
+"""Probability that so many lie on the grid by chance, over all temperatures that were tried."""
 
 MIN_ROUNDED_SHARE = 0.95
 """Share of a side's values that end in zero bits; of float32 values one in 65,536 does, or in 8,192."""
 MIN_ROUNDED_TOKENS = 8
 """Different values, so that their zero bits are no chance."""
+
+MIN_FAR_SHARE = 0.05
+"""Share of a constant's tokens that the other side puts far off: a lost value may stand at a token that is nearly certain."""
+
+HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""Half a unit in the last place, relative."""
+MIN_ROUNDING_SHARE = 0.02
+"""Share of the gap that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
+
+MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 1e-3}
+"""Noise of the logits that rounding gives at most, nats: twice what was measured between trainers and engines of 0.5 to 8
+billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16)."""
+EXCESS = 0.08
+"""The same where no dtype is known: bfloat16 is taken for granted."""
+MIN_TOKEN_EFFECT = 0.1
+"""Share of the gap that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+MAX_LAG_LEFT = 0.4
+"""Squared gap that an earlier step may leave, to be the one whose weights were used."""
+STANDING_STILL = 0.3
+"""A side that moves by so much less than the other has weights that stand still."""
+
+ROUTER_TAIL_RATIO = 10.0
+"""Times the median: rounding alone reaches six to eight."""
+ROUTER_TAIL_SHARE = 0.002
+"""Share of the tokens in that tail."""
+
+TOKEN_SHRINKAGE = 10.0
+"""Tokens' worth of doubt about what is usual for a token id."""
+
+ROUTER_QUANTILES = (15.0, 40.0)
+"""Where no contract names experts: the 90th percentile of the noise is below the first times its median (the bulk is one),
+the 99th above the second (a few tokens are far off); other weights stay below 30."""
+MIN_DRIFT_SCORE = 4.0
+"""Mean squared standard error of the steps' levels about their mean: 1 for a constant gap, as quantisation makes."""
+MIN_DRIFT = 0.04
+"""Standard deviation of the steps' levels beyond their errors, in log |d|."""
+MIN_GROWTH_SCORE = 4.0
+"""Standard errors of the trend of the steps' levels, for weights that were never updated."""
+
+UNSAMPLED_NATS = -3.0
+"""logprob + entropy of a token that sampling hardly draws: a twentieth of the tokens of a model with a flat tail lie below."""
+MIN_UNSAMPLED_RUN = 4
+"""So many in a row are seen in fewer than 2 % of the sequences of healthy runs."""
+MIN_UNSAMPLED_SEQUENCES = 0.05
+"""Share of the sequences that have such a run."""

@@ -2,45 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ..evidence import Evidence
 from ..finding import Finding
 from .bases import find_unit
 from .constants import find_constants
 from .equality import find_copied_rows, find_equal
 from .missing import find_missing
+from .numerics import find_low_precision, find_router_flips, precisions
 from .onesided import find_one_sided
 from .pairing import find_row_pairing
 from .places import find_place
 from .shifts import find_retokenised, find_shift
+from .states import find_declared, find_other_weights, measure_gap
 from .subsets import find_subset
 from .temperature import find_temperature
+from .unsampled import find_unsampled
+
+
+def find_part(evidence: Evidence) -> list[Finding]:
+    """The part of sequences, or of the data, that explains more of the gap's level."""
+    return sorted(find_place(evidence) + find_subset(evidence), key=lambda finding: -finding.weight)
+
+
+_ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
+_SCALE = (find_temperature, find_one_sided)
+_PARTS = (find_part, find_low_precision, find_router_flips)
+_STATE = (find_declared, find_other_weights, find_unsampled)
 
 
 def find(evidence: Evidence) -> tuple[list[Finding], list[str]]:
-    """Ask every detector, from what is seen bit for bit to what only statistics tell, and stop at what explains the gap."""
-    findings: list[Finding] = []
-    findings += find_missing(evidence)
+    """Ask every detector, from what is seen bit for bit to what only statistics tell.
+
+    Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
+    that explains the gap ends the search.
+    """
+    holes = find_missing(evidence)
     for finding, explained in find_constants(evidence):
-        findings.append(finding)
+        holes.append(finding)
         evidence = evidence.without(explained)
-    findings += find_copied_rows(evidence) or find_equal(evidence)
-    for detector in (
-        find_unit,
-        find_shift,
-        find_row_pairing,
-        find_retokenised,
-        find_temperature,
-        find_one_sided,
-        find_place,
-    ):
-        if any(each.fails or each.code == "equal" for each in findings):
-            break
-        findings += detector(evidence)
-    if not findings:
-        findings += find_subset(evidence)[0]
-    if not findings:
-        findings.append(Finding(code="rounding", evidence="", effect=evidence.rms(), share=1.0))
-    return findings, []
+    copied = find_copied_rows(evidence)
+    if not copied and (equal := find_equal(evidence)):
+        return [*holes, *(each for each in equal if each.fails or not holes)], []
+    faults = copied or _first(evidence, (find_unit, *_ALIGNMENT))
+    if faults:
+        return [*faults, *holes], []
+    faults = holes or _first(evidence, (*_SCALE, *_PARTS, *_STATE))
+    return faults or [_rounding(evidence)], []
+
+
+def _first(evidence: Evidence, detectors: Sequence[Callable[[Evidence], list[Finding]]]) -> list[Finding]:
+    for detector in detectors:
+        if found := detector(evidence):
+            return found
+    return []
+
+
+def _rounding(evidence: Evidence) -> Finding:
+    sides = precisions(evidence)
+    gap = measure_gap(evidence, sides)
+    named = " and ".join(
+        f"{side.coarsest or 'an unknown dtype'} ({name})"
+        for side, name in zip(sides, (evidence.sample.a.name, evidence.sample.b.name), strict=True)
+    )
+    return Finding(
+        code="rounding",
+        evidence=f"the logits differ by {gap.level:.2g} nats rms, within {gap.allowed:.2g} that rounding of {named} gives at "
+        "most, and no pattern was found in it",
+        effect=evidence.rms(),
+        share=1.0,
+        numbers={"level": gap.level, "allowed": gap.allowed},
+    )
 
 
 __all__ = ["find"]

@@ -12,6 +12,7 @@ from ..thresholds import (
     MAX_CONSTANTS,
     MIN_CONSTANT_COUNT,
     MIN_CONSTANT_SPREAD,
+    MIN_FAR_SHARE,
     MIN_RUN_OF_UNSAMPLED,
     UNSAMPLED_SURPRISE,
 )
@@ -46,8 +47,9 @@ def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) 
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
     if value == 0.0 and _is_nucleus(gaps, rest):
         return False
+    far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
-    return bool(np.quantile(gaps, 0.75) > max(MIN_CONSTANT_SPREAD, 10 * usual) and varies)
+    return bool(far.sum() >= MIN_CONSTANT_COUNT and far.mean() > MIN_FAR_SHARE and varies)
 
 
 def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
@@ -61,14 +63,17 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
     rest = evidence.keep & ~where
     surprise = -float(np.mean(other.logprobs[where]))
     usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
-    unsampled = surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1) and _mean_run(where, sample.seq) >= (
-        MIN_RUN_OF_UNSAMPLED
+    echoed = _echoes_prompt(evidence, where)
+    unsampled = echoed or (
+        surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1) and _mean_run(where, sample.seq) >= (MIN_RUN_OF_UNSAMPLED)
     )
     share = float(where.sum() / max(evidence.sample.compared.sum(), 1))
     rows = len(np.unique(sample.seq[where]))
     seen = f"{side.name} is {value:g} for {where.sum():,} tokens of {rows:,} sequences, where {other.name} has "
     seen += f"{-surprise:.3g} nats on average and anything down to {np.min(other.logprobs[where]):.3g}"
-    if unsampled:
+    if echoed:
+        seen += "; they repeat the end of the prompt"
+    elif unsampled:
         seen += f"; elsewhere {-usual:.3g}: these tokens were not drawn from the policy"
     return Finding(
         code="mask" if unsampled else "placeholders",
@@ -79,6 +84,20 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
         f'FROM tokens WHERE {side.name}_logprob = {value:g} LIMIT 20"',
         numbers={"side": side.name, "value": value, "num_tokens": int(where.sum()), "num_sequences": rows},
     )
+
+
+def _echoes_prompt(evidence: Evidence, where: np.ndarray) -> bool:
+    """Whether these tokens stand at the beginning of their sequences and are the last ones of the prompt."""
+    sample = evidence.sample
+    alike = []
+    for row in np.unique(sample.seq[where])[:200]:
+        flags = where[sample.starts[row] : sample.starts[row + 1]]
+        run = len(flags) if flags.all() else int(np.argmin(flags))
+        prompt = sample.prompts[row]
+        if run == 0 or run != flags.sum() or prompt is None:
+            return False
+        alike.append(prompt[-run:] == sample.tokens[sample.starts[row] :][:run].tolist())
+    return bool(alike) and float(np.mean(alike)) > 0.9
 
 
 def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:

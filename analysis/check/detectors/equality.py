@@ -7,7 +7,7 @@ import numpy as np
 from ....schemas.contract import Contract, engine_dtype
 from ..evidence import Evidence, declared
 from ..finding import Finding
-from ..thresholds import MIN_COPIED_TOKENS
+from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
 
 
 def find_equal(evidence: Evidence) -> list[Finding]:
@@ -42,8 +42,12 @@ def find_copied_rows(evidence: Evidence) -> list[Finding]:
     same = np.bincount(evidence.seq, evidence.d == 0.0, minlength=len(num)) == num
     copied = same & (telling >= MIN_COPIED_TOKENS)
     others = ~same & (num > 0)
-    equal_elsewhere = float(np.mean(evidence.d[others[evidence.seq]] == 0.0)) if others.any() else 1.0
-    if not copied.any() or equal_elsewhere > 0.2:
+    if not copied.any() or not others.any():
+        return []
+    telling_others = others[evidence.seq] & (evidence.b < -1e-3)
+    equal_elsewhere = float(np.mean(evidence.d[telling_others] == 0.0)) if telling_others.any() else 1.0
+    expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
+    if not np.any(expected < COPIED_BY_CHANCE):
         return []
     affected = copied[evidence.seq]
     return [

@@ -1,7 +1,8 @@
 """The precision of logits, seen from logprobs: of two tokens in one context the logprobs differ as their logits do.
 
-A logit that was rounded to bfloat16 is a multiple of 2^-9 from 1/4 on upwards, one of float16 a multiple of 2^-12; so are
-differences of two of them, whatever the softmax was computed in.
+A logit that was rounded to bfloat16 is a multiple of 2^-7 from 1 on upwards, one of float16 of 2^-12 from 1/4 on; so are
+differences of two of them, whatever the softmax was computed in. Where logits were divided by a temperature afterwards, the
+differences are multiples of the grid divided by it.
 """
 
 from __future__ import annotations
@@ -9,37 +10,43 @@ from __future__ import annotations
 import numpy as np
 
 from ..evidence import Evidence
-from ..thresholds import GRID_TOLERANCE, MIN_GRID_PAIRS, MIN_GRID_SHARE
+from ..thresholds import GRID_CHANCE, GRID_TOLERANCE, MIN_GRID_PAIRS, MIN_GRID_SHARE, TEMPERATURES
 from .contexts import prefix_keys
 
-GRIDS = {"bfloat16": 2.0**9, "float16": 2.0**12}
-"""dtype -> steps of its grid in a nat."""
+GRIDS = {"bfloat16": 2.0**7, "float16": 2.0**12}
+"""dtype -> steps of its grid in a nat, for logits above 1 (bfloat16) or above 1/4 (float16)."""
 
 
 def logit_precision(evidence: Evidence) -> tuple[str | None, str | None]:
     """The dtype that the logits of each side were rounded to: `bfloat16`, `float16` or `float32`; None where no two
     tokens of one context tell."""
     first, second = _pairs(evidence)
-    scale = evidence.sample.settings["temperature"]
-    sampled_at = float(np.nanmedian(scale)) if np.isfinite(scale).any() else 1.0
-    found = []
-    for values in (evidence.a, evidence.b):
-        difference = values[first] - values[second]
-        found.append(_of(difference, {1.0, sampled_at}))
+    recorded = evidence.sample.settings["temperature"]
+    temperatures = {1.0} | ({float(np.nanmedian(recorded))} if np.isfinite(recorded).any() else set(TEMPERATURES))
+    found = [_of(values[first] - values[second], sorted(temperatures)) for values in (evidence.a, evidence.b)]
     return found[0], found[1]
 
 
-def _of(difference: np.ndarray, temperatures: set[float]) -> str | None:
+def _of(difference: np.ndarray, temperatures: list[float]) -> str | None:
     # Differences of a few steps lie near a grid anyhow, and rounding of the logprob itself blurs large ones.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < MIN_GRID_PAIRS:
         return None
     for dtype, steps in GRIDS.items():
-        for temperature in sorted(temperatures):
+        by_chance = 2 * GRID_TOLERANCE[dtype]
+        for temperature in {1.0, *temperatures}:
             scaled = difference * temperature * steps
-            if np.mean(np.abs(scaled - np.round(scaled)) < GRID_TOLERANCE[dtype]) > MIN_GRID_SHARE:
+            share = float(np.mean(np.abs(scaled - np.round(scaled)) < GRID_TOLERANCE[dtype]))
+            if share > MIN_GRID_SHARE and len(temperatures) * _chance(share, by_chance, len(difference)) < GRID_CHANCE:
                 return dtype
     return "float32"
+
+
+def _chance(share: float, by_chance: float, num: int) -> float:
+    """Chernoff's bound of the probability that so large a share of `num` differences lies on a grid by chance."""
+    share = min(share, 1 - 1e-9)
+    divergence = share * np.log(share / by_chance) + (1 - share) * np.log((1 - share) / (1 - by_chance))
+    return float(np.exp(-num * divergence))
 
 
 def _pairs(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:

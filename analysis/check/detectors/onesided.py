@@ -6,33 +6,28 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..finding import Finding
-from ..thresholds import MAX_MINOR_SHARE, MIN_MASS_SCORE, NUCLEUS_ALONE_SHARE
+from ..thresholds import LARGE_SHARE, MAX_CUT_NATS, MAX_MINOR_SHARE, MIN_MASS_SCORE, NUCLEUS_ALONE_SHARE
 
 
 def find_one_sided(evidence: Evidence) -> list[Finding]:
-    """d has one sign: the mean of exp(d) over sampled tokens is then the mass that both sides share."""
-    d = evidence.d
-    if len(d) < 20 or not np.any(d):
+    """The larger gaps have one sign: the mean of exp(-|d|) over sampled tokens is then the mass that both sides share."""
+    size = np.abs(evidence.d)
+    if len(size) < 20 or not size.any():
         return []
-    squares = d * d
-    negative = float(squares[d < 0].sum() / squares.sum())
-    if min(negative, 1 - negative) > MAX_MINOR_SHARE:
+    large = size >= max(float(np.quantile(size, 1 - LARGE_SHARE)), 1e-12)
+    negative = float(np.mean(evidence.d[large] < 0))
+    if min(negative, 1 - negative) > MAX_MINOR_SHARE or np.quantile(size, 0.999) > MAX_CUT_NATS:
         return []
     raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")
-    sign = -1.0 if negative > 0.5 else 1.0
-    mass = np.exp(-sign * -d if sign < 0 else -d)
-    mass = np.minimum(mass, 1.0)
-    score = (1 - mass.mean()) / max(mass.std() / np.sqrt(len(mass)), 1e-12)
+    mass = np.exp(np.minimum(evidence.d if negative > 0.5 else -evidence.d, 0.0))
+    score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
     if score < MIN_MASS_SCORE:
         return []
-    return [
-        _truncation(evidence, raised, lowered, mass)
-        if _is_cut(evidence, raised, mass)
-        else _padding(evidence, raised, lowered, mass)
-    ]
+    of = _truncation if _is_cut(evidence, raised) else _padding
+    return [of(evidence, raised, lowered, mass)]
 
 
-def _is_cut(evidence: Evidence, raised: str, mass: np.ndarray) -> bool:
+def _is_cut(evidence: Evidence, raised: str) -> bool:
     """Whether tokens were cut off, rather than rows added to the vocabulary."""
     settings = evidence.sample.settings
     if any(np.any(settings[name] < 1) for name in ("top_p",)) or any(

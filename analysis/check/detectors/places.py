@@ -9,9 +9,10 @@ import numpy as np
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
-    COMMON_PLACE_SHARE,
+    MIN_CUT_TOKENS,
     MIN_LEVEL_RATIO,
-    MIN_PLACE_R2,
+    MIN_OWN_SCORE,
+    MIN_PLACE_SCORE,
     MIN_PLACE_SEQUENCES,
     MIN_SIDE_TOKENS,
     MIN_STEEPNESS,
@@ -32,7 +33,7 @@ class Cut:
 
 def find_place(evidence: Evidence) -> list[Finding]:
     """One position for all sequences (cache, rotary embedding), or one in each (weights that changed on the way)."""
-    level = evidence.level
+    level = evidence.level_beyond_tokens
     there = np.isfinite(level)
     if there.sum() < 4 * MIN_SIDE_TOKENS:
         return []
@@ -45,29 +46,23 @@ def find_place(evidence: Evidence) -> list[Finding]:
     common = {name: best_cut(y, where, MIN_SIDE_TOKENS) for name, where in coordinates.items()}
     name = max(common, key=lambda each: common[each].explained)
     cut, where = common[name], coordinates[name]
-    cuts, own = _own_cuts(y, seq, position)
-    found = []
-    if _holds(cut, total) and steepness(y, where, cut) >= MIN_STEEPNESS:
-        found = [_onset(evidence, name, cut, there, where >= cut.place, cut.explained / total)]
-    alike = abs(sum(np.sign(each.change) for each in cuts.values())) >= 0.7 * len(cuts) if cuts else False
-    change = (
-        float(np.average([c.change for c in cuts.values()], weights=[c.explained for c in cuts.values()]))
-        if cuts
-        else 0
-    )
-    if (
-        len(cuts) >= MIN_PLACE_SEQUENCES
-        and alike
-        and abs(change) >= np.log(MIN_LEVEL_RATIO)
-        and own / total >= MIN_PLACE_R2
-        and (not found or cut.explained < COMMON_PLACE_SHARE * own)
-    ):
-        return [_inside(evidence, cuts, change, there, seq, position, own / total)]
-    return found
+    if _holds(cut, total, len(y)) and steepness(y, where, cut) >= MIN_STEEPNESS:
+        return [_onset(evidence, name, cut, there, where >= cut.place)]
+    cuts, score = own_cuts(_detrended(y, position), seq, position)
+    changes = [each.change for each in cuts.values()]
+    if len(cuts) < MIN_PLACE_SEQUENCES or score < MIN_OWN_SCORE:
+        return []
+    change = float(np.average(changes, weights=[each.explained for each in cuts.values()]))
+    if abs(change) < np.log(MIN_LEVEL_RATIO):
+        return []
+    return [_inside(evidence, cuts, change, there, seq, position)]
 
 
-def best_cut(y: np.ndarray, where: np.ndarray, margin: int) -> Cut:
-    """The cut of values y, [N], at a coordinate, [N], that explains most; `margin` values at least lie on either side."""
+def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> Cut:
+    """The cut of values y, [N], at a coordinate, [N], that explains most; `margin` values at least lie on either side.
+
+    `sign` asks for a rise (1) or a fall (-1).
+    """
     order = np.argsort(where, kind="stable")
     y, where = y[order], where[order]
     num = len(y)
@@ -76,6 +71,8 @@ def best_cut(y: np.ndarray, where: np.ndarray, margin: int) -> Cut:
     means = sums / before, (y.sum() - sums) / (num - before)
     explained = before * means[0] ** 2 + (num - before) * means[1] ** 2 - num * y.mean() ** 2
     allowed = (where[1:] != where[:-1]) & (before >= margin) & (num - before >= margin)
+    if sign:
+        allowed &= sign * (means[1] - means[0]) > 0
     if not allowed.any():
         return Cut(int(where[0]) if num else 0, 0.0, 0.0)
     at = int(np.argmax(np.where(allowed, explained, -np.inf)))
@@ -87,36 +84,46 @@ def steepness(y: np.ndarray, where: np.ndarray, cut: Cut) -> float:
     low, high = where[where < cut.place], where[where >= cut.place]
     near_low = (where < cut.place) & (where >= np.quantile(low, 0.7))
     near_high = (where >= cut.place) & (where <= np.quantile(high, 0.3))
-    if min(near_low.sum(), near_high.sum()) < 10:
+    if min(near_low.sum(), near_high.sum()) < 5:
         return 0.0
     return float((y[near_high].mean() - y[near_low].mean()) / cut.change)
 
 
-def _holds(cut: Cut, total: float) -> bool:
-    return abs(cut.change) >= np.log(MIN_LEVEL_RATIO) and cut.explained / total >= MIN_PLACE_R2
+def _holds(cut: Cut, total: float, num: int) -> bool:
+    score = np.sqrt(cut.explained / max((total - cut.explained) / num, 1e-30))
+    return bool(abs(cut.change) >= np.log(MIN_LEVEL_RATIO) and score >= MIN_PLACE_SCORE)
 
 
-def _own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict[int, Cut], float]:
-    """The best cut of each sequence, and what they explain together beyond what cuts of noise would."""
-    cuts: dict[int, Cut] = {}
-    gain = 0.0
-    order = np.argsort(seq, kind="stable")
-    bounds = np.flatnonzero(np.diff(seq[order])) + 1
-    variance = float(y @ y) / len(y)
-    for part in np.split(order, bounds):
-        if len(part) < 16:
-            continue
-        cut = best_cut(y[part], position[part], 4)
-        within = float(((y[part] - y[part].mean()) ** 2).sum())
-        # The best of many cuts of white noise explains about six times its variance.
-        spare = cut.explained - 6 * min(variance, within / len(part))
-        if spare > 0 and abs(cut.change) >= np.log(MIN_LEVEL_RATIO) / 2:
-            cuts[int(seq[part[0]])] = cut
-            gain += spare
-    return cuts, gain
+def _detrended(y: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Values less what is usual at their position, so that what all sequences have in common is no place of their own."""
+    bins = np.digitize(position, np.unique(np.quantile(position, np.linspace(0, 1, 13)[1:-1])))
+    count = np.bincount(bins)
+    usual = np.bincount(bins, y) / np.maximum(count, 1)
+    return np.asarray(y - usual[bins])
 
 
-def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np.ndarray, r2: float) -> Finding:
+def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict[int, Cut], float]:
+    """The best cut of each sequence in the direction that they share, and by how many standard errors that direction
+    explains more than the other one does: of values in any order both explain the same.
+    """
+    order = np.lexsort((position, seq))
+    parts = np.split(order, np.flatnonzero(np.diff(seq[order])) + 1)
+    ups: dict[int, Cut] = {}
+    downs: dict[int, Cut] = {}
+    for part in parts:
+        if len(part) >= MIN_CUT_TOKENS:
+            row = int(seq[part[0]])
+            ups[row] = best_cut(y[part], position[part], 3, sign=1)
+            downs[row] = best_cut(y[part], position[part], 3, sign=-1)
+    if len(ups) < MIN_PLACE_SEQUENCES:
+        return {}, 0.0
+    more = np.array([ups[row].explained - downs[row].explained for row in ups])
+    score = float(more.sum() / max(np.sqrt(np.sum(more**2)), 1e-30))
+    chosen, other = (ups, downs) if score > 0 else (downs, ups)
+    return {row: cut for row, cut in chosen.items() if cut.explained > 2 * other[row].explained}, abs(score)
+
+
+def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np.ndarray) -> Finding:
     affected = np.zeros(evidence.num_kept, bool)
     affected[np.flatnonzero(there)[after if cut.change > 0 else ~after]] = True
     ratio = float(np.exp(abs(cut.change)))
@@ -127,7 +134,7 @@ def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np
         f"(rms {evidence.rms(affected):.2g} against {evidence.rms(~affected):.2g} nats)",
         effect=evidence.rms(affected),
         share=float(affected.mean()),
-        weight=r2,
+        weight=evidence.explained_by(affected),
         next=f"tim-trace query by-position {evidence.trace}",
         numbers={"position": cut.place, "counted": name, "ratio": ratio},
     )
@@ -140,7 +147,6 @@ def _inside(
     there: np.ndarray,
     seq: np.ndarray,
     position: np.ndarray,
-    r2: float,
 ) -> Finding:
     place = np.full(evidence.sample.num_sequences, np.iinfo(np.int64).max)
     for row, cut in cuts.items():
@@ -158,7 +164,7 @@ def _inside(
         "cached keys and values were exchanged while these were being sampled",
         effect=evidence.rms(affected),
         share=float(affected.mean()),
-        weight=r2,
+        weight=evidence.explained_by(affected),
         next=f'tim-trace sql {evidence.trace} "SELECT position, d FROM tokens WHERE '
         f"seq_id = '{evidence.sample.seq_ids[next(iter(cuts))]}' ORDER BY step, position\"",
         numbers={"num_sequences": len(cuts), "first_place": min(places), "last_place": max(places), "ratio": ratio},

@@ -14,6 +14,7 @@ from ..thresholds import (
     MIN_ALIGNMENT_GAIN_NATS,
     MIN_LAGGED_TOKENS,
     MIN_OFF_NATS,
+    MIN_SHIFTED_ROWS,
     REALIGNED_SHARE,
 )
 from .grid import Grid, mean, row_means
@@ -28,7 +29,7 @@ def find_shift(evidence: Evidence) -> list[Finding]:
     costs = {lag: _beside(grid, lag) for lag in LAGS if lag}
     lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
     moved, unmoved = costs[lag]
-    if not moved < REALIGNED_SHARE * unmoved:
+    if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < MIN_SHIFTED_ROWS:
         return []
     name = evidence.sample.b.name
     direction = "later" if lag > 0 else "earlier"
@@ -59,21 +60,22 @@ def find_retokenised(evidence: Evidence) -> list[Finding]:
         return []
     lags, gains = align(grid.rows(suspects))
     lagged = (lags != 0).sum(axis=1)
-    begins_right = np.array([path[0] == 0 for path in lags])
     zero = np.nansum(grid.rows(suspects).cost(), axis=1)
-    moved = (gains > MIN_ALIGNMENT_GAIN_NATS) & (gains > 0.5 * zero) & (lagged >= MIN_LAGGED_TOKENS) & begins_right
+    moved = (gains > MIN_ALIGNMENT_GAIN_NATS) & (gains > 0.5 * zero) & (lagged >= MIN_LAGGED_TOKENS)
     if not moved.any():
         return []
     rows = suspects[moved]
     onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
     affected = np.isin(evidence.seq, rows)
     first = int(rows[0])
+    # After tokens that do not count, a change of the lag is a turn that was joined wrongly, and no other text.
+    joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
+    why = "turns were joined one off there" if joined else "the text was decoded and encoded into other tokens there"
     return [
         Finding(
-            code="retokenised",
+            code="shift" if joined else "retokenised",
             evidence=f"{len(rows):,} of {len(suspects):,} rows that are off agree up to a token (its place: "
-            f"{min(onset)} to {max(onset)}) and, moved by {_said(lags[moved])}, after it: the text was decoded and "
-            "encoded into other tokens there",
+            f"{min(onset)} to {max(onset)}) and, moved by {_said(lags[moved])}, after it: {why}",
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
@@ -120,6 +122,18 @@ def _beside(grid: Grid, lag: int) -> tuple[float, float]:
     if not both.any():
         return float("inf"), 1.0
     return float(moved[both].mean()), float(unmoved[both].mean())
+
+
+def _share_of_rows(grid: Grid, lag: int) -> float:
+    """Share of the rows that are off which agree better with the lag."""
+    moved, unmoved = row_means(grid.cost(lag)), row_means(grid.cost())
+    off = np.isfinite(moved) & (unmoved > MIN_OFF_NATS)
+    return float(np.mean(moved[off] < 0.6 * unmoved[off])) if off.any() else 0.0
+
+
+def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:
+    """Whether the token before a place has no value, and one before that has."""
+    return bool(place > 0 and np.isnan(logprobs[place - 1]) and np.isfinite(logprobs[: place - 1]).any())
 
 
 def _said(lags: np.ndarray) -> str:

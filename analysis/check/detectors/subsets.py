@@ -9,6 +9,7 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..finding import Finding
+from ..sample import Sample
 from ..thresholds import (
     MAX_SUBSET_SHARE,
     MIN_LEVEL_RATIO,
@@ -16,8 +17,12 @@ from ..thresholds import (
     MIN_SUBSET_TOKENS,
     MIN_SUBSET_WIDTHS,
 )
+from .numerics import allowed_noise, precisions
+
+SEEN_BEFORE = "prompt_seen_before"
 
 _WORDS = {
+    SEEN_BEFORE: "prompt",
     "writer_a": "process that recorded it",
     "writer_b": "process that recorded it",
     "contract_a": "contract",
@@ -45,17 +50,24 @@ class Split:
     """Share of the variance between sequences that the split explains."""
 
 
-def find_subset(evidence: Evidence) -> tuple[list[Finding], Split | None]:
-    """A column of which some values have a far larger gap than the others, and how the data splits by it."""
+def find_subset(evidence: Evidence) -> list[Finding]:
+    """A column of which some values have a far larger gap than the others, which have a healthy one."""
     level, weight = _levels(evidence)
-    splits = [split for name, values in _columns(evidence).items() if (split := _split(name, values, level, weight))]
+    healthy = allowed_noise(precisions(evidence))
+    splits = [
+        split
+        for name, values in _columns(evidence).items()
+        if (split := _split(name, values, level, weight)) and _noise(evidence, ~split.rows) <= healthy
+    ]
     if not splits:
-        return [], None
+        return []
     best = max(splits, key=lambda split: split.r2)
     # Of two columns that say nearly the same, the one with fewer values is the plainer.
     best = min((s for s in splits if s.r2 >= 0.9 * best.r2), key=lambda split: _order(split))
     affected = best.rows[evidence.seq]
     shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
+    if best.column == SEEN_BEFORE:
+        return [_prefix_cache(evidence, best, affected)]
     return [
         Finding(
             code="subset",
@@ -64,18 +76,48 @@ def find_subset(evidence: Evidence) -> tuple[list[Finding], Split | None]:
             f"{evidence.rms(~affected):.2g} nats)",
             effect=evidence.rms(affected),
             share=float(affected.mean()),
-            weight=best.r2,
+            weight=evidence.explained_by(affected),
             next=f'tim-trace sql {evidence.trace} "{_by_column(best.column)}"',
             numbers={"column": best.column, "values": shown, "ratio": best.ratio},
         )
-    ], best
+    ]
+
+
+def _prefix_cache(evidence: Evidence, split: Split, affected: np.ndarray) -> Finding:
+    return Finding(
+        code="change_inside_sequence",
+        evidence=f"the {split.rows.sum():,} sequences whose prompt came at an earlier step have a gap {split.ratio:.3g} times "
+        f"that of the others (rms {evidence.rms(affected):.2g} against {evidence.rms(~affected):.2g} nats): the engine took "
+        "keys and values of the prompt from its prefix cache, and older weights had computed these",
+        effect=evidence.rms(affected),
+        share=float(affected.mean()),
+        weight=evidence.explained_by(affected),
+        next=f"tim-trace query by-prompt {evidence.trace}",
+        numbers={"column": split.column, "ratio": split.ratio},
+    )
+
+
+def _seen_before(sample: Sample) -> list[bool | None]:
+    """[S] whether the prompt came at an earlier step: an engine's prefix cache may hold it."""
+    first: dict[tuple[int, ...], int] = {}
+    seen: list[bool | None] = []
+    for prompt, step in zip(sample.prompts, sample.steps.tolist(), strict=True):
+        seen.append(None if prompt is None else first.setdefault(tuple(prompt), step) < step)
+    return seen
+
+
+def _noise(evidence: Evidence, rows: np.ndarray) -> float:
+    """Median noise of some sequences, nats of a logit."""
+    values = evidence.noise[rows[evidence.seq] & np.isfinite(evidence.noise)]
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def _levels(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """[S] mean level of each sequence, and how many tokens show it."""
-    there = np.isfinite(evidence.level)
+    level = evidence.level_beyond_tokens
+    there = np.isfinite(level)
     weight = np.bincount(evidence.seq[there], minlength=evidence.sample.num_sequences).astype(float)
-    total = np.bincount(evidence.seq[there], evidence.level[there], minlength=len(weight))
+    total = np.bincount(evidence.seq[there], level[there], minlength=len(weight))
     return np.where(weight > 0, total / np.maximum(weight, 1), np.nan), weight
 
 
@@ -90,6 +132,7 @@ def _columns(evidence: Evidence) -> dict[str, list[Any]]:
         "version_b": sample.b.versions.tolist(),
         "version": sample.versions.tolist(),
         **{name: values.tolist() for name, values in sample.settings.items()},
+        SEEN_BEFORE: _seen_before(sample),
         "step": sample.steps.tolist(),
         "group_id": list(sample.group_ids),
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..evidence import Evidence
 from ..thresholds import MIN_CONTEXTS
 from .contexts import Contexts
 
@@ -72,4 +73,40 @@ def followed(contexts: Contexts) -> Followed | None:
         moved_b=float(np.sqrt(yy / len(x))),
         correlation=xy / max(np.sqrt(xx * yy), 1e-30),
         num=len(x),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How the gap's level goes from step to step, in log |d|."""
+
+    num_steps: int
+    spread: float
+    """Standard deviation of the steps' levels beyond what their own errors give."""
+    score: float
+    """Mean square of the levels' distance from their mean, in standard errors: 1 for a constant gap."""
+    growth: float
+    """Standard errors by which the levels rise with the steps; negative where they fall."""
+
+
+def drift(evidence: Evidence) -> Drift | None:
+    """Follow the level over the steps; None for a single step."""
+    level = evidence.level_beyond_tokens
+    there = np.isfinite(level)
+    steps, place = np.unique(evidence.sample.steps[evidence.seq[there]], return_inverse=True)
+    count = np.bincount(place)
+    if len(steps) < 3 or count.min() < 20:
+        return None
+    means = np.bincount(place, level[there]) / count
+    variance = np.bincount(place, (level[there] - means[place]) ** 2) / count
+    errors = np.sqrt(np.maximum(variance / count, 1e-12))
+    weight = 1 / errors**2
+    off = means - np.average(means, weights=weight)
+    time = steps - np.average(steps, weights=weight)
+    slope = np.sum(weight * time * off) / np.sum(weight * time**2)
+    return Drift(
+        num_steps=len(steps),
+        spread=float(np.sqrt(max(np.mean(off**2) - np.mean(errors**2), 0.0))),
+        score=float(np.mean((off / errors) ** 2)),
+        growth=float(slope * np.sqrt(np.sum(weight * time**2))),
     )

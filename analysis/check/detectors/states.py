@@ -1,0 +1,221 @@
+"""Weights that are not the same on both sides: behind, synchronised in part, without the adapter, quantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..evidence import Evidence, declared
+from ..finding import Finding
+from ..thresholds import (
+    MAX_LAG_LEFT,
+    MIN_DRIFT,
+    MIN_DRIFT_SCORE,
+    MIN_GROWTH_SCORE,
+    MIN_TOKEN_EFFECT,
+    STANDING_STILL,
+)
+from .contexts import Contexts, token_keys
+from .numerics import Precision, allowed_noise, precisions
+from .versions import drift, followed, lagged
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How large the gap is against what rounding would do, and whether it looks like other weights."""
+
+    level: float
+    """Root mean square of |d| / (1 - p), the largest hundredth left out: nats of a logit."""
+    allowed: float
+    token_effect: float
+    """Share of the variance of d / (1 - p) that the token's id explains, beyond chance."""
+    token_score: float
+    """The same in standard deviations of what chance gives."""
+
+    @property
+    def is_excessive(self) -> bool:
+        return self.level > self.allowed
+
+    @property
+    def is_of_weights(self) -> bool:
+        return self.token_effect > MIN_TOKEN_EFFECT and self.token_score > 5
+
+
+def measure_gap(evidence: Evidence, sides: tuple[Precision, Precision]) -> Gap:
+    """Measure the gap's size and how much of it belongs to tokens."""
+    there = np.isfinite(evidence.noise)
+    noise = evidence.noise[there]
+    signed = (evidence.d / np.maximum(evidence.rest, 1e-9))[there]
+    cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
+    level = float(np.sqrt(np.mean(np.minimum(noise, cut) ** 2))) if len(noise) else 0.0
+    # Sequences of a group begin alike, and what comes again is no new evidence.
+    _, once = np.unique(token_keys(evidence)[evidence.keep][there], return_index=True)
+    effect, score = _token_effect(np.clip(signed, -cut, cut)[once], evidence.sample.tokens[evidence.keep][there][once])
+    return Gap(level, allowed_noise(sides), effect, score)
+
+
+def _token_effect(x: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
+    """Adjusted share of variance between token ids, and its distance from 0 in standard deviations of pure noise."""
+    _, place = np.unique(tokens, return_inverse=True)
+    count = np.bincount(place).astype(float)
+    num, groups = len(x), len(count)
+    if num <= groups + 10 or groups < 2:
+        return 0.0, 0.0
+    means = np.bincount(place, x) / count
+    total = float(np.sum((x - x.mean()) ** 2))
+    between = float(np.sum(count * (means - x.mean()) ** 2))
+    if total <= 0:
+        return 0.0, 0.0
+    ratio = (between / (groups - 1)) / max((total - between) / (num - groups), 1e-30)
+    adjusted = 1 - ((total - between) / (num - groups)) / (total / (num - 1))
+    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
+
+
+def find_declared(evidence: Evidence) -> list[Finding]:
+    """What contracts and versions say themselves."""
+    return _versions(evidence) + _quantisation(evidence)
+
+
+def _versions(evidence: Evidence) -> list[Finding]:
+    a, b = evidence.sample.a, evidence.sample.b
+    behind = a.versions - b.versions
+    rows = np.flatnonzero(np.nan_to_num(behind) != 0)
+    if not len(rows):
+        return []
+    affected = np.isin(evidence.seq, rows)
+    lag = int(np.median(behind[rows]))
+    older = b.name if lag > 0 else a.name
+    return [
+        Finding(
+            code="stale_weights",
+            evidence=f"{len(rows):,} of {evidence.sample.num_sequences:,} sequences were scored by {older} with weights "
+            f"{abs(lag)} optimizer updates behind the other side's, as the recorded policy versions say",
+            effect=evidence.rms(affected),
+            share=float(affected.mean()),
+            next=f'tim-trace sql {evidence.trace} "SELECT step, \\"pass\\", policy_version, count(*) AS num_sequences FROM '
+            'scores GROUP BY ALL ORDER BY ALL"',
+            numbers={"updates_behind": abs(lag), "side": older},
+        )
+    ]
+
+
+def _quantisation(evidence: Evidence) -> list[Finding]:
+    for side in "ab":
+        contract = evidence.contract(side)
+        for path in (
+            ("config", "model_config", "quantization"),
+            ("model", "quantization"),
+            ("config", "cache_config", "cache_dtype"),
+        ):
+            value = declared(contract, *path)
+            if value and str(value) not in ("auto", "None", "bfloat16", "float16", "float32"):
+                name = getattr(evidence.sample, side).name
+                return [
+                    _finding(
+                        evidence, "quantised", f"the contract of {name} says {path[-1]} {value}", 1.0, "--quantize int8"
+                    )
+                ]
+    return []
+
+
+def find_other_weights(evidence: Evidence) -> list[Finding]:
+    """The gap is larger than rounding, or belongs to tokens as only other weights make it: which weights, then?"""
+    sides = precisions(evidence)
+    gap = measure_gap(evidence, sides)
+    if not (gap.is_excessive or gap.is_of_weights):
+        return []
+    contexts = Contexts.of(evidence)
+    size = (
+        f"the logits differ by {gap.level:.2g} nats rms, where rounding of {_named(sides)} gives {gap.allowed:.2g} at most, "
+        f"and {max(gap.token_effect, 0):.0%} of it belongs to the tokens' identity"
+    )
+    lag = lagged(contexts)
+    if lag is not None and lag.left < MAX_LAG_LEFT:
+        name = getattr(evidence.sample, lag.side).name
+        seen = (
+            f"{name} agrees with the other side of {lag.steps_behind} step(s) before: over {lag.num:,} contexts that come "
+            f"again, that leaves {lag.left:.1%} of the squared gap"
+        )
+        return [
+            _finding(
+                evidence,
+                "stale_weights",
+                seen,
+                1 - lag.left,
+                _stale_option(evidence, lag.steps_behind),
+            )
+        ]
+    adapters = [getattr(evidence.sample, s).name for s in "ab" if declared(evidence.contract(s), "model", "adapters")]
+    if len(adapters) == 1:
+        return [_finding(evidence, "adapter", f"only {adapters[0]} has an adapter, and {size}", 0.8, "")]
+    moves = followed(contexts)
+    if moves is not None and max(moves.moved_a, moves.moved_b) > 0.5 * evidence.rms():
+        low, high = sorted((moves.moved_a, moves.moved_b))
+        if low < STANDING_STILL * high:
+            still = evidence.sample.b.name if moves.moved_b < moves.moved_a else evidence.sample.a.name
+            seen = f"{still} stands still from step to step while the other side moves by {high:.2g} nats; {size}"
+            return [_finding(evidence, "adapter", seen, 0.7, "")]
+        slope = moves.b_on_a
+        if slope < 0.85:
+            seen = f"{evidence.sample.b.name} follows only {slope:.0%} of {evidence.sample.a.name}'s movements; {size}"
+            return [_finding(evidence, "partial_sync", seen, 0.5, "")]
+        return [
+            _finding(
+                evidence, "quantised", f"both sides move alike from step to step, yet {size}", 0.6, "--quantize int8"
+            )
+        ]
+    return [_by_drift(evidence, gap, size)]
+
+
+def _by_drift(evidence: Evidence, gap: Gap, size: str) -> Finding:
+    """Quantisation leaves the same gap at every step; weights that were never updated a growing one; stale ones one that
+    goes with the last updates."""
+    found = drift(evidence)
+    if found is None:
+        code = "quantised" if gap.is_excessive else "stale_weights"
+        seen = f"{size}; with fewer than three steps that compare, staleness and quantisation cannot be told apart"
+        return _finding(
+            evidence, code, seen, 0.3, "--quantize int8" if gap.is_excessive else _stale_option(evidence, 1)
+        )
+    if found.score < MIN_DRIFT_SCORE or found.spread < MIN_DRIFT:
+        seen = (
+            f"{size}; the gap is the same at all {found.num_steps} steps, as a fixed rounding of the weights makes it"
+        )
+        return _finding(evidence, "quantised", seen, 0.5, "--quantize int8")
+    if found.growth > MIN_GROWTH_SCORE:
+        seen = (
+            f"{size}; it grows from step to step ({found.growth:.1f} standard errors): some weights were never updated"
+        )
+        return _finding(evidence, "partial_sync", seen, 0.5, "")
+    seen = f"{size}; it comes and goes from step to step by {found.spread:.0%}, as single updates do"
+    return _finding(evidence, "stale_weights", seen, 0.5, _stale_option(evidence, 1))
+
+
+def _stale_option(evidence: Evidence, behind: int) -> str:
+    return f"--weights-version {_version(evidence, behind)}"
+
+
+def _finding(evidence: Evidence, code: str, seen: str, weight: float, option: str) -> Finding:
+    step = int(evidence.sample.steps[-1])
+    b = evidence.sample.b.name
+    command = (
+        f"tim-trace replay {evidence.trace} --steps {step} {option} --name suspect && tim-trace stats {evidence.trace} "
+    )
+    return Finding(
+        code=code,
+        evidence=seen,
+        effect=evidence.rms(),
+        share=1.0,
+        weight=weight,
+        next=command + f"--pair replay/suspect:{b}" if option else f"tim-trace weights {evidence.trace} --by module",
+    )
+
+
+def _version(evidence: Evidence, behind: int) -> int:
+    known = evidence.sample.versions[np.isfinite(evidence.sample.versions)]
+    return max(int(known.max()) - behind, 0) if len(known) else behind
+
+
+def _named(sides: tuple[Precision, Precision]) -> str:
+    return " and ".join(side.coarsest or "an unknown dtype" for side in sides)

@@ -1,0 +1,1 @@
+"""Which fault, which class of numerics, whether it is normal, and what would settle it."""
