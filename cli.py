@@ -22,7 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("check",),
+    "judge": ("diagnose", "check"),
     "replay": ("replay", "triangulate", "weights"),
 }
 """The question that a verb answers -> the verbs."""
@@ -249,6 +249,28 @@ def stats(traces: Sequence[str], pair: str, by: str, like: str | None, as_json: 
 
     _check_format(as_json, as_csv)
     _print(compare(list(traces), pair=pair, by=by, like=like, progress=_progress), as_json, as_csv)
+
+
+@_example("tim-trace diagnose runs/demo")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def diagnose(trace: str, pair: str, as_json: bool) -> None:
+    """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
+
+    Begin here. It runs check, names what each side computed in, holds the trace's own figures against published ones and
+    against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay would
+    settle the rest. The exit code is 1 when the comparison is not valid.
+    """
+    from .analysis.diagnosis.diagnose import diagnose as look
+    from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
+    from .analysis.rows import to_json
+
+    found = look(trace, pair=pair, progress=_progress)
+    click.echo(to_json(diagnosis_json(found)) if as_json else diagnosis_text(found, _width()))
+    if not found.checked.is_valid:
+        raise click.exceptions.Exit(1)
 
 
 @_example("tim-trace check runs/demo")

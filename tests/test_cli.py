@@ -12,6 +12,7 @@ from builders import ROOT, make_trace, run, tim_trace
 from tim_trace import cli
 from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
@@ -32,6 +33,7 @@ TWINS = {
     "sql": sql,
     "query": query,
     "stats": stats,
+    "diagnose": diagnose,
     "check": check,
     "weights": weights,
     "triangulate": triangulate,
@@ -74,7 +76,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["record", "info", "sql", "query", "stats", "check", "weights", "replay", "triangulate"]
+    "name", ["record", "info", "sql", "query", "stats", "diagnose", "check", "weights", "replay", "triangulate"]
 )
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]

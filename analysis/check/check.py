@@ -8,6 +8,7 @@ import os
 import numpy as np
 
 from ...schemas.errors import NothingToCompare
+from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
 from ..database import Database
 from ..pairs import num_scored, parse_pair, why_nothing
@@ -27,31 +28,40 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    names = parse_pair(pair)
-    database = Database(trace)
-    if ensure(database, names, of_run=False, progress=progress):
-        keep(database, names)
-    sums = _sums(database, names)
-    sample = read_sample(database, names, sums.worst_steps())
+    evidence = gather(Database(trace), parse_pair(pair), trace=os.fspath(trace), progress=progress)
+    return judge(evidence, pair)
+
+
+def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> Evidence:
+    """Read what a check looks at. Raises NothingToCompare when the passes share no token."""
+    if ensure(database, pair, of_run=False, progress=progress):
+        keep(database, pair)
+    sums = _sums(database, pair)
+    sample = read_sample(database, pair, sums.worst_steps())
     if not sample.mask.any():
-        raise NothingToCompare(why_nothing(database, names))
-    evidence = Evidence(
-        trace=os.fspath(trace),
+        raise NothingToCompare(why_nothing(database, pair))
+    return Evidence(
+        trace=trace,
         sample=sample,
         sums=sums,
         contracts=_contracts(database),
         passes=list(num_scored(database)),
-        has_weights=database.sources[0].store.exists("weights"),
+        has_weights=database.sources[0].store.exists(WEIGHTS),
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         keep=sample.compared,
     )
+
+
+def judge(evidence: Evidence, pair: str) -> Checked:
+    """Ask every detector."""
     findings, notes = find(evidence)
+    sums = evidence.sums
     num_tokens = int(sums.num_tokens.sum())
     return Checked(
-        trace=os.fspath(trace),
+        trace=evidence.trace,
         pair=pair,
         num_tokens=num_tokens,
-        num_sampled_tokens=int(sample.compared.sum()),
+        num_sampled_tokens=int(evidence.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.sum_d2.sum() / max(num_tokens, 1))),
         findings=tuple(findings),
         notes=tuple(notes),

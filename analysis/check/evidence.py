@@ -100,7 +100,7 @@ class Evidence:
     @cached_property
     def level(self) -> np.ndarray:
         """[K] logarithm of `noise`, so that levels can be held against each other; what is far below the median is one."""
-        floor = 0.1 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
+        floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
 
     @cached_property

@@ -22,15 +22,15 @@ def checked_text(checked: Checked, width: int | None = None) -> str:
     )
     verdict = "VALID" if checked.is_valid else "NOT VALID"
     head = f"{verdict}: {checked.pair} of {checked.trace}, {checked.num_tokens:,} tokens ({looked}), rms {checked.rms_d:.3g} nats"
-    blocks = [_wrapped(head, "", width)]
+    blocks = [wrapped(head, "", width)]
     blocks += [_finding(number, finding, width) for number, finding in enumerate(checked.findings, 1)]
-    blocks += [_wrapped(f"note: {note}", "", width) for note in checked.notes]
+    blocks += [wrapped(f"note: {note}", "", width) for note in checked.notes]
     return "\n\n".join(blocks)
 
 
 def _finding(number: int, finding: Finding, width: int | None) -> str:
     title = f"{number}. {finding.title} ({finding.code})"
-    lines = [title, _wrapped(finding.evidence, _INDENT, width)]
+    lines = [title, wrapped(finding.evidence, _INDENT, width)]
     effect = "not a number" if math.isnan(finding.effect) else f"{finding.effect:.3g} nats rms"
     lines.append(f"{_INDENT}effect: {effect} on {finding.share:.2%} of the tokens")
     if finding.next:
@@ -38,7 +38,7 @@ def _finding(number: int, finding: Finding, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str, width: int | None) -> str:
+def wrapped(text: str, indent: str, width: int | None) -> str:
     if width is None:
         return indent + text
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -69,10 +69,12 @@ MIN_OWN_SCORE = 6.0
 """Standard errors by which one direction of change explains more than the other, over the sequences."""
 MIN_PLACE_SCORE = 7.0
 """Standard errors between the two parts' means of log |d|."""
-MIN_STEEPNESS = 0.6
+MIN_STEEPNESS = 0.4
 """A place is a step: most of the change happens at it."""
 MIN_SIDE_TOKENS = 20
 """Tokens on either side of a place."""
+MIN_SIDE_POSITIONS = 3
+"""Positions on either side: a first token alone is always another one than those that follow."""
 MIN_PLACE_SEQUENCES = 4
 """Sequences that have a place of their own."""
 MIN_CUT_TOKENS = 8
@@ -84,6 +86,8 @@ MIN_SUBSET_TOKENS = 20
 """Telling tokens of a value of a column, so that its mean is one."""
 MAX_SUBSET_SHARE = 0.95
 """A part that is nearly everything carries no more than its share."""
+MAX_GROUPS_SHARE = 0.5
+"""The same for prompts, of which there are so many that some always lie low together."""
 MIN_SUBSET_WIDTHS = 1.0
 """The two parts' values lie apart by at least the spread within a part."""
 
@@ -98,10 +102,10 @@ MIN_TEMPERATURE_TOKENS = 30
 MAX_TEMPERATURE = 20.0
 """Beyond it a fit is no temperature."""
 
-MAX_MINOR_SHARE = 0.03
+MAX_MINOR_SHARE = 0.05
 """Share of the larger gaps that may have the wrong sign: of rounding half of them have it."""
-LARGE_SHARE = 0.25
-"""The gaps that are asked for their sign: the largest quarter, which rounding does not turn around."""
+MIN_LARGE_SHARE = 0.5
+"""Share of the sum of d squared in gaps beyond rounding."""
 MAX_CUT_NATS = 3.0
 """Largest gap of a kept mass: 5 % and more of the probability is kept wherever people truncate."""
 MIN_MASS_SCORE = 4.0
@@ -109,7 +113,7 @@ MIN_MASS_SCORE = 4.0
 NUCLEUS_ALONE_SHARE = 0.01
 """Share of tokens whose nucleus they fill alone, with logprob 0, while the other side gives them less."""
 
-MIN_CONTEXTS = 20
+MIN_CONTEXTS = 12
 """Contexts that must come again for movements to be compared."""
 
 MIN_GRID_PAIRS = 6
@@ -128,7 +132,7 @@ MIN_ROUNDED_SHARE = 0.95
 MIN_ROUNDED_TOKENS = 8
 """Different values, so that their zero bits are no chance."""
 
-MIN_FAR_SHARE = 0.05
+MIN_FAR_SHARE = 0.02
 """Share of a constant's tokens that the other side puts far off: a lost value may stand at a token that is nearly certain."""
 
 HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
@@ -141,8 +145,10 @@ MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 1e-3}
 billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16)."""
 EXCESS = 0.08
 """The same where no dtype is known: bfloat16 is taken for granted."""
-MIN_TOKEN_EFFECT = 0.1
+MIN_TOKEN_EFFECT = 0.15
 """Share of the gap that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+MIN_EFFECT_TOKENS = 400
+"""Different contexts, so that a token effect is one."""
 MAX_LAG_LEFT = 0.4
 """Squared gap that an earlier step may leave, to be the one whose weights were used."""
 STANDING_STILL = 0.3
@@ -156,12 +162,14 @@ ROUTER_TAIL_SHARE = 0.002
 TOKEN_SHRINKAGE = 10.0
 """Tokens' worth of doubt about what is usual for a token id."""
 
-ROUTER_QUANTILES = (15.0, 40.0)
-"""Where no contract names experts: the 90th percentile of the noise is below the first times its median (the bulk is one),
-the 99th above the second (a few tokens are far off); other weights stay below 30."""
+ROUTER_TOP_SHARE = 0.9
+"""Share of the squared noise that the top fiftieth of the tokens carries where routers flip; elsewhere it is a quarter to
+three quarters. Asked where no contract names experts."""
+MAX_ROUTER_TOKEN_EFFECT = 0.2
+"""A flip comes with a context, not with a token: other weights, which can look as sparse, belong to tokens."""
 MIN_DRIFT_SCORE = 4.0
 """Mean squared standard error of the steps' levels about their mean: 1 for a constant gap, as quantisation makes."""
-MIN_DRIFT = 0.04
+MIN_DRIFT = 0.06
 """Standard deviation of the steps' levels beyond their errors, in log |d|."""
 MIN_GROWTH_SCORE = 4.0
 """Standard errors of the trend of the steps' levels, for weights that were never updated."""
@@ -172,3 +180,13 @@ MIN_UNSAMPLED_RUN = 4
 """So many in a row are seen in fewer than 2 % of the sequences of healthy runs."""
 MIN_UNSAMPLED_SEQUENCES = 0.05
 """Share of the sequences that have such a run."""
+
+MIN_ONE_SIDED = 0.6
+"""Size of the mean of d against the mean of |d|: 1 where all gaps have one sign, 0 where they balance."""
+KEPT_VOCABULARY = 0.6
+"""Mean of 1 / p against the size of the vocabulary: 1 where all tokens can be sampled."""
+
+ALIKE = 0.15
+"""How far the slope of one side's movements on the other's may lie off 1 where both have the same updates."""
+UNSAMPLED_START_NATS = 2.0
+"""Surprise of a beginning that all sequences of a prompt share: sampling would give each the same once in exp(2) = 7 times."""

@@ -38,7 +38,7 @@ ALARMS = (
         says="few tokens carry the weights", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
+        who="NeMo-RL", metric="nemo-rl: token_mult_prob_error", definition="mean exp(|d|)", level=1.05,
         says="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
     ),
     Alarm(

@@ -20,6 +20,11 @@ class Figure:
     setting: str
     source: str
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether the run that it was measured in was broken."""
+        return "fault" in self.setting
+
 
 def _same(dtype: str) -> tuple[str, str]:
     return dtype, dtype

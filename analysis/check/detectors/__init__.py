@@ -16,19 +16,13 @@ from .pairing import find_row_pairing
 from .places import find_place
 from .shifts import find_retokenised, find_shift
 from .states import find_declared, find_other_weights, measure_gap
-from .subsets import find_subset
+from .subsets import find_group, find_subset
 from .temperature import find_temperature
 from .unsampled import find_unsampled
 
-
-def find_part(evidence: Evidence) -> list[Finding]:
-    """The part of sequences, or of the data, that explains more of the gap's level."""
-    return sorted(find_place(evidence) + find_subset(evidence), key=lambda finding: -finding.weight)
-
-
 _ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
-_SCALE = (find_temperature, find_one_sided)
-_PARTS = (find_part, find_low_precision, find_router_flips)
+_SCALE = (find_one_sided, find_temperature)
+_PARTS = (find_place, find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
 
 

@@ -6,14 +6,16 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..finding import Finding
-from ..sample import Side
+from ..sample import Sample, Side
 from ..thresholds import (
     IMPOSSIBLE_LOGPROB,
+    MAX_ALIGNED_ROWS,
     MAX_CONSTANTS,
     MIN_CONSTANT_COUNT,
     MIN_CONSTANT_SPREAD,
     MIN_FAR_SHARE,
     MIN_RUN_OF_UNSAMPLED,
+    UNSAMPLED_START_NATS,
     UNSAMPLED_SURPRISE,
 )
 
@@ -49,7 +51,7 @@ def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) 
         return False
     far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
-    return bool(far.sum() >= MIN_CONSTANT_COUNT and far.mean() > MIN_FAR_SHARE and varies)
+    return bool(far.sum() >= 2 and far.mean() > MIN_FAR_SHARE and varies)
 
 
 def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
@@ -63,16 +65,16 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
     rest = evidence.keep & ~where
     surprise = -float(np.mean(other.logprobs[where]))
     usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
-    echoed = _echoes_prompt(evidence, where)
-    unsampled = echoed or (
+    given = _are_given(sample, other, where)
+    unsampled = given or (
         surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1) and _mean_run(where, sample.seq) >= (MIN_RUN_OF_UNSAMPLED)
     )
     share = float(where.sum() / max(evidence.sample.compared.sum(), 1))
     rows = len(np.unique(sample.seq[where]))
     seen = f"{side.name} is {value:g} for {where.sum():,} tokens of {rows:,} sequences, where {other.name} has "
     seen += f"{-surprise:.3g} nats on average and anything down to {np.min(other.logprobs[where]):.3g}"
-    if echoed:
-        seen += "; they repeat the end of the prompt"
+    if given:
+        seen += "; they begin all sequences of a prompt alike, and belong to it"
     elif unsampled:
         seen += f"; elsewhere {-usual:.3g}: these tokens were not drawn from the policy"
     return Finding(
@@ -86,18 +88,28 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
     )
 
 
-def _echoes_prompt(evidence: Evidence, where: np.ndarray) -> bool:
-    """Whether these tokens stand at the beginning of their sequences and are the last ones of the prompt."""
-    sample = evidence.sample
-    alike = []
-    for row in np.unique(sample.seq[where])[:200]:
-        flags = where[sample.starts[row] : sample.starts[row + 1]]
+def _are_given(sample: Sample, other: Side, where: np.ndarray) -> bool:
+    """Whether these tokens begin their sequences and are the same in all that share a prompt, against the odds."""
+    given: dict[object, set[tuple[int, ...]]] = {}
+    num, covered, surprise = 0, 0, 0.0
+    rows = np.unique(sample.seq[where])[:MAX_ALIGNED_ROWS]
+    for row in rows:
+        own = slice(sample.starts[row], sample.starts[row + 1])
+        flags, prompt = where[own], sample.prompts[row]
         run = len(flags) if flags.all() else int(np.argmin(flags))
-        prompt = sample.prompts[row]
-        if run == 0 or run != flags.sum() or prompt is None:
-            return False
-        alike.append(prompt[-run:] == sample.tokens[sample.starts[row] :][:run].tolist())
-    return bool(alike) and float(np.mean(alike)) > 0.9
+        if run == 0 or prompt is None:
+            continue
+        num += 1
+        covered += run
+        surprise -= float(other.logprobs[own][:run].sum())
+        given.setdefault((sample.steps[row], sample.group_ids[row] or tuple(prompt)), set()).add(
+            tuple(sample.tokens[own][:run].tolist())
+        )
+    shared = num - len(given)
+    different = sum(len(starts) - 1 for starts in given.values())
+    most = covered > 0.8 * where[np.isin(sample.seq, rows)].sum()
+    alike = shared >= MIN_CONSTANT_COUNT and different <= 0.05 * shared
+    return bool(most and alike and surprise / max(num, 1) > UNSAMPLED_START_NATS)
 
 
 def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:

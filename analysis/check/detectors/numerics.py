@@ -12,14 +12,16 @@ from ..thresholds import (
     EXCESS,
     HALF,
     MAX_HEALTHY_NOISE,
+    MAX_ROUTER_TOKEN_EFFECT,
     MIN_ROUNDING_SHARE,
-    ROUTER_QUANTILES,
     ROUTER_TAIL_RATIO,
     ROUTER_TAIL_SHARE,
+    ROUTER_TOP_SHARE,
 )
 from .bits import value_precision
 from .equality import dtype_of
 from .logit_grid import logit_precision
+from .token_effect import token_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,14 @@ def find_router_flips(evidence: Evidence) -> list[Finding]:
     noise = evidence.noise[np.isfinite(evidence.noise)]
     if len(noise) < 50:
         return []
-    bulk, most, far = (float(value) for value in np.quantile(noise, [0.5, 0.9, 0.99]))
+    bulk = float(np.median(noise))
     mixture = is_mixture(evidence)
     tail = noise > ROUTER_TAIL_RATIO * bulk
     if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < 0.4:
         return []
-    if mixture is None and not (most < ROUTER_QUANTILES[0] * bulk and far > ROUTER_QUANTILES[1] * bulk):
+    squares = np.sort(noise**2)[::-1]
+    top = float(squares[: max(len(squares) // 50, 1)].sum() / max(squares.sum(), 1e-30))
+    if (mixture is None and top < ROUTER_TOP_SHARE) or token_effect(evidence)[0] > MAX_ROUTER_TOKEN_EFFECT:
         return []
     affected = np.nan_to_num(evidence.noise) > ROUTER_TAIL_RATIO * bulk
     known = "the model is a mixture of experts" if mixture else "as routers of a mixture of experts do"

@@ -6,7 +6,15 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..finding import Finding
-from ..thresholds import LARGE_SHARE, MAX_CUT_NATS, MAX_MINOR_SHARE, MIN_MASS_SCORE, NUCLEUS_ALONE_SHARE
+from ..thresholds import (
+    KEPT_VOCABULARY,
+    MAX_CUT_NATS,
+    MAX_MINOR_SHARE,
+    MIN_LARGE_SHARE,
+    MIN_MASS_SCORE,
+    MIN_ONE_SIDED,
+    NUCLEUS_ALONE_SHARE,
+)
 
 
 def find_one_sided(evidence: Evidence) -> list[Finding]:
@@ -14,10 +22,16 @@ def find_one_sided(evidence: Evidence) -> list[Finding]:
     size = np.abs(evidence.d)
     if len(size) < 20 or not size.any():
         return []
-    large = size >= max(float(np.quantile(size, 1 - LARGE_SHARE)), 1e-12)
-    negative = float(np.mean(evidence.d[large] < 0))
-    if min(negative, 1 - negative) > MAX_MINOR_SHARE or np.quantile(size, 0.999) > MAX_CUT_NATS:
+    squares = size * size
+    negative = float(squares[evidence.d < 0].sum() / squares.sum())
+    minor = size[evidence.d > 0] if negative > 0.5 else size[evidence.d < 0]
+    # Rounding is on the minor side too; gaps beyond it must all have the other sign.
+    large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
+    wrong = float(np.mean((evidence.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
+    if wrong > MAX_MINOR_SHARE or squares[large].sum() < MIN_LARGE_SHARE * squares.sum():
         return []
+    if np.quantile(size, 0.999) > MAX_CUT_NATS or abs(evidence.d.mean()) < MIN_ONE_SIDED * size.mean():
+        return []  # another scale of the logits moves the tail far one way, and everything else a little the other
     raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")
     mass = np.exp(np.minimum(evidence.d if negative > 0.5 else -evidence.d, 0.0))
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
@@ -28,16 +42,28 @@ def find_one_sided(evidence: Evidence) -> list[Finding]:
 
 
 def _is_cut(evidence: Evidence, raised: str) -> bool:
-    """Whether tokens were cut off, rather than rows added to the vocabulary."""
+    """Whether tokens were cut off, rather than rows added to the vocabulary.
+
+    Over samples the mean of 1 / p is the number of tokens that can be sampled: the whole vocabulary, or those that were
+    kept. A nucleus that lies in a flat tail has always the same mass; one token alone in it has logprob 0.
+    """
     settings = evidence.sample.settings
-    if any(np.any(settings[name] < 1) for name in ("top_p",)) or any(
-        np.any(settings[name] > 0) for name in ("top_k", "min_p")
-    ):
+    if np.any(settings["top_p"] < 1) or np.any(settings["top_k"] > 0) or np.any(settings["min_p"] > 0):
         return True
-    high = getattr(evidence, raised)
-    other = evidence.a if raised == "b" else evidence.b
-    alone = (high > -1e-6) & (other < -1e-3)
-    return bool(alone.mean() > NUCLEUS_ALONE_SHARE)
+    if raised == "a" or _is_neutral(evidence):
+        return False
+    if np.mean((evidence.b > -1e-6) & (evidence.a < -1e-3)) > NUCLEUS_ALONE_SHARE:
+        return True
+    vocabulary = int(evidence.sample.tokens.max()) + 1
+    missing = -np.expm1(np.minimum(evidence.d, 0.0))
+    constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
+    return bool(constant or np.mean(np.exp(-evidence.b)) < KEPT_VOCABULARY * vocabulary)
+
+
+def _is_neutral(evidence: Evidence) -> bool:
+    """Whether the recorded settings say that nothing was cut off."""
+    settings = evidence.sample.settings
+    return bool(np.all(settings["top_p"] == 1) and np.all(settings["top_k"] == 0))
 
 
 def _truncation(evidence: Evidence, raised: str, lowered: str, mass: np.ndarray) -> Finding:

@@ -14,9 +14,11 @@ from ..thresholds import (
     MIN_OWN_SCORE,
     MIN_PLACE_SCORE,
     MIN_PLACE_SEQUENCES,
+    MIN_SIDE_POSITIONS,
     MIN_SIDE_TOKENS,
     MIN_STEEPNESS,
 )
+from .numerics import allowed_noise, precisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,14 @@ def find_place(evidence: Evidence) -> list[Finding]:
     common = {name: best_cut(y, where, MIN_SIDE_TOKENS) for name, where in coordinates.items()}
     name = max(common, key=lambda each: common[each].explained)
     cut, where = common[name], coordinates[name]
-    if _holds(cut, total, len(y)) and steepness(y, where, cut) >= MIN_STEEPNESS:
-        return [_onset(evidence, name, cut, there, where >= cut.place)]
+    after = where >= cut.place
+    if (
+        _holds(cut, total, len(y))
+        and min(len(np.unique(where[after])), len(np.unique(where[~after]))) >= MIN_SIDE_POSITIONS
+        and steepness(y, where, cut) >= MIN_STEEPNESS
+        and _low_part(evidence, there, after, cut) <= allowed_noise(precisions(evidence))
+    ):
+        return [_onset(evidence, name, cut, there, after)]
     cuts, score = own_cuts(_detrended(y, position), seq, position)
     changes = [each.change for each in cuts.values()]
     if len(cuts) < MIN_PLACE_SEQUENCES or score < MIN_OWN_SCORE:
@@ -123,14 +131,19 @@ def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict
     return {row: cut for row, cut in chosen.items() if cut.explained > 2 * other[row].explained}, abs(score)
 
 
+def _low_part(evidence: Evidence, there: np.ndarray, after: np.ndarray, cut: Cut) -> float:
+    """Median noise of the part with the smaller gap, nats of a logit."""
+    return float(np.median(evidence.noise[there][~after if cut.change > 0 else after]))
+
+
 def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np.ndarray) -> Finding:
     affected = np.zeros(evidence.num_kept, bool)
     affected[np.flatnonzero(there)[after if cut.change > 0 else ~after]] = True
     ratio = float(np.exp(abs(cut.change)))
-    side = "from" if cut.change > 0 else "up to"
+    side = f"from token {cut.place} {name} on" if cut.change > 0 else f"before token {cut.place} {name}"
     return Finding(
-        code="position_onset",
-        evidence=f"{side} token {cut.place} {name} on, in all sequences alike, the gap is {ratio:.3g} times as large "
+        code="position_onset" if cut.change > 0 else "change_inside_sequence",
+        evidence=f"{side}, in all sequences alike, the gap is {ratio:.3g} times as large "
         f"(rms {evidence.rms(affected):.2g} against {evidence.rms(~affected):.2g} nats)",
         effect=evidence.rms(affected),
         share=float(affected.mean()),

@@ -9,6 +9,7 @@ import numpy as np
 from ..evidence import Evidence, declared
 from ..finding import Finding
 from ..thresholds import (
+    ALIKE,
     MAX_LAG_LEFT,
     MIN_DRIFT,
     MIN_DRIFT_SCORE,
@@ -16,8 +17,9 @@ from ..thresholds import (
     MIN_TOKEN_EFFECT,
     STANDING_STILL,
 )
-from .contexts import Contexts, token_keys
+from .contexts import Contexts
 from .numerics import Precision, allowed_noise, precisions
+from .token_effect import token_effect
 from .versions import drift, followed, lagged
 
 
@@ -46,30 +48,10 @@ def measure_gap(evidence: Evidence, sides: tuple[Precision, Precision]) -> Gap:
     """Measure the gap's size and how much of it belongs to tokens."""
     there = np.isfinite(evidence.noise)
     noise = evidence.noise[there]
-    signed = (evidence.d / np.maximum(evidence.rest, 1e-9))[there]
     cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
     level = float(np.sqrt(np.mean(np.minimum(noise, cut) ** 2))) if len(noise) else 0.0
-    # Sequences of a group begin alike, and what comes again is no new evidence.
-    _, once = np.unique(token_keys(evidence)[evidence.keep][there], return_index=True)
-    effect, score = _token_effect(np.clip(signed, -cut, cut)[once], evidence.sample.tokens[evidence.keep][there][once])
+    effect, score = token_effect(evidence)
     return Gap(level, allowed_noise(sides), effect, score)
-
-
-def _token_effect(x: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
-    """Adjusted share of variance between token ids, and its distance from 0 in standard deviations of pure noise."""
-    _, place = np.unique(tokens, return_inverse=True)
-    count = np.bincount(place).astype(float)
-    num, groups = len(x), len(count)
-    if num <= groups + 10 or groups < 2:
-        return 0.0, 0.0
-    means = np.bincount(place, x) / count
-    total = float(np.sum((x - x.mean()) ** 2))
-    between = float(np.sum(count * (means - x.mean()) ** 2))
-    if total <= 0:
-        return 0.0, 0.0
-    ratio = (between / (groups - 1)) / max((total - between) / (num - groups), 1e-30)
-    adjusted = 1 - ((total - between) / (num - groups)) / (total / (num - 1))
-    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
 
 
 def find_declared(evidence: Evidence) -> list[Finding]:
@@ -157,9 +139,11 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
             seen = f"{still} stands still from step to step while the other side moves by {high:.2g} nats; {size}"
             return [_finding(evidence, "adapter", seen, 0.7, "")]
         slope = moves.b_on_a
-        if slope < 0.85:
-            seen = f"{evidence.sample.b.name} follows only {slope:.0%} of {evidence.sample.a.name}'s movements; {size}"
+        seen = f"{evidence.sample.b.name} follows {slope:.0%} of {evidence.sample.a.name}'s movements; {size}"
+        if slope < 1 - ALIKE:
             return [_finding(evidence, "partial_sync", seen, 0.5, "")]
+        if slope > 1 + ALIKE:
+            return [_finding(evidence, "stale_weights", seen, 0.5, _stale_option(evidence, 1))]
         return [
             _finding(
                 evidence, "quantised", f"both sides move alike from step to step, yet {size}", 0.6, "--quantize int8"

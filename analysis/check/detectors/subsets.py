@@ -11,6 +11,7 @@ from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Sample
 from ..thresholds import (
+    MAX_GROUPS_SHARE,
     MAX_SUBSET_SHARE,
     MIN_LEVEL_RATIO,
     MIN_SUBSET_R2,
@@ -50,13 +51,24 @@ class Split:
     """Share of the variance between sequences that the split explains."""
 
 
+def find_group(evidence: Evidence) -> list[Finding]:
+    """Prompts that carry the gap."""
+    return _find(evidence, {"group_id": list(evidence.sample.group_ids)})
+
+
 def find_subset(evidence: Evidence) -> list[Finding]:
+    """An engine, a rank, a policy version, a setting or a range of steps that carries the gap."""
+    return _find(evidence, _columns(evidence))
+
+
+def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
     """A column of which some values have a far larger gap than the others, which have a healthy one."""
+    columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
     level, weight = _levels(evidence)
     healthy = allowed_noise(precisions(evidence))
     splits = [
         split
-        for name, values in _columns(evidence).items()
+        for name, values in columns.items()
         if (split := _split(name, values, level, weight)) and _noise(evidence, ~split.rows) <= healthy
     ]
     if not splits:
@@ -123,7 +135,7 @@ def _levels(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
 
 def _columns(evidence: Evidence) -> dict[str, list[Any]]:
     sample = evidence.sample
-    columns: dict[str, list[Any]] = {
+    return {
         "writer_a": list(sample.a.writers),
         "writer_b": list(sample.b.writers),
         "contract_a": list(sample.a.contracts),
@@ -134,9 +146,7 @@ def _columns(evidence: Evidence) -> dict[str, list[Any]]:
         **{name: values.tolist() for name, values in sample.settings.items()},
         SEEN_BEFORE: _seen_before(sample),
         "step": sample.steps.tolist(),
-        "group_id": list(sample.group_ids),
     }
-    return {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
 
 
 def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) -> Split | None:
@@ -159,7 +169,8 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
     share = float(weight[rows & there].sum() / weight[there].sum())
     within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
     gap = float(means[high].min() - means[low].max())
-    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > MAX_SUBSET_SHARE or gap < MIN_SUBSET_WIDTHS * within:
+    most = MAX_GROUPS_SHARE if name == "group_id" else MAX_SUBSET_SHARE
+    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or gap < MIN_SUBSET_WIDTHS * within:
         return None
     return Split(name, [known[i] for i in high], rows, ratio, float(r2))
 

@@ -78,35 +78,49 @@ def followed(contexts: Contexts) -> Followed | None:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How the gap's level goes from step to step, in log |d|."""
+    """How the gap's size goes from step to step."""
 
     num_steps: int
     spread: float
-    """Standard deviation of the steps' levels beyond what their own errors give."""
+    """Standard deviation of log rms over the steps, beyond what their own errors give."""
     score: float
-    """Mean square of the levels' distance from their mean, in standard errors: 1 for a constant gap."""
+    """Mean square of the steps' distance from their mean, in standard errors: 1 for a constant gap."""
     growth: float
-    """Standard errors by which the levels rise with the steps; negative where they fall."""
+    """Standard errors by which the gap rises with the steps; negative where it falls."""
 
 
 def drift(evidence: Evidence) -> Drift | None:
-    """Follow the level over the steps; None for a single step."""
-    level = evidence.level_beyond_tokens
-    there = np.isfinite(level)
-    steps, place = np.unique(evidence.sample.steps[evidence.seq[there]], return_inverse=True)
-    count = np.bincount(place)
-    if len(steps) < 3 or count.min() < 20:
+    """Follow the root mean square of |d| / (1 - p) over the steps, its largest fiftieth clipped; None for fewer than three
+    steps with three sequences each. Errors are those of means over sequences.
+    """
+    there = np.isfinite(evidence.noise)
+    noise, seq, sample = evidence.noise[there], evidence.seq[there], evidence.sample
+    if not len(noise):
         return None
-    means = np.bincount(place, level[there]) / count
-    variance = np.bincount(place, (level[there] - means[place]) ** 2) / count
-    errors = np.sqrt(np.maximum(variance / count, 1e-12))
+    squares = np.minimum(noise, np.quantile(noise, 0.98)) ** 2
+    num = np.bincount(seq, minlength=sample.num_sequences)
+    total = np.bincount(seq, squares, minlength=sample.num_sequences)
+    levels, errors, times = [], [], []
+    for step in np.unique(sample.steps):
+        rows = (sample.steps == step) & (num > 0)
+        if rows.sum() < 3 or not total[rows].any():
+            continue
+        mean = total[rows].sum() / num[rows].sum()
+        residual = total[rows] - mean * num[rows]
+        error = np.sqrt(np.sum(residual**2) * rows.sum() / (rows.sum() - 1)) / num[rows].sum()
+        levels.append(0.5 * np.log(mean))
+        errors.append(max(0.5 * error / mean, 1e-6))
+        times.append(float(step))
+    return _drift(np.array(levels), np.array(errors), np.array(times)) if len(levels) >= 3 else None
+
+
+def _drift(levels: np.ndarray, errors: np.ndarray, times: np.ndarray) -> Drift:
     weight = 1 / errors**2
-    off = means - np.average(means, weights=weight)
-    time = steps - np.average(steps, weights=weight)
-    slope = np.sum(weight * time * off) / np.sum(weight * time**2)
+    off = levels - np.average(levels, weights=weight)
+    time = times - np.average(times, weights=weight)
     return Drift(
-        num_steps=len(steps),
-        spread=float(np.sqrt(max(np.mean(off**2) - np.mean(errors**2), 0.0))),
-        score=float(np.mean((off / errors) ** 2)),
-        growth=float(slope * np.sqrt(np.sum(weight * time**2))),
+        num_steps=len(levels),
+        spread=float(np.sqrt(max(np.var(levels) - np.mean(errors**2), 0.0))),
+        score=float(np.sum((off / errors) ** 2) / (len(levels) - 1)),
+        growth=float(np.sum(weight * time * off) / np.sqrt(np.sum(weight * time**2))),
     )

@@ -1,0 +1,36 @@
+"""How much of a gap belongs to the tokens themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..thresholds import MIN_EFFECT_TOKENS
+from .contexts import token_keys
+
+
+def token_effect(evidence: Evidence) -> tuple[float, float]:
+    """Adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in standard deviations
+    of pure noise; 0 where too few contexts tell. The largest hundredth is clipped.
+    """
+    there = np.isfinite(evidence.noise)
+    signed = (evidence.d / np.maximum(evidence.rest, 1e-9))[there]
+    tokens = evidence.sample.tokens[evidence.keep][there]
+    # Sequences of a group begin alike, and what comes again is no new evidence.
+    _, once = np.unique(token_keys(evidence)[evidence.keep][there], return_index=True)
+    signed, tokens = signed[once], tokens[once]
+    _, place = np.unique(tokens, return_inverse=True)
+    count = np.bincount(place).astype(float)
+    num, groups = len(signed), len(count)
+    if num < max(MIN_EFFECT_TOKENS, groups + 10) or groups < 2:
+        return 0.0, 0.0
+    cut = float(np.quantile(np.abs(signed), 0.99))
+    x = np.clip(signed, -cut, cut)
+    means = np.bincount(place, x) / count
+    total = float(np.sum((x - x.mean()) ** 2))
+    between = float(np.sum(count * (means - x.mean()) ** 2))
+    if total <= 0:
+        return 0.0, 0.0
+    ratio = (between / (groups - 1)) / max((total - between) / (num - groups), 1e-30)
+    adjusted = 1 - ((total - between) / (num - groups)) / (total / (num - 1))
+    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
