@@ -17,6 +17,7 @@ from ..sums import ensure, keep
 from .checked import Checked
 from .detectors import find
 from .evidence import Evidence, SequenceSums
+from .notes import notes
 from .sample import read_sample
 
 
@@ -54,7 +55,7 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
 
 def judge(evidence: Evidence, pair: str) -> Checked:
     """Ask every detector."""
-    findings, notes = find(evidence)
+    findings = find(evidence)
     sums = evidence.sums
     num_tokens = int(sums.num_tokens.sum())
     return Checked(
@@ -64,7 +65,7 @@ def judge(evidence: Evidence, pair: str) -> Checked:
         num_sampled_tokens=int(evidence.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.sum_d2.sum() / max(num_tokens, 1))),
         findings=tuple(findings),
-        notes=tuple(notes),
+        notes=tuple(notes(evidence)),
     )
 
 

@@ -140,7 +140,7 @@ HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 MIN_ROUNDING_SHARE = 0.02
 """Share of the gap that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
 
-MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 1e-3}
+MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 1e-3, "float64": 1e-3}
 """Noise of the logits that rounding gives at most, nats: twice what was measured between trainers and engines of 0.5 to 8
 billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16)."""
 EXCESS = 0.08
@@ -190,3 +190,6 @@ ALIKE = 0.15
 """How far the slope of one side's movements on the other's may lie off 1 where both have the same updates."""
 UNSAMPLED_START_NATS = 2.0
 """Surprise of a beginning that all sequences of a prompt share: sampling would give each the same once in exp(2) = 7 times."""
+
+FEW_TOKENS = 500
+"""Tokens below which only gross faults can be told."""

@@ -26,7 +26,7 @@ _PARTS = (find_place, find_subset, find_low_precision, find_router_flips, find_g
 _STATE = (find_declared, find_other_weights, find_unsampled)
 
 
-def find(evidence: Evidence) -> tuple[list[Finding], list[str]]:
+def find(evidence: Evidence) -> list[Finding]:
     """Ask every detector, from what is seen bit for bit to what only statistics tell.
 
     Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
@@ -38,12 +38,12 @@ def find(evidence: Evidence) -> tuple[list[Finding], list[str]]:
         evidence = evidence.without(explained)
     copied = find_copied_rows(evidence)
     if not copied and (equal := find_equal(evidence)):
-        return [*holes, *(each for each in equal if each.fails or not holes)], []
+        return [*holes, *(each for each in equal if each.fails or not holes)]
     faults = copied or _first(evidence, (find_unit, *_ALIGNMENT))
     if faults:
-        return [*faults, *holes], []
+        return [*faults, *holes]
     faults = holes or _first(evidence, (*_SCALE, *_PARTS, *_STATE))
-    return faults or [_rounding(evidence)], []
+    return faults or [_rounding(evidence)]
 
 
 def _first(evidence: Evidence, detectors: Sequence[Callable[[Evidence], list[Finding]]]) -> list[Finding]:

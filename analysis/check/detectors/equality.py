@@ -79,6 +79,8 @@ def dtype_of(contract: Contract) -> str | None:
     """torch's name of the dtype that a pass was computed in, where its contract says so."""
     if (dtype := engine_dtype(contract)) is not None:
         return dtype
+    if (built := declared(contract, "model", "built_in")) is not None:
+        return str(built)
     autocast = str(declared(contract, "torch", "autocast_dtype") or "None").removeprefix("torch.")
     if autocast != "None":
         return autocast

@@ -132,8 +132,10 @@ def _share_of_rows(grid: Grid, lag: int) -> float:
 
 
 def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:
-    """Whether the token before a place has no value, and one before that has."""
-    return bool(place > 0 and np.isnan(logprobs[place - 1]) and np.isfinite(logprobs[: place - 1]).any())
+    """Whether tokens without a value lie just before a place, and some with a value before these."""
+    first = max(place - 4, 0)
+    hole = np.isnan(logprobs[first : place + 1])
+    return bool(hole.any() and np.isfinite(logprobs[: first + int(np.argmax(hole))]).any())
 
 
 def _said(lags: np.ndarray) -> str:

@@ -89,6 +89,8 @@ def _quantisation(evidence: Evidence) -> list[Finding]:
             ("config", "model_config", "quantization"),
             ("model", "quantization"),
             ("config", "cache_config", "cache_dtype"),
+            ("arm", "quantize"),
+            ("arm", "kv_dtype"),
         ):
             value = declared(contract, *path)
             if value and str(value) not in ("auto", "None", "bfloat16", "float16", "float32"):

@@ -22,6 +22,12 @@ from .numerics import allowed_noise, precisions
 
 SEEN_BEFORE = "prompt_seen_before"
 
+ORDERED = ("step", "version", "version_a", "version_b")
+"""Columns along which a fault has a beginning and an end."""
+CHANGING = (*ORDERED, "group_id")
+"""Columns along which the gap changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
+than rounding explains."""
+
 _WORDS = {
     SEEN_BEFORE: "prompt",
     "writer_a": "process that recorded it",
@@ -69,7 +75,9 @@ def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
     splits = [
         split
         for name, values in columns.items()
-        if (split := _split(name, values, level, weight)) and _noise(evidence, ~split.rows) <= healthy
+        if (split := _split(name, values, level, weight))
+        and _noise(evidence, ~split.rows) <= healthy
+        and (name not in CHANGING or _noise(evidence, split.rows) > _healthy_without(evidence, split.rows))
     ]
     if not splits:
         return []
@@ -107,6 +115,11 @@ def _prefix_cache(evidence: Evidence, split: Split, affected: np.ndarray) -> Fin
         next=f"tim-trace query by-prompt {evidence.trace}",
         numbers={"column": split.column, "ratio": split.ratio},
     )
+
+
+def _healthy_without(evidence: Evidence, rows: np.ndarray) -> float:
+    """Noise that rounding gives at most, judged by the sequences that are not in the split."""
+    return allowed_noise(precisions(evidence.without(rows[evidence.sample.seq])))
 
 
 def _seen_before(sample: Sample) -> list[bool | None]:
@@ -170,9 +183,19 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
     within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
     gap = float(means[high].min() - means[low].max())
     most = MAX_GROUPS_SHARE if name == "group_id" else MAX_SUBSET_SHARE
+    if name in ORDERED and not _is_range(values, rows):
+        return None
     if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or gap < MIN_SUBSET_WIDTHS * within:
         return None
     return Split(name, [known[i] for i in high], rows, ratio, float(r2))
+
+
+def _is_range(values: list[Any], rows: np.ndarray) -> bool:
+    """Whether the values of some rows, [S] bool, are neighbours: a range, or all but a range."""
+    number = np.array([np.nan if value is None else float(value) for value in values])
+    known = np.unique(number[np.isfinite(number)])
+    inside = np.array([bool(rows[number == value].any()) for value in known])
+    return int(np.sum(inside[1:] != inside[:-1])) <= 2
 
 
 def _best_division(means: np.ndarray, tokens: np.ndarray) -> tuple[float, int]:

@@ -1,0 +1,31 @@
+"""What could not be asked of a trace, and what would make it answerable."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .evidence import Evidence
+from .thresholds import FEW_TOKENS
+
+
+def notes(evidence: Evidence) -> list[str]:
+    """Sentences, each about a question that this trace leaves open."""
+    sample = evidence.sample
+    out = []
+    if evidence.num_kept < FEW_TOKENS:
+        out.append(
+            f"only {evidence.num_kept:,} tokens compare: faults near the level of rounding cannot be seen in so few; record "
+            "more sequences"
+        )
+    if not any(sample.a.contracts) or not any(sample.b.contracts):
+        out.append(
+            "a pass has no contract, so its dtype, adapters and sampling are known from its numbers alone; record with "
+            "`tim-trace record`, or give Recorder.add_contract"
+        )
+    if evidence.entropy is None:
+        out.append("no entropies are recorded: tokens that nobody sampled, but both sides scored, cannot be seen")
+    if len(np.unique(sample.steps)) < 3:
+        out.append("fewer than three steps: weights that are stale cannot be told from weights that are quantised")
+    if all(prompt is None for prompt in sample.prompts):
+        out.append("no prompts are recorded: contexts that come again, and the precision of logits, cannot be seen")
+    return out
