@@ -22,7 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("diagnose", "check"),
+    "judge": ("diagnose", "check", "corrections"),
     "replay": ("replay", "triangulate", "weights"),
 }
 """The question that a verb answers -> the verbs."""
@@ -293,6 +293,44 @@ def check(trace: str, pair: str, as_json: bool) -> None:
     click.echo(to_json(checked_json(found)) if as_json else checked_text(found, _width()))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
+
+
+@_example("tim-trace corrections runs/demo --by length")
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option(
+    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
+    help="What the rows of one correction stand for; length: quarters of the sequences.",
+)  # fmt: skip
+@click.option(
+    "--token-threshold", default=2.0, show_default=True, type=float, metavar="C", help="Of token-tis and token-mis."
+)
+@click.option(
+    "--sequence-threshold", default=2.0, show_default=True, type=float, metavar="C",
+    help="Of sequence-tis and sequence-mis.",
+)  # fmt: skip
+@click.option("--icepop", default="0.5_5.0", show_default=True, metavar="LOW_HIGH", help="Ratios that icepop keeps.")
+@click.option(
+    "--geometric", default="0.999_1.002", show_default=True, metavar="LOW_HIGH",
+    help="Geometric means of a sequence's ratios that geometric keeps.",
+)  # fmt: skip
+@click.option(
+    "--veto", default=1e-4, show_default=True, type=float, metavar="R",
+    help="A sequence with a token ratio below it is thrown out by veto.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: Any) -> None:
+    """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
+
+    The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
+    the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
+    """
+    from .analysis.corrections import corrections as would_have
+
+    _check_format(as_json, as_csv)
+    _print(would_have(list(traces), **options), as_json, as_csv)
 
 
 @_example(

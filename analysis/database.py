@@ -14,6 +14,8 @@ from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
+from .correction import define as define_corrections
+from .correction import published
 from .distributions.function import ComparedDistributions
 from .distributions.measures import MEASURES
 from .routing import register as register_routing
@@ -50,6 +52,7 @@ class Database:
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
         self._define_lookup()
         self.connection.execute(sql_file("statistics"))
+        define_corrections(self.connection, published(), sql_file("corrections"))
         self.distributions = ComparedDistributions(self.sources)
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))

@@ -13,6 +13,7 @@ from tim_trace import cli
 from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
@@ -35,6 +36,7 @@ TWINS = {
     "stats": stats,
     "diagnose": diagnose,
     "check": check,
+    "corrections": corrections,
     "weights": weights,
     "triangulate": triangulate,
     "replay": replay,
@@ -76,7 +78,8 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["record", "info", "sql", "query", "stats", "diagnose", "check", "weights", "replay", "triangulate"]
+    "name",
+    ["record", "info", "sql", "query", "stats", "diagnose", "check", "corrections", "weights", "replay", "triangulate"],
 )
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
