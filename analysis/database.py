@@ -45,7 +45,7 @@ class Database:
         _define_computed(self.connection)
         self.define_sums(set())
         register_routing(self.connection, self.sources)
-        for name in ("macros", "pair", "triangle", "sums", "views", "routing", "verl"):
+        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing", "verl"):
             self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
