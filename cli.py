@@ -24,6 +24,7 @@ SECTIONS = {
     "look": ("info", "sql", "query", "stats"),
     "judge": ("diagnose", "check", "corrections"),
     "replay": ("replay", "triangulate", "weights"),
+    "share": ("gate",),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -480,6 +481,34 @@ def weights(
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
+
+
+@_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--fail-on", required=True, multiple=True, metavar="CONDITION",
+    help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
+)  # fmt: skip
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option(
+    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over sequences."
+)
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def gate(trace: str, fail_on: Sequence[str], pair: str, confidence: float, as_json: bool) -> None:
+    """Say whether a run passes conditions on its numbers: for the checks of training code.
+
+    A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
+    comparison. The exit code is 1 when a value violates its condition. Its interval over sequences says whether that is
+    sure: the verdict is `cannot tell` where it lies on both sides of the bound.
+    """
+    from .analysis.gate.gate import gate as judge
+    from .analysis.rows import table as table_of
+
+    found = judge(trace, fail_on=fail_on, pair=pair, confidence=confidence, progress=_progress)
+    _print(table_of(found.verdicts), as_json, False)
+    if found.fails:
+        raise click.exceptions.Exit(1)
 
 
 def _check_format(as_json: bool, as_csv: bool) -> None:

@@ -38,6 +38,8 @@ class Database:
         self.sources = _open(traces)
         self.connection = duckdb.connect()
         self._superseded: set[Pair] = set()
+        self.is_whole = True
+        """Whether the views hold every sequence."""
         _register_filesystems(self.connection, self.sources)
         for table in TABLES:
             _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
@@ -56,6 +58,18 @@ class Database:
         self.distributions = ComparedDistributions(self.sources)
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
+
+    def leave_out(self, sequences: pa.Table) -> None:
+        """Let the views hold no more of these sequences, given by run, step and seq_id; nothing computed here is kept then."""
+        self.connection.register("left_out", sequences)
+        for name in ("sequences", "scores"):
+            self.connection.execute(f"ALTER VIEW {name} RENAME TO all_{name}")
+            self.connection.execute(
+                f"CREATE VIEW {name} AS SELECT * FROM all_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+            )
+        self.is_whole = False
+        self.covered, self.run_covered = set(), set()
+        self._define_lookup()
 
     def ask(self, query: str) -> Rows:
         """A query's rows, with the same last digits every time.
@@ -103,6 +117,11 @@ class Database:
             ]
             parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
+
+
+def opened(traces: Traces | Database) -> Database:
+    """Traces as a database; one that is open already stays as it is."""
+    return traces if isinstance(traces, Database) else Database(traces)
 
 
 def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
