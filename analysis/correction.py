@@ -126,16 +126,36 @@ def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correcti
         f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)}, has_bounds FROM rules"
     )
     connection.unregister("rules")
-    connection.execute(sql.format(zone=_zone(rules)))
+    connection.execute(sql.format(zone=_zone(rules), sequence_class=_sequence_class(rules)))
 
 
 def _zone(rules: list[Correction]) -> str:
     """How many of the rules' token bounds a ratio has passed, in SQL."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
-    lows = sorted({rule.low for rule in of_tokens if rule.low > 0})
-    highs = sorted({rule.high for rule in of_tokens if rule.high < _INFINITY})
-    passed = [f"(ratio >= {low!r}::DOUBLE)::INTEGER" for low in lows]
-    passed += [f"(ratio > {high!r}::DOUBLE)::INTEGER" for high in highs]
+    return _passed("ratio", [rule.low for rule in of_tokens], [rule.high for rule in of_tokens])
+
+
+def _sequence_class(rules: list[Correction]) -> str:
+    """How many of the rules' bounds each statistic of a sequence has passed, as one number, in SQL."""
+    weighed = [rule for rule in rules if rule.level == "sequence"]
+    bounds: dict[str, tuple[list[float], list[float]]] = {
+        "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
+        "sum_c": ([rule.sum_low for rule in rules], [rule.sum_high for rule in rules]),
+        "mean_c": ([rule.mean_low for rule in rules], [rule.mean_high for rule in rules]),
+        "mean_k3": ([], [rule.k3_high for rule in rules]),
+        "max_k2": ([], [rule.k2_high for rule in rules]),
+        "min_ratio": ([rule.token_low for rule in rules], []),
+    }
+    number = "0"
+    for name, (lows, highs) in bounds.items():
+        number = f"({number}) * {len(lows) + len(highs) + 1} + {_passed(name, lows, highs)}"
+    return f"coalesce({number}, 0)::BIGINT"
+
+
+def _passed(value: str, lows: list[float], highs: list[float]) -> str:
+    """How many bounds a value has passed, in SQL: a least one that it reaches, a largest one that it exceeds."""
+    passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
+    passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"
 
 

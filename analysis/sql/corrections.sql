@@ -60,128 +60,157 @@ CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
     FROM correction_tokens(a, b)
     GROUP BY sequence, sign, zone;
 
--- correction_sequences(a, b): one row a (sequence, rule) with what the rule does to it. A sequence without a token to compare
--- is there with length 0.
-CREATE OR REPLACE MACRO correction_sequences(a, b) AS TABLE
+-- correction_groups(a, b, by_step, by_length): one row a rule, of a run, a step of it, or a quarter of its sequences by length.
+--   {sequence_class} numbers the intervals between the rules' bounds on sequences. Rules treat sequences of one class alike, and
+--   so sums over classes are all that they need: with millions of sequences there are some hundred classes.
+CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     WITH zones AS MATERIALIZED (
         FROM correction_zones(a, b)
     ),
-    whole AS (
-        SELECT sequence, sum(num_tokens)::BIGINT AS length,
+    pooled AS (
+        SELECT sequence, any_value(run) AS run, any_value(step) AS step,
+               sum(num_tokens)::BIGINT AS length, sum(num_nan)::BIGINT AS num_nan, sum(num_inf)::BIGINT AS num_inf,
                exp(clamped(sum(sum_d))) AS seq_ratio,
                sum(sum_c) AS sum_c,
                sum(sum_c) / nullif(sum(num_tokens), 0) AS mean_c,
                sum(sum_k3) / nullif(sum(num_tokens), 0) AS mean_k3,
                max(max_k2) AS max_k2,
-               min(min_ratio) AS min_ratio
+               min(min_ratio) AS min_ratio,
+               coalesce(bit_or(1 << zone), 0) AS zones_there,
+               coalesce(bit_or(1 << zone) FILTER (sign > 0), 0) AS zones_positive,
+               coalesce(bit_or(1 << zone) FILTER (sign < 0), 0) AS zones_negative
         FROM zones
         GROUP BY sequence
     ),
-    judged AS (
-        SELECT sequence, length, seq_ratio, rules.*,
-               sum_c BETWEEN sum_low AND sum_high AND mean_c BETWEEN mean_low AND mean_high
-               AND mean_k3 <= k3_high AND max_k2 <= k2_high AND min_ratio >= token_low AS is_kept
-        FROM whole CROSS JOIN correction_rules AS rules
-    ),
-    treated AS (
-        SELECT zones.*, length, seq_ratio, place, level, high, is_kept, corrected(seq_ratio, low, high, truncates) AS seq_weight,
-               CASE level WHEN 'none' THEN 2 ELSE treatment(CASE level WHEN 'token' THEN ratio ELSE seq_ratio END,
-                                                            low, high, truncates) END AS weighed
-        FROM zones JOIN judged USING (sequence)
-    ),
-    weighted AS (
-        SELECT *, CASE WHEN is_kept THEN weighed ELSE 0 END AS treatment,
-               CASE level WHEN 'none' THEN num_tokens WHEN 'sequence' THEN num_tokens * seq_weight
-                          ELSE CASE weighed WHEN 0 THEN 0 WHEN 1 THEN num_tokens * high ELSE sum_ratio END END AS sum_weight,
-               CASE level WHEN 'none' THEN num_tokens WHEN 'sequence' THEN num_tokens * seq_weight * seq_weight
-                          ELSE CASE weighed WHEN 0 THEN 0 WHEN 1 THEN num_tokens * high * high ELSE sum_ratio2 END
-               END AS sum_weight2
-        FROM treated
-    )
-    SELECT sequence, place, any_value(run) AS run, any_value(step) AS step, any_value(length) AS length,
-           sum(num_nan)::BIGINT AS num_nan, sum(num_inf)::BIGINT AS num_inf,
-           any_value(seq_ratio) AS seq_ratio,
-           any_value(CASE level WHEN 'none' THEN is_kept::DOUBLE WHEN 'sequence' THEN is_kept::INTEGER * seq_weight END)
-               AS seq_weight,
-           coalesce(sum(num_tokens) FILTER (treatment = 0), 0)::BIGINT AS num_cut,
-           coalesce(sum(num_tokens) FILTER (treatment = 1), 0)::BIGINT AS num_truncated,
-           coalesce(sum(num_tokens) FILTER (sign > 0), 0)::BIGINT AS num_positive,
-           coalesce(sum(num_tokens) FILTER (sign > 0 AND treatment = 0), 0)::BIGINT AS num_cut_positive,
-           coalesce(sum(num_tokens) FILTER (sign > 0 AND treatment = 1), 0)::BIGINT AS num_truncated_positive,
-           coalesce(sum(num_tokens) FILTER (sign < 0), 0)::BIGINT AS num_negative,
-           coalesce(sum(num_tokens) FILTER (sign < 0 AND treatment = 0), 0)::BIGINT AS num_cut_negative,
-           coalesce(sum(num_tokens) FILTER (sign < 0 AND treatment = 1), 0)::BIGINT AS num_truncated_negative,
-           sum(sum_abs_advantage) FILTER (sign > 0) AS advantage_positive,
-           sum(CASE WHEN treatment = 0 THEN sum_abs_advantage ELSE 0 END) FILTER (sign > 0) AS advantage_cut_positive,
-           sum(sum_abs_advantage) FILTER (sign < 0) AS advantage_negative,
-           sum(CASE WHEN treatment = 0 THEN sum_abs_advantage ELSE 0 END) FILTER (sign < 0) AS advantage_cut_negative,
-           sum(sum_ratio) AS sum_ratio,
-           sum(CASE WHEN treatment = 0 THEN sum_ratio ELSE 0 END) AS sum_ratio_cut,
-           sum(CASE WHEN is_kept THEN sum_weight ELSE 0 END) AS sum_weight,
-           sum(CASE WHEN is_kept THEN sum_weight2 ELSE 0 END) AS sum_weight2,
-           sum(CASE WHEN level <> 'none' THEN sum_weight END) AS sum_importance,
-           sum(CASE WHEN level <> 'none' THEN sum_weight2 END) AS sum_importance2,
-           sum(CASE WHEN level = 'sequence' THEN NULL WHEN treatment = 0 THEN sum_ratio
-                    WHEN level = 'none' THEN sum_abs_growth WHEN treatment = 1 THEN sum_ratio - num_tokens * high ELSE 0 END)
-               AS sum_deviation
-    FROM weighted
-    GROUP BY sequence, place;
-
--- correction_groups(a, b, by_step, by_length): one row a rule, of a run, a step of it, or a quarter of its sequences by length.
-CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
-    WITH treated AS MATERIALIZED (
-        FROM correction_sequences(a, b)
-    ),
     cuts AS (
-        SELECT run, quantile_disc(length, [0.25, 0.5, 0.75]) FILTER (length > 0) AS edges
-        FROM treated
-        WHERE place = 0
-        GROUP BY run
+        SELECT run, quantile_disc(length, [0.25, 0.5, 0.75]) FILTER (length > 0) AS edges FROM pooled GROUP BY run
     ),
-    grouped AS (
-        SELECT run, place,
-               CASE WHEN by_step THEN step END AS step,
-               CASE WHEN by_length THEN 1 + (length > edges[1])::INTEGER + (length > edges[2])::INTEGER
-                                          + (length > edges[3])::INTEGER END AS quarter,
-               min(length) FILTER (length > 0) AS shortest, max(length) AS longest,
+    whole AS MATERIALIZED (
+        SELECT * EXCLUDE (step, edges), CASE WHEN by_step THEN step ELSE 0 END AS step,
+               CASE WHEN by_length THEN 1 + coalesce((length > edges[1])::INTEGER + (length > edges[2])::INTEGER
+                                                     + (length > edges[3])::INTEGER, 0) ELSE 0 END AS quarter,
+               {sequence_class} AS class
+        FROM pooled JOIN cuts USING (run)
+    ),
+    groups AS (
+        SELECT run, step, quarter, min(length) FILTER (length > 0) AS shortest, max(length) AS longest,
                count(*) FILTER (length > 0) AS num_sequences, sum(length)::BIGINT AS num_tokens,
-               sum(num_nan)::BIGINT AS num_nan, sum(num_inf)::BIGINT AS num_inf,
-               sum(num_cut)::BIGINT AS num_tokens_cut, sum(num_truncated)::BIGINT AS num_tokens_truncated,
-               sum(num_positive)::BIGINT AS num_positive, sum(num_negative)::BIGINT AS num_negative,
-               sum(num_cut_positive)::BIGINT AS num_cut_positive, sum(num_cut_negative)::BIGINT AS num_cut_negative,
-               sum(num_truncated_positive)::BIGINT AS num_truncated_positive,
-               sum(num_truncated_negative)::BIGINT AS num_truncated_negative,
-               count(*) FILTER (length > 0 AND num_cut = length) AS num_sequences_cut,
-               count(*) FILTER (num_cut > 0) AS num_sequences_touched,
-               count(*) FILTER (num_positive > 0) AS num_sequences_positive,
-               count(*) FILTER (num_negative > 0) AS num_sequences_negative,
-               count(*) FILTER (num_positive > 0 AND num_cut_positive = num_positive) AS num_sequences_cut_positive,
-               count(*) FILTER (num_negative > 0 AND num_cut_negative = num_negative) AS num_sequences_cut_negative,
-               total(advantage_positive) AS advantage_positive, total(advantage_cut_positive) AS advantage_cut_positive,
-               total(advantage_negative) AS advantage_negative, total(advantage_cut_negative) AS advantage_cut_negative,
-               total(sum_ratio) AS sum_ratio, total(sum_ratio_cut) AS sum_ratio_cut,
-               total(sum_weight) AS sum_weight, total(sum_weight2) AS sum_weight2,
-               total(sum_importance) AS sum_importance, total(sum_importance2) AS sum_importance2,
-               total(sum_deviation) AS sum_deviation,
-               total(seq_weight) AS sum_seq_weight, total(seq_weight * seq_weight) AS sum_seq_weight2,
-               total(abs(seq_ratio - seq_weight)) AS sum_seq_deviation,
-               total(seq_ratio) AS sum_seq_ratio, total(CASE WHEN num_cut = length THEN seq_ratio END) AS sum_seq_ratio_cut,
-               total(seq_ratio * seq_ratio) AS sum_seq_ratio2
-        FROM treated JOIN cuts USING (run)
+               sum(num_nan)::BIGINT AS num_nan, sum(num_inf)::BIGINT AS num_inf
+        FROM whole
+        GROUP BY run, step, quarter
+    ),
+    -- Any sequence of a class stands for it before a rule.
+    judged AS (
+        SELECT class, rules.*,
+               sum_c BETWEEN sum_low AND sum_high AND mean_c BETWEEN mean_low AND mean_high
+               AND mean_k3 <= k3_high AND max_k2 <= k2_high AND min_ratio >= token_low AS is_kept,
+               CASE level WHEN 'sequence' THEN treatment(seq_ratio, low, high, truncates) END AS seq_treatment
+        FROM (
+            SELECT class, max(sum_c) AS sum_c, max(mean_c) AS mean_c, max(mean_k3) AS mean_k3, max(max_k2) AS max_k2,
+                   max(min_ratio) AS min_ratio, max(seq_ratio) AS seq_ratio
+            FROM whole
+            WHERE length > 0
+            GROUP BY class
+        ) CROSS JOIN correction_rules AS rules
+    ),
+    zone_treatments AS (
+        SELECT place, zone, CASE WHEN level = 'token' THEN treatment(ratio, low, high, truncates) ELSE 2 END AS token_treatment
+        FROM (SELECT zone, max(ratio) AS ratio FROM zones WHERE num_tokens > 0 GROUP BY zone) CROSS JOIN correction_rules
+    ),
+    cut_zones AS (
+        SELECT place, coalesce(bit_or(1 << zone) FILTER (token_treatment = 0), 0) AS cut FROM zone_treatments GROUP BY place
+    ),
+    sequence_classes AS (
+        SELECT run, step, quarter, class, zones_there, zones_positive, zones_negative,
+               count(*) AS num, total(seq_ratio) AS sum_ratio, total(seq_ratio * seq_ratio) AS sum_ratio2,
+               total(abs(seq_ratio - 1)) AS sum_abs_growth
+        FROM whole
+        WHERE length > 0
         GROUP BY ALL
+    ),
+    of_sequences AS (
+        SELECT run, step, quarter, place,
+               sum(num) FILTER (gone OR (zones_there & ~cut) = 0) AS num_sequences_cut,
+               sum(num) FILTER (gone OR (zones_there & cut) <> 0) AS num_sequences_touched,
+               sum(num) FILTER (zones_positive <> 0) AS num_sequences_positive,
+               sum(num) FILTER (zones_negative <> 0) AS num_sequences_negative,
+               sum(num) FILTER (zones_positive <> 0 AND (gone OR (zones_positive & ~cut) = 0)) AS num_sequences_cut_positive,
+               sum(num) FILTER (zones_negative <> 0 AND (gone OR (zones_negative & ~cut) = 0)) AS num_sequences_cut_negative,
+               total(CASE WHEN level = 'token' THEN NULL WHEN gone THEN 0 WHEN level = 'none' THEN num
+                          WHEN seq_treatment = 1 THEN num * high ELSE sum_ratio END) AS sum_seq_weight,
+               total(CASE WHEN level = 'token' THEN NULL WHEN gone THEN 0 WHEN level = 'none' THEN num
+                          WHEN seq_treatment = 1 THEN num * high * high ELSE sum_ratio2 END) AS sum_seq_weight2,
+               total(CASE WHEN level = 'token' THEN NULL WHEN gone THEN sum_ratio WHEN level = 'none' THEN sum_abs_growth
+                          WHEN seq_treatment = 1 THEN sum_ratio - num * high ELSE 0 END) AS sum_seq_deviation,
+               total(sum_ratio) AS sum_seq_ratio, total(CASE WHEN gone THEN sum_ratio ELSE 0 END) AS sum_seq_ratio_cut,
+               total(sum_ratio2) AS sum_seq_ratio2
+        FROM (
+            SELECT *, NOT is_kept OR coalesce(seq_treatment = 0, false) AS gone
+            FROM sequence_classes JOIN judged USING (class) JOIN cut_zones USING (place)
+        )
+        GROUP BY run, step, quarter, place
+    ),
+    token_classes AS (
+        SELECT whole.run, whole.step, whole.quarter, class, sign, zone, sum(num_tokens)::BIGINT AS num,
+               total(sum_ratio) AS sum_ratio, total(sum_ratio2) AS sum_ratio2, total(sum_abs_growth) AS sum_abs_growth,
+               total(sum_abs_advantage) AS sum_abs_advantage,
+               total(num_tokens * seq_ratio) AS sum_seq_ratio, total(num_tokens * seq_ratio * seq_ratio) AS sum_seq_ratio2
+        FROM zones JOIN whole USING (sequence)
+        WHERE num_tokens > 0
+        GROUP BY ALL
+    ),
+    weighed AS (
+        -- treatment: 0 cut, 1 truncated, 2 as it is; sum_weight before what is thrown out.
+        SELECT *, CASE WHEN is_kept THEN weighing ELSE 0 END AS treatment,
+               CASE weighing WHEN 0 THEN 0 WHEN 1 THEN num * high
+                    ELSE CASE level WHEN 'none' THEN num WHEN 'token' THEN sum_ratio ELSE sum_seq_ratio END END AS sum_weight,
+               CASE weighing WHEN 0 THEN 0 WHEN 1 THEN num * high * high
+                    ELSE CASE level WHEN 'none' THEN num WHEN 'token' THEN sum_ratio2 ELSE sum_seq_ratio2 END END
+                   AS sum_weight2
+        FROM (
+            SELECT *, coalesce(seq_treatment, token_treatment) AS weighing
+            FROM token_classes JOIN judged USING (class) JOIN zone_treatments USING (place, zone)
+        )
+    ),
+    of_tokens AS (
+        SELECT run, step, quarter, place,
+               sum(num) FILTER (treatment = 0) AS num_tokens_cut,
+               sum(num) FILTER (treatment = 1) AS num_tokens_truncated,
+               sum(num) FILTER (sign > 0) AS num_positive,
+               sum(num) FILTER (sign < 0) AS num_negative,
+               sum(num) FILTER (sign > 0 AND treatment = 0) AS num_cut_positive,
+               sum(num) FILTER (sign < 0 AND treatment = 0) AS num_cut_negative,
+               sum(num) FILTER (sign > 0 AND treatment = 1) AS num_truncated_positive,
+               sum(num) FILTER (sign < 0 AND treatment = 1) AS num_truncated_negative,
+               total(CASE WHEN sign > 0 THEN sum_abs_advantage END) AS advantage_positive,
+               total(CASE WHEN sign > 0 THEN CASE WHEN treatment = 0 THEN sum_abs_advantage ELSE 0 END END)
+                   AS advantage_cut_positive,
+               total(CASE WHEN sign < 0 THEN sum_abs_advantage END) AS advantage_negative,
+               total(CASE WHEN sign < 0 THEN CASE WHEN treatment = 0 THEN sum_abs_advantage ELSE 0 END END)
+                   AS advantage_cut_negative,
+               total(sum_ratio) AS sum_ratio, total(CASE WHEN treatment = 0 THEN sum_ratio ELSE 0 END) AS sum_ratio_cut,
+               total(CASE WHEN is_kept THEN sum_weight ELSE 0 END) AS sum_weight,
+               total(CASE WHEN is_kept THEN sum_weight2 ELSE 0 END) AS sum_weight2,
+               total(CASE WHEN level <> 'none' THEN sum_weight END) AS sum_importance,
+               total(CASE WHEN level <> 'none' THEN sum_weight2 END) AS sum_importance2,
+               total(CASE WHEN level = 'sequence' THEN NULL WHEN treatment = 0 THEN sum_ratio
+                          WHEN level = 'none' THEN sum_abs_growth WHEN treatment = 1 THEN sum_ratio - num * high ELSE 0 END)
+                   AS sum_deviation
+        FROM weighed
+        GROUP BY run, step, quarter, place
     )
     SELECT run, name AS correction, step, quarter, shortest, longest, rule, bound_on, kept, num_sequences, num_tokens, num_nan, num_inf,
-           num_tokens_cut / nullif(num_tokens, 0) AS share_tokens_cut,
-           num_cut_positive / nullif(num_positive, 0) AS share_tokens_cut_positive,
-           num_cut_negative / nullif(num_negative, 0) AS share_tokens_cut_negative,
-           num_tokens_truncated / nullif(num_tokens, 0) AS share_tokens_truncated,
-           num_truncated_positive / nullif(num_positive, 0) AS share_tokens_truncated_positive,
-           num_truncated_negative / nullif(num_negative, 0) AS share_tokens_truncated_negative,
-           num_sequences_touched / nullif(num_sequences, 0) AS share_sequences_touched,
-           num_sequences_cut / nullif(num_sequences, 0) AS share_sequences_cut,
-           num_sequences_cut_positive / nullif(num_sequences_positive, 0) AS share_sequences_cut_positive,
-           num_sequences_cut_negative / nullif(num_sequences_negative, 0) AS share_sequences_cut_negative,
-           num_tokens_cut, num_sequences_cut,
+           coalesce(num_tokens_cut, 0) / nullif(num_tokens, 0) AS share_tokens_cut,
+           coalesce(num_cut_positive, 0) / nullif(num_positive, 0) AS share_tokens_cut_positive,
+           coalesce(num_cut_negative, 0) / nullif(num_negative, 0) AS share_tokens_cut_negative,
+           coalesce(num_tokens_truncated, 0) / nullif(num_tokens, 0) AS share_tokens_truncated,
+           coalesce(num_truncated_positive, 0) / nullif(num_positive, 0) AS share_tokens_truncated_positive,
+           coalesce(num_truncated_negative, 0) / nullif(num_negative, 0) AS share_tokens_truncated_negative,
+           coalesce(num_sequences_touched, 0) / nullif(num_sequences, 0) AS share_sequences_touched,
+           coalesce(num_sequences_cut, 0) / nullif(num_sequences, 0) AS share_sequences_cut,
+           coalesce(num_sequences_cut_positive, 0) / nullif(num_sequences_positive, 0) AS share_sequences_cut_positive,
+           coalesce(num_sequences_cut_negative, 0) / nullif(num_sequences_negative, 0) AS share_sequences_cut_negative,
+           coalesce(num_tokens_cut, 0)::BIGINT AS num_tokens_cut, coalesce(num_sequences_cut, 0)::BIGINT AS num_sequences_cut,
            advantage_cut_positive, advantage_cut_negative,
            advantage_cut_positive / nullif(advantage_positive, 0) AS share_advantage_cut_positive,
            advantage_cut_negative / nullif(advantage_negative, 0) AS share_advantage_cut_negative,
@@ -190,14 +219,16 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
            sum_seq_weight ** 2 / nullif(num_sequences * sum_seq_weight2, 0) AS ess_sequence,
            (sum_importance / num_tokens + 1e-8) ** 2 / nullif(sum_importance2 / num_tokens, 0) AS ess_verl,
            sum_ratio_cut / sum_ratio AS mass_cut_token,
-           CASE WHEN sum_seq_weight IS NOT NULL THEN coalesce(sum_seq_ratio_cut, 0) / sum_seq_ratio END AS mass_cut_sequence,
+           CASE WHEN sum_seq_weight IS NOT NULL THEN sum_seq_ratio_cut / sum_seq_ratio END AS mass_cut_sequence,
            sum_deviation / num_tokens AS bias_token,
            sum_seq_deviation / num_sequences AS bias_sequence,
            CASE WHEN level <> 'sequence' THEN sum_weight2 / num_tokens END AS variance_token,
            sum_seq_weight2 / num_sequences AS variance_sequence,
            CASE WHEN has_bounds THEN 2 * sum_seq_ratio2 / num_sequences / high END AS bias_bound,
            CASE WHEN has_bounds THEN high * high END AS variance_bound
-    FROM grouped JOIN correction_rules USING (place)
+    FROM groups CROSS JOIN correction_rules
+    LEFT JOIN of_tokens USING (run, step, quarter, place)
+    LEFT JOIN of_sequences USING (run, step, quarter, place)
     ORDER BY run, step, quarter, place;
 
 -- By run, by step, and by quarter of the lengths.

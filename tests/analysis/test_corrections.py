@@ -330,4 +330,25 @@ def test_what_cannot_be_is_refused(tmp_path):
 def test_sql_has_them_at_the_published_thresholds(tmp_path):
     make_trace(tmp_path / "run")
     asked = sql(tmp_path / "run", "FROM correction_runs('train', 'rollout')")
-    assert asked.dicts() == corrections(tmp_path / "run").dicts()
+    found = corrections(tmp_path / "run")
+    assert asked.columns == found.columns
+    # Several threads add in another order.
+    for one, other in zip(asked.dicts(), found.dicts(), strict=True):
+        assert one == {name: near(value) for name, value in other.items()}
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+
+
+def test_a_bound_of_one_parts_sequences(tmp_path):
+    # ln 1 is 0: d of 0.1 lies within [1, 1.2], d of -0.1 below.
+    there = np.ones((2, 3), dtype=bool)
+    rollout = np.full((2, 3), -2, dtype=np.float32)
+    train = rollout + np.array([[0.1], [-0.1]], dtype=np.float32)
+    write(tmp_path / "run", [(there, there, rollout, train, np.ones(2))])
+    rows = {row["correction"]: row for row in corrections(tmp_path / "run", geometric="1_1.2").dicts()}
+    assert rows["geometric"]["num_sequences_cut"] == 1
+    assert rows["geometric"]["mass_cut_sequence"] == pytest.approx(
+        math.exp(-0.3) / (math.exp(-0.3) + math.exp(0.3)), rel=1e-6
+    )
