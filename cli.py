@@ -22,8 +22,9 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("diagnose", "check"),
+    "judge": ("diagnose", "check", "corrections"),
     "replay": ("replay", "triangulate", "weights"),
+    "share": ("gate",),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -295,6 +296,44 @@ def check(trace: str, pair: str, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
+@_example("tim-trace corrections runs/demo --by length")
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option(
+    "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
+    help="What the rows of one correction stand for; length: quarters of the sequences.",
+)  # fmt: skip
+@click.option(
+    "--token-threshold", default=2.0, show_default=True, type=float, metavar="C", help="Of token-tis and token-mis."
+)
+@click.option(
+    "--sequence-threshold", default=2.0, show_default=True, type=float, metavar="C",
+    help="Of sequence-tis and sequence-mis.",
+)  # fmt: skip
+@click.option("--icepop", default="0.5_5.0", show_default=True, metavar="LOW_HIGH", help="Ratios that icepop keeps.")
+@click.option(
+    "--geometric", default="0.999_1.002", show_default=True, metavar="LOW_HIGH",
+    help="Geometric means of a sequence's ratios that geometric keeps.",
+)  # fmt: skip
+@click.option(
+    "--veto", default=1e-4, show_default=True, type=float, metavar="R",
+    help="A sequence with a token ratio below it is thrown out by veto.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: Any) -> None:
+    """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
+
+    The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
+    the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
+    """
+    from .analysis.corrections import corrections as would_have
+
+    _check_format(as_json, as_csv)
+    _print(would_have(list(traces), **options), as_json, as_csv)
+
+
 @_example(
     "tim-trace replay runs/demo --steps 1:200:50 --dtype bf16 --arm attention=math --arm batch-size=1,mode=decode"
 )
@@ -442,6 +481,34 @@ def weights(
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
+
+
+@_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--fail-on", required=True, multiple=True, metavar="CONDITION",
+    help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
+)  # fmt: skip
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option(
+    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over sequences."
+)
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def gate(trace: str, fail_on: Sequence[str], pair: str, confidence: float, as_json: bool) -> None:
+    """Say whether a run passes conditions on its numbers: for the checks of training code.
+
+    A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
+    comparison. The exit code is 1 when a value violates its condition. Its interval over sequences says whether that is
+    sure: the verdict is `cannot tell` where it lies on both sides of the bound.
+    """
+    from .analysis.gate.gate import gate as judge
+    from .analysis.rows import table as table_of
+
+    found = judge(trace, fail_on=fail_on, pair=pair, confidence=confidence, progress=_progress)
+    _print(table_of(found.verdicts), as_json, False)
+    if found.fails:
+        raise click.exceptions.Exit(1)
 
 
 def _check_format(as_json: bool, as_csv: bool) -> None:

@@ -10,8 +10,9 @@ from importlib.resources import files
 
 from ..schemas.errors import InvalidOption, NothingToCompare
 from .database import Database, Traces
-from .pairs import parse_pair, quoted_pair, why_nothing
+from .pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .rows import Rows
+from .source import Pair
 
 _PAIR = "'train', 'rollout'"
 """How the files name the two passes."""
@@ -66,9 +67,15 @@ def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     chosen, names, database = named_query(name), parse_pair(pair), Database(traces)
     rows = database.ask(chosen.over(*names))
     if not len(rows):
-        what = f"query {name} needs {chosen.needs}; " if chosen.needs else ""
-        raise NothingToCompare(what + why_nothing(database, names))
+        raise NothingToCompare(_why_none(database, chosen, names))
     return rows
+
+
+def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
+    if chosen.needs is None or not {*names} <= num_scored(database).keys():
+        return why_nothing(database, names)
+    where = ", ".join(source.run for source in database.sources)
+    return f"{where}: query {chosen.name} needs {chosen.needs}; there is none for {names[0]} and {names[1]}"
 
 
 def listed() -> Rows:

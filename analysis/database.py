@@ -14,6 +14,8 @@ from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
+from .correction import define as define_corrections
+from .correction import published
 from .distributions.function import ComparedDistributions
 from .distributions.measures import MEASURES
 from .routing import register as register_routing
@@ -36,6 +38,8 @@ class Database:
         self.sources = _open(traces)
         self.connection = duckdb.connect()
         self._superseded: set[Pair] = set()
+        self.is_whole = True
+        """Whether the views hold every sequence."""
         _register_filesystems(self.connection, self.sources)
         for table in TABLES:
             _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
@@ -43,16 +47,29 @@ class Database:
         _define_computed(self.connection)
         self.define_sums(set())
         register_routing(self.connection, self.sources)
-        for name in ("macros", "pair", "triangle", "sums", "views", "routing", "verl"):
+        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing", "verl"):
             self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
         self._define_lookup()
         self.connection.execute(sql_file("statistics"))
+        define_corrections(self.connection, published(), sql_file("corrections"))
         self.distributions = ComparedDistributions(self.sources)
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
+
+    def leave_out(self, sequences: pa.Table) -> None:
+        """Let the views hold no more of these sequences, given by run, step and seq_id; nothing computed here is kept then."""
+        self.connection.register("left_out", sequences)
+        for name in ("sequences", "scores"):
+            self.connection.execute(f"ALTER VIEW {name} RENAME TO all_{name}")
+            self.connection.execute(
+                f"CREATE VIEW {name} AS SELECT * FROM all_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+            )
+        self.is_whole = False
+        self.covered, self.run_covered = set(), set()
+        self._define_lookup()
 
     def ask(self, query: str) -> Rows:
         """A query's rows, with the same last digits every time.
@@ -100,6 +117,11 @@ class Database:
             ]
             parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
+
+
+def opened(traces: Traces | Database) -> Database:
+    """Traces as a database; one that is open already stays as it is."""
+    return traces if isinstance(traces, Database) else Database(traces)
 
 
 def connect(traces: Traces) -> duckdb.DuckDBPyConnection:

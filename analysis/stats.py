@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
-from .database import Database, Traces
+from .database import Database, Traces, opened
 from .distributions.summary import has_captured, summary
 from .pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .rows import Rows
@@ -19,7 +19,7 @@ _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iter
 
 
 def stats(
-    traces: Traces,
+    traces: Traces | Database,
     *,
     pair: str = "train:rollout",
     by: str = "run",
@@ -45,7 +45,7 @@ def stats(
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
-    database = Database(traces)
+    database = opened(traces)
     if like is not None:
         return _like(database, names, by, like)
     routed = _is_routed(database, names)

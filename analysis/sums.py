@@ -73,7 +73,7 @@ def summarize(traces: Traces, *, pair: Pair = MISMATCH, progress: Progress = no_
 
 def keep(database: Database, pair: Pair) -> bool:
     """Write a pair's sums into every trace that is finished and writable, and return whether all of them were."""
-    return all([_keep(database, pair, source) for source in database.sources])
+    return database.is_whole and all([_keep(database, pair, source) for source in database.sources])
 
 
 def _keep(database: Database, pair: Pair, source: Source) -> bool:

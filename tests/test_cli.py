@@ -12,7 +12,9 @@ from builders import ROOT, make_trace, run, tim_trace
 from tim_trace import cli
 from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
@@ -35,9 +37,11 @@ TWINS = {
     "stats": stats,
     "diagnose": diagnose,
     "check": check,
+    "corrections": corrections,
     "weights": weights,
     "triangulate": triangulate,
     "replay": replay,
+    "gate": gate,
 }
 
 
@@ -76,7 +80,21 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["record", "info", "sql", "query", "stats", "diagnose", "check", "weights", "replay", "triangulate"]
+    "name",
+    [
+        "record",
+        "info",
+        "sql",
+        "query",
+        "stats",
+        "diagnose",
+        "check",
+        "corrections",
+        "weights",
+        "replay",
+        "triangulate",
+        "gate",
+    ],
 )
 def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]

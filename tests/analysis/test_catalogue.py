@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from builders import make_trace, tim_trace
+from rich_trace import by_sequence, close, make_rich_trace, of_step, tokens_of
 from tim_trace.analysis.catalogue import catalogue, named_query, query
 from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -13,55 +14,16 @@ NAMES = [each.name for each in catalogue()]
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Two steps of 40 responses of up to 64 tokens, some masked, one NaN, one -inf, one far off; two prompts a step."""
-    draw = np.random.default_rng(7)
-    path = tmp_path_factory.mktemp("catalogue") / "run"
-    with Recorder(path) as recorder:
-        for step in (1, 2):
-            lengths = draw.integers(1, 65, 40)
-            rollout = [-draw.exponential(1.0, n).astype(np.float32) for n in lengths]
-            train = [np.minimum(r + draw.normal(-0.02, 0.1, len(r)).astype(np.float32), 0) for r in rollout]
-            train[0][0], rollout[1][0], train[2][0] = np.nan, -np.inf, -25.0
-            batch = recorder.add_sequences(
-                step=step,
-                prompt_ids=[[1]] * 40,
-                response_ids=[draw.integers(0, 9, n).tolist() for n in lengths],
-                response_mask=[(draw.random(n) > 0.2).tolist() for n in lengths],
-                group_ids=[str(row % 2) for row in range(40)],
-                advantage=draw.normal(size=40),
-            )
-            recorder.add_scores("rollout", batch, logprobs=rollout)
-            recorder.add_scores("train", batch, logprobs=train)
-    return path
+    return make_rich_trace(tmp_path_factory.mktemp("catalogue") / "run")
 
 
 @pytest.fixture(scope="module")
 def tokens(trace):
-    """Columns of the tokens that count and are finite on both sides, in order."""
-    found = sql(trace, "FROM pair('train', 'rollout') WHERE mask AND isfinite(d) ORDER BY step, seq_id, position")
-    columns = {name: np.array([row[i] for row in found.rows]) for i, name in enumerate(found.columns)}
-    columns["sequence"] = np.unique(
-        [f"{s}/{q}" for s, q in zip(columns["step"], columns["seq_id"], strict=True)], return_inverse=True
-    )[1]
-    columns["k3"] = np.expm1(columns["d"]) - columns["d"]
-    return columns
-
-
-def of_step(tokens, step):
-    return {name: values[tokens["step"] == step] for name, values in tokens.items()}
-
-
-def by_sequence(tokens, values):
-    return np.array([values[tokens["sequence"] == number].sum() for number in np.unique(tokens["sequence"])])
+    return tokens_of(trace)
 
 
 def rows(trace, name, **options):
     return query(name, trace, **options).dicts()
-
-
-def close(found, expected):
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
 @pytest.mark.parametrize("name", NAMES)

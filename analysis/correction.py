@@ -1,0 +1,219 @@
+"""Corrections of off-policy tokens: which weight a ratio gets, and which sequences are thrown out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+_INFINITY = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A rule: weights for the ratios of tokens or sequences, and bounds that a sequence must keep.
+
+    d = logprob(a) - logprob(b). A ratio is rho = exp(d), of a token or, with the sum of d, of a sequence. Every bound here
+    is on d or rho; a framework that bounds the inverse ratio is turned around when its rule is made.
+    """
+
+    name: str
+    rule: str
+    """Weight and bounds as the source writes them."""
+    bound_on: str
+    """Which ratio the source's bounds are on: a/b or b/a; empty where there is none."""
+    kept: str
+    """What is kept, in terms of rho = exp(d)."""
+    level: str = "none"
+    """What the weight is a ratio of: `token`, `sequence`, or `none` for a weight of 1."""
+    low: float = 0.0
+    """Ratios below it get a weight of 0."""
+    high: float = _INFINITY
+    """Ratios above it get `high` where the rule truncates, else 0."""
+    truncates: bool = False
+    sum_low: float = -_INFINITY
+    """Least sum of d of a sequence that is kept, nats; tokens clamped to 20 nats either way."""
+    sum_high: float = _INFINITY
+    mean_low: float = -_INFINITY
+    """Least mean of d of a sequence that is kept, nats."""
+    mean_high: float = _INFINITY
+    k3_high: float = _INFINITY
+    """Largest mean of exp(d) - 1 - d of a sequence that is kept, nats."""
+    k2_high: float = _INFINITY
+    """Largest d^2 / 2 of a token of a sequence that is kept, nats."""
+    token_low: float = 0.0
+    """Least ratio of a token of a sequence that is kept."""
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether the published bounds of a truncated sequence ratio are about this rule."""
+        neutral = Correction(
+            name=self.name, rule=self.rule, bound_on=self.bound_on, kept=self.kept,
+            level="sequence", high=self.high, truncates=True,
+        )  # fmt: skip
+        return self == neutral
+
+
+def published(
+    a: str = "train",
+    b: str = "rollout",
+    *,
+    token_threshold: float = 2.0,
+    sequence_threshold: float = 2.0,
+    icepop: tuple[float, float] = (0.5, 5.0),
+    geometric: tuple[float, float] = (0.999, 1.002),
+    veto: float = 1e-4,
+) -> list[Correction]:
+    """The corrections in use, at thresholds that are the published ones; presets of verl keep verl's own."""
+    ratio = f"{a}/{b}"
+    token, sequence, low, high = token_threshold, sequence_threshold, *icepop
+    return [
+        Correction(name="none", rule="w = 1", bound_on="", kept="all"),
+        Correction(name="token-is", rule="w = rho_t", bound_on="", kept="all", level="token"),
+        Correction(name="sequence-is", rule="w = rho_seq", bound_on="", kept="all", level="sequence"),
+        _token_tis("token-tis", token, ratio),
+        Correction(
+            name="token-mis", rule=f"w = rho_t where rho_t <= {token:g}, else 0", bound_on=ratio,
+            kept=f"rho_t <= {token:g}", level="token", high=token,
+        ),
+        _sequence_tis("sequence-tis", sequence, ratio),
+        Correction(
+            name="sequence-mis", rule=f"w = rho_seq where rho_seq <= {sequence:g}, else 0", bound_on=ratio,
+            kept=f"rho_seq <= {sequence:g}", level="sequence", high=sequence,
+        ),
+        _icepop("icepop", low, high, ratio),
+        Correction(
+            name="geometric", rule=f"w = 1 where {geometric[0]:g} <= rho_geo <= {geometric[1]:g}, else 0", bound_on=ratio,
+            kept=f"{geometric[0]:g} <= rho_geo <= {geometric[1]:g}", **_mean_bounds(*geometric),
+        ),
+        Correction(
+            name="nemo-rl/seq-mask-tis", rule="w = rho_t where 0.999 <= rho_geo <= 1.002, else 0", bound_on=ratio,
+            kept="0.999 <= rho_geo <= 1.002", level="token", **_mean_bounds(0.999, 1.002),
+        ),
+        Correction(
+            name="veto", rule=f"w = 1, 0 for a sequence with a rho_t < {veto:g}", bound_on=ratio,
+            kept=f"min rho_t >= {veto:g}", token_low=veto,
+        ),
+        Correction(
+            name="trm-max", rule="w = 1 where max k2 <= 0.05, else 0; k2 = d^2 / 2", bound_on=ratio,
+            kept="max (ln rho_t)^2 / 2 <= 0.05", k2_high=0.05,
+        ),
+        Correction(
+            name="trm-avg", rule="w = 1 where mean k3 <= 0.001, else 0; k3 = exp(d) - 1 - d", bound_on=ratio,
+            kept="mean (rho_t - 1 - ln rho_t) <= 0.001", k3_high=0.001,
+        ),
+        Correction(
+            name="trm", rule="w = 1 where max k2 <= 0.1 and mean k3 <= 0.002, else 0", bound_on=ratio,
+            kept="max (ln rho_t)^2 / 2 <= 0.1 and mean (rho_t - 1 - ln rho_t) <= 0.002", k2_high=0.1, k3_high=0.002,
+        ),
+        *_presets_of_verl(a, b),
+    ]  # fmt: skip
+
+
+def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], sql: str) -> None:
+    """Define the macros of corrections for these rules; `sql` is their file."""
+    rules = list(corrections)
+    columns = [field.name for field in fields(Correction)]
+    values: list[dict[str, Any]] = [
+        {"place": place, **asdict(rule), "has_bounds": rule.has_bounds} for place, rule in enumerate(rules)
+    ]
+    connection.register("rules", pa.Table.from_pylist(values))
+    connection.execute(
+        f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)}, has_bounds FROM rules"
+    )
+    connection.unregister("rules")
+    connection.execute(sql.format(zone=_zone(rules), sequence_class=_sequence_class(rules)))
+
+
+def _zone(rules: list[Correction]) -> str:
+    """How many of the rules' token bounds a ratio has passed, in SQL."""
+    of_tokens = [rule for rule in rules if rule.level == "token"]
+    return _passed("ratio", [rule.low for rule in of_tokens], [rule.high for rule in of_tokens])
+
+
+def _sequence_class(rules: list[Correction]) -> str:
+    """How many of the rules' bounds each statistic of a sequence has passed, as one number, in SQL."""
+    weighed = [rule for rule in rules if rule.level == "sequence"]
+    bounds: dict[str, tuple[list[float], list[float]]] = {
+        "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
+        "sum_c": ([rule.sum_low for rule in rules], [rule.sum_high for rule in rules]),
+        "mean_c": ([rule.mean_low for rule in rules], [rule.mean_high for rule in rules]),
+        "mean_k3": ([], [rule.k3_high for rule in rules]),
+        "max_k2": ([], [rule.k2_high for rule in rules]),
+        "min_ratio": ([rule.token_low for rule in rules], []),
+    }
+    number = "0"
+    for name, (lows, highs) in bounds.items():
+        number = f"({number}) * {len(lows) + len(highs) + 1} + {_passed(name, lows, highs)}"
+    return f"coalesce({number}, 0)::BIGINT"
+
+
+def _passed(value: str, lows: list[float], highs: list[float]) -> str:
+    """How many bounds a value has passed, in SQL: a least one that it reaches, a largest one that it exceeds."""
+    passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
+    passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
+    return " + ".join(passed) or "0"
+
+
+def _token_tis(name: str, threshold: float, ratio: str) -> Correction:
+    return Correction(
+        name=name, rule=f"w = min(rho_t, {threshold:g})", bound_on=ratio, kept="all",
+        level="token", high=threshold, truncates=True,
+    )  # fmt: skip
+
+
+def _sequence_tis(name: str, threshold: float, ratio: str) -> Correction:
+    return Correction(
+        name=name, rule=f"w = min(rho_seq, {threshold:g})", bound_on=ratio, kept="all",
+        level="sequence", high=threshold, truncates=True,
+    )  # fmt: skip
+
+
+def _icepop(name: str, low: float, high: float, ratio: str) -> Correction:
+    return Correction(
+        name=name, rule=f"w = rho_t where {low:g} <= rho_t <= {high:g}, else 0", bound_on=ratio,
+        kept=f"{low:g} <= rho_t <= {high:g}", level="token", low=low, high=high,
+    )  # fmt: skip
+
+
+def _mean_bounds(low: float, high: float) -> dict[str, Any]:
+    return {"mean_low": math.log(low), "mean_high": math.log(high)}
+
+
+def _presets_of_verl(a: str, b: str) -> list[Correction]:
+    """RolloutCorrectionConfig's presets in verl 0.9.0; the bounds of its k1 = -d are on the inverse ratio."""
+    ratio = f"{a}/{b}"
+    k3 = {"k3_high": 0.01}
+    geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}
+    total = {"sum_low": -math.log(2.0), "sum_high": -math.log(0.5)}
+    in_geo = f"{1 / 1.001:.6f} <= rho_geo <= {1 / 0.999:.6f}"
+    kinds: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+        "geo-rs": ("ln 0.999 <= seq_mean_k1 <= ln 1.001, k1 = -d", f"{b}/{a}", in_geo, geo),
+        "k3-rs": ("seq_mean_k3 <= 0.01", ratio, "mean (rho_t - 1 - ln rho_t) <= 0.01", k3),
+        "rs": ("ln 0.5 <= seq_sum_k1 <= ln 2, k1 = -d", f"{b}/{a}", "0.5 <= rho_seq <= 2", total),
+    }
+    weights: dict[str, tuple[str, dict[str, Any]]] = {
+        "": ("w = 1", {}),
+        "-token-tis": ("w = min(rho_t, 2)", {"level": "token", "high": 2.0, "truncates": True}),
+        "-seq-tis": ("w = min(rho_seq, 2)", {"level": "sequence", "high": 2.0, "truncates": True}),
+    }
+
+    def preset(name: str, kind: str, weight: str) -> Correction:
+        bounds, bound_on, kept, options = kinds[kind]
+        says, weighing = weights[weight]
+        on = bound_on if not weight or bound_on == ratio else f"w: {ratio}; cut: {bound_on}"
+        return Correction(
+            name=f"verl/{name}", rule=f"{says} where {bounds}, else 0", bound_on=on, kept=kept, **options, **weighing
+        )
+
+    return [
+        _token_tis("verl/token-is", 2.0, ratio),
+        _sequence_tis("verl/seq-is", 2.0, ratio),
+        _icepop("verl/token-icepop", 0.5, 5.0, ratio),
+        preset("seq-is-rs", "rs", "-seq-tis"),
+        *(preset(f"{kind}{weight}", kind, weight) for kind in ("geo-rs", "k3-rs") for weight in weights),
+    ]

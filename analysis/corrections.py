@@ -1,0 +1,109 @@
+"""What corrections would have done to a recorded run."""
+
+from __future__ import annotations
+
+import warnings
+
+from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
+from .correction import Correction, define, published
+from .database import Database, Traces, sql_file
+from .pairs import parse_pair, quoted_pair, why_nothing
+from .rows import Rows
+from .source import Pair
+
+BY = {"run": "correction_runs", "step": "correction_steps", "length": "correction_lengths"}
+
+
+def corrections(
+    traces: Traces,
+    *,
+    pair: str = "train:rollout",
+    by: str = "run",
+    token_threshold: float = 2.0,
+    sequence_threshold: float = 2.0,
+    icepop: str = "0.5_5.0",
+    geometric: str = "0.999_1.002",
+    veto: float = 1e-4,
+) -> Rows:
+    """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
+
+    One row a correction, of a run, a step, or (by length) a quarter of a run's sequences by their number of tokens. With
+    d = logprob(a) - logprob(b), rho_t = exp(d) of a token, and rho_seq and rho_geo the exponentials of the sum and the mean
+    of d over a sequence; exponents are clamped to 20 nats. `kept` says which are kept in terms of rho, `bound_on` which
+    ratio the source's own bounds are on.
+
+    - cut: weight 0. truncated: a weight that was lowered to its bound. touched: a sequence with a token cut. Columns of
+      `_positive` and `_negative` are over tokens with advantage above and below 0; NULL where there is none.
+    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), all tokens or sequences in n; ess_verl: 1 / mean((w / mean w)^2)
+      over tokens, of the weights alone as verl 0.9.0 logs it, what is cut by its rejection counted in.
+    - mass_cut_*: sum of rho over what is cut by the sum of rho: the share of pass a's own probability that is lost, which
+      is the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the most by which the mean of a function within [-1, 1] can be off, since
+      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, the
+      most that the variance of one weighted sample can be. Of tokens or of sequences: NULL at the level where the weight
+      is no function of that ratio.
+    - bias_bound, variance_bound: 2 (1 + chi2) / C and C^2 of a truncated sequence ratio (the same source).
+
+    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    if by not in BY:
+        raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
+    rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
+    database = Database(traces)
+    define(database.connection, rules, sql_file("corrections"))
+    rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
+    if not len(rows):
+        raise NothingToCompare(why_nothing(database, names))
+    _warn_of_advantages(database)
+    return rows
+
+
+def _rules(
+    names: Pair, token_threshold: float, sequence_threshold: float, icepop: str, geometric: str, veto: float
+) -> list[Correction]:
+    for option, value in (("token-threshold", token_threshold), ("sequence-threshold", sequence_threshold)):
+        if not value > 0:
+            raise InvalidOption(f"{option}: got {value}; give a ratio above 0, as 2")
+    if not veto >= 0:
+        raise InvalidOption(f"veto: got {veto}; give a ratio of at least 0, as 1e-4")
+    return published(
+        *names,
+        token_threshold=token_threshold,
+        sequence_threshold=sequence_threshold,
+        icepop=_bounds("icepop", icepop),
+        geometric=_bounds("geometric", geometric),
+        veto=veto,
+    )
+
+
+def _bounds(option: str, text: str) -> tuple[float, float]:
+    """Read `low_high`."""
+    low, _, high = text.partition("_")
+    try:
+        bounds = float(low), float(high)
+    except ValueError:
+        bounds = (0.0, 0.0)
+    if not 0 < bounds[0] <= bounds[1]:
+        raise InvalidOption(f"{option}: got {text!r}; write two ratios above 0 as low_high, as 0.5_5.0")
+    return bounds
+
+
+def _warn_of_advantages(database: Database) -> None:
+    """Say which columns are NULL, or of a part of the sequences, for want of advantages."""
+    query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
+    (counts,) = database.connection.execute(query).fetchall()
+    num_sequences, lacking = counts
+    if lacking == num_sequences:
+        warnings.warn(
+            "the trace has no advantages: what is cut of positive and negative ones cannot be answered and is NULL; record "
+            "them with Recorder.add_sequences(advantage=...) or import them",
+            TimTraceWarning,
+            stacklevel=3,
+        )
+    elif lacking:
+        warnings.warn(
+            f"{lacking:,} of {num_sequences:,} sequences have no advantage: columns by its sign leave them out",
+            TimTraceWarning,
+            stacklevel=3,
+        )

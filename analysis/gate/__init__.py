@@ -1,0 +1,1 @@
+"""Conditions on a run, for the checks of training code."""

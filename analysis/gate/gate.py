@@ -1,0 +1,111 @@
+"""Whether a run passes conditions on its numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...schemas.errors import InvalidOption
+from ...tracer.progress import Progress, no_progress
+from ..check.check import check
+from ..check.checked import Checked
+from .condition import CHECK, Condition, parse_condition
+from .intervals import Interval
+from .measured import Run
+
+FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one condition."""
+
+    condition: str
+    """As it was given."""
+    metric: str
+    """Its full name; `check` for the validity of the comparison."""
+    value: float
+    """Of the run; of `check` the number of faults found."""
+    low: float | None
+    """Ends of the interval over sequences; None where there is none."""
+    high: float | None
+    bound: float | None
+    verdict: str
+    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound."""
+    fails: bool
+    """Whether the value itself violates the condition: this decides the exit code."""
+    how: str
+    """How the interval was found; of `check` what was found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """What became of every condition, in their order."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def fails(self) -> bool:
+        """Whether a value violates its condition."""
+        return any(verdict.fails for verdict in self.verdicts)
+
+
+def gate(
+    trace: str | os.PathLike[str],
+    *,
+    fail_on: Sequence[str],
+    pair: str = "train:rollout",
+    confidence: float = 0.95,
+    progress: Progress = no_progress,
+) -> Gated:
+    """Say whether a run passes conditions on its numbers: for the checks of training code.
+
+    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and says what fails: `tim.k3>1e-3` of the
+    columns of `stats`, `verl.k3_kl>1e-3` of those of `stats --like verl` (the last part of a name is enough), or `check`,
+    which fails when the check of the comparison finds a fault.
+
+    Every number has an interval over sequences. What follows from sums of sequences is bootstrapped, and so are largest
+    values, whose interval ends at the value itself; quantiles of |d| are inverted from the bootstrapped share of tokens
+    above them (Woodruff 1952); all else, the frameworks' numbers among it, has a jackknife over 20 groups of sequences;
+    counts have none. Resampling has a fixed seed.
+
+    `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
+    both values that fail and values that do not. NaN fails.
+
+    Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
+    passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    if not fail_on:
+        raise InvalidOption("fail-on: no condition was given; try --fail-on check --fail-on 'tim.k3>1e-3'")
+    if not 0 < confidence < 1:
+        raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
+    conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
+    measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
+    verdicts = [
+        _judged(conditions[text], *measured[text])
+        if text in conditions
+        else _checked(check(trace, pair=pair, progress=progress))
+        for text in fail_on
+    ]
+    return Gated(verdicts=tuple(verdicts))
+
+
+def _judged(condition: Condition, metric: str, value: float, interval: Interval | None, how: str) -> Verdict:
+    fails = condition.holds(value)
+    undecided = interval is not None and len({condition.holds(end) for end in interval}) > 1
+    verdict = CANNOT_TELL if undecided else FAILED if fails else PASSED
+    low, high = interval or (None, None)
+    return Verdict(
+        condition=condition.text, metric=metric, value=value, low=low, high=high, bound=condition.bound,
+        verdict=verdict, fails=fails, how=how,
+    )  # fmt: skip
+
+
+def _checked(checked: Checked) -> Verdict:
+    faults = [finding for finding in checked.findings if finding.fails]
+    told = "; ".join(f"{finding.title}: {finding.evidence}" for finding in faults or checked.findings)
+    return Verdict(
+        condition=CHECK, metric=CHECK, value=float(len(faults)), low=None, high=None, bound=None,
+        verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, how=told,
+    )  # fmt: skip

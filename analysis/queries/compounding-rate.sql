@@ -1,0 +1,19 @@
+-- How fast the gap grows from step to step: the slope of ln k3 against the step, a row a run.
+-- Unit: slope in 1 / step; doubling in steps.
+-- Source: arXiv 2510.18855 (IcePop): under its assumptions the gap grows by a constant factor a step.
+-- Meaning: growth is the factor of a step less 1. Of a few steps it says nothing; compare the last third with the whole, since
+--   a collapse sets in late.
+SELECT run,
+       count(*) AS num_steps,
+       regr_slope(ln(k3), step) AS slope,
+       exp(regr_slope(ln(k3), step)) - 1 AS growth,
+       ln(2) / nullif(regr_slope(ln(k3), step), 0) AS doubling,
+       regr_r2(ln(k3), step) AS r2,
+       regr_slope(ln(k3), step) FILTER (place > 2 * n / 3) AS slope_of_last_third
+FROM (
+    SELECT run, step, k3, row_number() OVER (PARTITION BY run ORDER BY step) AS place, count(*) OVER (PARTITION BY run) AS n
+    FROM pair_steps('train', 'rollout')
+    WHERE k3 > 0 AND isfinite(k3)
+)
+GROUP BY run
+ORDER BY run;

@@ -1,0 +1,32 @@
+-- How long d keeps its sign, a row a run.
+-- Unit: tokens; share_positive is a share of the tokens with d other than 0.
+-- Source: independent signs, of which a share p is positive, change from one token to the next with probability 2 p (1 - p):
+--   expected_run = tokens / (first tokens + 2 p (1 - p) neighbours). A token with d = 0 and the end of a response end a run.
+-- Meaning: mean_run far above expected_run says that errors hang together: a state that is off (cache, position, weights) or
+--   a temperature, not rounding.
+SELECT run,
+       sum(length)::BIGINT AS num_tokens,
+       sum(length) FILTER (direction > 0) / sum(length) AS share_positive,
+       count(*) AS num_runs,
+       avg(length) AS mean_run,
+       sum(length) / (count(*) FILTER (is_first)
+                      + 2 * coalesce(share_positive, 0) * (1 - coalesce(share_positive, 0))
+                          * (sum(length) - count(*) FILTER (is_first))) AS expected_run,
+       max(length) AS longest_run
+FROM (
+    SELECT run, direction, count(*) AS length, bool_or(coalesce(before, 0) = 0) AS is_first
+    FROM (
+        SELECT *, sum((direction IS DISTINCT FROM before)::INTEGER) OVER sequence AS stretch
+        FROM (
+            SELECT run, step, seq_id, iteration_a, iteration_b, position, sign(d) AS direction,
+                   lag(sign(d)) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position) AS before
+            FROM pair('train', 'rollout')
+            WHERE mask AND isfinite(d)
+        )
+        WINDOW sequence AS (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position)
+    )
+    WHERE direction <> 0
+    GROUP BY run, step, seq_id, iteration_a, iteration_b, stretch, direction
+)
+GROUP BY run
+ORDER BY run;

@@ -1,0 +1,23 @@
+-- What the surrogate objective leaves out, from the recorded responses, a row a step.
+-- Unit: the reward's.
+-- Needs: rewards.
+-- Source: arXiv 2602.04879: J(a) - J(b) = L - Delta, Delta = E_b[R sum_t (rho_t - 1)(1 - prod_{j>t} rho_j)], rho = exp(d).
+--   The sum telescopes to sum_t (rho_t - 1) - (prod_t rho_t - 1).
+-- Meaning: first_order is L, what a token-level loss sees; exact is J(a) - J(b) by whole sequences. current:rollout says what
+--   an update does; train:rollout what the mismatch alone does. It rests on few sequences where ratios are large.
+SELECT run, step,
+       count(*) AS num_sequences,
+       avg(reward * sum_growth) AS first_order,
+       avg(reward * expm1(sum_d)) AS exact,
+       avg(reward * (sum_growth - expm1(sum_d))) AS surrogate_error,
+       avg(abs(reward * (sum_growth - expm1(sum_d)))) AS mean_abs_error
+FROM (
+    SELECT run, step, seq_id, iteration_a, iteration_b, sum(d) AS sum_d, sum(expm1(d)) AS sum_growth
+    FROM pair('train', 'rollout')
+    WHERE mask AND isfinite(d)
+    GROUP BY ALL
+)
+JOIN sequences USING (run, step, seq_id)
+WHERE isfinite(reward)
+GROUP BY run, step
+ORDER BY run, step;

@@ -1,0 +1,51 @@
+-- Bounds on how far the surrogate objective of a trust region is off, from captured distributions, a row a step.
+-- Unit: returns in [0, 1]; delta and kl_sequence in nats, eps and tv_sequence total variations.
+-- Needs: distributions that both passes captured (record or replay with --capture).
+-- Source: arXiv 2512.23075: 2 T (T - 1) eps^2 (classical); their Pinsker, mixed, coupling and adaptive bounds, the _kl ones
+--   with sqrt(KL / 2) in place of total variations. KL is of pass b from pass a; kl_sequence is the mean of its sum over a
+--   response, tv_sequence Pinsker's bound from it or 1. Of the top K alone upper bounds are taken.
+-- Meaning: over the captured sequences and the states that they visited. is_vacuous: above 1 a bound says
+--   nothing.
+SELECT run, step, longest, eps, delta, kl_sequence, tv_sequence,
+       bound_classical(longest, eps) AS classical,
+       bound_pinsker(longest, pinsker(delta), delta) AS pinsker_kl,
+       bound_pinsker(longest, eps, delta) AS pinsker_tv,
+       bound_mixed(longest, pinsker(delta), pinsker(kl_sequence)) AS mixed_kl,
+       bound_mixed(longest, eps, tv_sequence) AS mixed_tv,
+       bound_coupling(longest, eps) AS coupling,
+       adaptive,
+       least(classical, pinsker_kl, pinsker_tv, mixed_kl, mixed_tv, coupling, adaptive) AS smallest,
+       CASE smallest WHEN adaptive THEN 'adaptive' WHEN mixed_tv THEN 'mixed_tv' WHEN mixed_kl THEN 'mixed_kl'
+                     WHEN pinsker_tv THEN 'pinsker_tv' WHEN pinsker_kl THEN 'pinsker_kl'
+                     WHEN coupling THEN 'coupling' ELSE 'classical' END AS binding,
+       smallest > 1 AS is_vacuous
+FROM (
+    SELECT run, step, any_value(longest) AS longest, any_value(eps) AS eps, any_value(delta) AS delta,
+           any_value(kl_sequence) AS kl_sequence, any_value(tv_sequence) AS tv_sequence,
+           sum(bound_adaptive_term(longest, place, mean_tv, eps, delta)) AS adaptive
+    FROM (
+        SELECT run, step, place, mean_tv,
+               max(place) OVER (PARTITION BY run, step) AS longest,
+               max(max_tv) OVER (PARTITION BY run, step) AS eps,
+               max(max_kl) OVER (PARTITION BY run, step) AS delta
+        FROM (
+            SELECT run, step, position + 1 AS place, avg(coalesce(tv, tv_high)) AS mean_tv,
+                   max(coalesce(tv, tv_high)) AS max_tv, max(coalesce(kl_ba, kl_ba_high)) AS max_kl
+            FROM pair_distributions('train', 'rollout')
+            WHERE mask
+            GROUP BY ALL
+        )
+    )
+    JOIN (
+        SELECT run, step, avg(sum_kl) AS kl_sequence, pinsker(avg(sum_kl)) AS tv_sequence
+        FROM (
+            SELECT run, step, seq_id, iteration_a, iteration_b, sum(coalesce(kl_ba, kl_ba_high)) AS sum_kl
+            FROM pair_distributions('train', 'rollout')
+            WHERE mask
+            GROUP BY ALL
+        )
+        GROUP BY run, step
+    ) USING (run, step)
+    GROUP BY run, step
+)
+ORDER BY run, step;

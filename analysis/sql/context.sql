@@ -1,0 +1,41 @@
+-- Pairs of passes with what else was recorded of their tokens.
+
+-- pair_entropies(a, b): one row a response token; entropy (nats) and the gap between the two best tokens (nats) as pass b
+-- recorded them, else pass a.
+CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
+           logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d
+    FROM (
+        SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
+               unnest(range(s.num_response_tokens::BIGINT)) AS position,
+               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
+               unnest(scores_a.logprobs) AS logprob_a,
+               unnest(scores_b.logprobs) AS logprob_b,
+               unnest(coalesce(scores_b.entropy, scores_a.entropy))::DOUBLE AS entropy,
+               unnest(coalesce(scores_b.top2_gap, scores_a.top2_gap))::DOUBLE AS top2_gap
+        FROM sequences AS s
+        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        WHERE scores_a."pass" = a AND scores_b."pass" = b
+    );
+
+-- pair_current(a, b): one row a (response token, inner iteration of the loss): d = logprob(a) - logprob(b), and
+-- stale = logprob(current) - logprob(a), what the updates since sampling have moved; nats.
+CREATE OR REPLACE MACRO pair_current(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration, position, mask, advantage, logprob_a, logprob_b, logprob_current,
+           logprob_a - logprob_b AS d, logprob_current - logprob_a AS stale
+    FROM (
+        SELECT s.run, s.step, s.seq_id, now.iteration,
+               unnest(range(s.num_response_tokens::BIGINT)) AS position,
+               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
+               unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))::DOUBLE
+                   AS advantage,
+               unnest(scores_a.logprobs)::DOUBLE AS logprob_a,
+               unnest(scores_b.logprobs)::DOUBLE AS logprob_b,
+               unnest(now.logprobs)::DOUBLE AS logprob_current
+        FROM sequences AS s
+        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        JOIN scores AS now ON now.run = s.run AND now.step = s.step AND now.seq_id = s.seq_id
+        WHERE scores_a."pass" = a AND scores_b."pass" = b AND now."pass" = 'current'
+    );
