@@ -56,40 +56,40 @@ class Evidence:
     @cached_property
     def a(self) -> np.ndarray:
         """[K] logprobs of the kept tokens, pass a."""
-        return self.sample.a.logprobs[self.keep]
+        return np.asarray(self.sample.a.logprobs[self.keep])
 
     @cached_property
     def b(self) -> np.ndarray:
         """[K] logprobs of the kept tokens, pass b."""
-        return self.sample.b.logprobs[self.keep]
+        return np.asarray(self.sample.b.logprobs[self.keep])
 
     @cached_property
     def d(self) -> np.ndarray:
         """[K] nats."""
-        return self.sample.d[self.keep]
+        return np.asarray(self.sample.d[self.keep])
 
     @cached_property
     def seq(self) -> np.ndarray:
         """[K] number of the sequence."""
-        return self.sample.seq[self.keep]
+        return np.asarray(self.sample.seq[self.keep])
 
     @cached_property
     def position(self) -> np.ndarray:
         """[K] place in the response."""
-        return self.sample.position[self.keep]
+        return np.asarray(self.sample.position[self.keep])
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
         """[K] entropy of what each token was drawn from, nats, as pass a or else b has it; None where none was recorded."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
-                return side.entropy[self.keep]
+                return np.asarray(side.entropy[self.keep])
         return None
 
     @cached_property
     def rest(self) -> np.ndarray:
         """[K] 1 - p, with p the larger of both: what a change of the logits acts on (arXiv 2512.23087)."""
-        return -np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0))
+        return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def noise(self) -> np.ndarray:

@@ -82,7 +82,7 @@ class Sample:
     @cached_property
     def position(self) -> np.ndarray:
         """[N] place in the response, from 0."""
-        return np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
+        return np.asarray(np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths))
 
     @cached_property
     def prompt_lengths(self) -> np.ndarray:
@@ -99,7 +99,7 @@ class Sample:
     @cached_property
     def compared(self) -> np.ndarray:
         """[N] bool: counts in the loss and has a finite logprob in both."""
-        return self.mask & np.isfinite(self.d)
+        return np.asarray(self.mask & np.isfinite(self.d))
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:

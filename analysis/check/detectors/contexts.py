@@ -45,7 +45,7 @@ class Contexts:
     @property
     def num(self) -> int:
         """Contexts that come again."""
-        return self.a.shape[1]
+        return int(self.a.shape[1])
 
 
 def prefix_keys(evidence: Evidence) -> np.ndarray:

@@ -35,7 +35,7 @@ class Grid:
         width = self.b.shape[1]
         if abs(lag) < width:
             moved[:, max(0, -lag) : width - max(0, lag)] = self.b[:, max(0, lag) : width - max(0, -lag)]
-        return np.minimum(np.abs(self.a - moved), CAP_NATS)
+        return np.asarray(np.minimum(np.abs(self.a - moved), CAP_NATS))
 
     def rows(self, chosen: np.ndarray) -> Grid:
         """Some sequences."""

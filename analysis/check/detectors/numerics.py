@@ -36,8 +36,9 @@ class Precision:
 
     @property
     def coarsest(self) -> str | None:
-        """The shortest format that is said or seen; None where nothing is."""
-        seen = [dtype for dtype in (self.declared, self.logits) if dtype] + [d for d in (self.values,) if d in HALF]
+        """The shortest format that is said or seen; None where nothing is: logits of float32 may follow a coarser body."""
+        seen = [self.declared] if self.declared else []
+        seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF]
         return max(seen, key=lambda dtype: MAX_HEALTHY_NOISE.get(dtype, 0.0)) if seen else None
 
 

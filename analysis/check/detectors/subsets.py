@@ -11,6 +11,7 @@ from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Sample
 from ..thresholds import (
+    HALF,
     MAX_GROUPS_SHARE,
     MAX_SUBSET_SHARE,
     MIN_LEVEL_RATIO,
@@ -77,7 +78,7 @@ def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
         for name, values in columns.items()
         if (split := _split(name, values, level, weight))
         and _noise(evidence, ~split.rows) <= healthy
-        and (name not in CHANGING or _noise(evidence, split.rows) > _healthy_without(evidence, split.rows))
+        and (name not in CHANGING or _is_more_than_change(evidence, split.rows))
     ]
     if not splits:
         return []
@@ -117,9 +118,12 @@ def _prefix_cache(evidence: Evidence, split: Split, affected: np.ndarray) -> Fin
     )
 
 
-def _healthy_without(evidence: Evidence, rows: np.ndarray) -> float:
-    """Noise that rounding gives at most, judged by the sequences that are not in the split."""
-    return allowed_noise(precisions(evidence.without(rows[evidence.sample.seq])))
+def _is_more_than_change(evidence: Evidence, rows: np.ndarray) -> bool:
+    """Whether a part's gap is more than rounding gives, judged by the others; or whether it was computed in less."""
+    inside = rows[evidence.sample.seq]
+    others, own = precisions(evidence.without(inside)), precisions(evidence.without(~inside))
+    coarser = any(one.logits == "float32" and two.logits in HALF for one, two in zip(others, own, strict=True))
+    return coarser or _noise(evidence, rows) > allowed_noise(others)
 
 
 def _seen_before(sample: Sample) -> list[bool | None]:
