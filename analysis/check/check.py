@@ -11,9 +11,8 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
 from ..database import Database
-from ..pairs import num_scored, parse_pair, why_nothing
+from ..pairs import parse_pair, quoted_pair, why_nothing
 from ..source import Pair
-from ..sums import ensure, keep
 from .checked import Checked
 from .detectors import find
 from .evidence import Evidence, SequenceSums
@@ -35,9 +34,9 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
 
 def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> Evidence:
     """Read what a check looks at. Raises NothingToCompare when the passes share no token."""
-    if ensure(database, pair, of_run=False, progress=progress):
-        keep(database, pair)
-    sums = _sums(database, pair)
+    with progress("reading tokens", 1) as advance:
+        sums = _sums(database, pair)
+        advance(1)
     sample = read_sample(database, pair, sums.worst_steps())
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
@@ -46,7 +45,9 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
         sample=sample,
         sums=sums,
         contracts=_contracts(database),
-        passes=list(num_scored(database)),
+        passes=[
+            name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()
+        ],
         has_weights=database.sources[0].store.exists(WEIGHTS),
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         keep=sample.compared,
@@ -70,11 +71,20 @@ def judge(evidence: Evidence, pair: str) -> Checked:
 
 
 def _sums(database: Database, pair: Pair) -> SequenceSums:
-    query = """
-        SELECT step, num_tokens, coalesce(sum_d2, 0) FROM sequence_sums
-        WHERE pass_a = ? AND pass_b = ? AND iteration_a = 0 AND iteration_b = 0
-    """
-    columns = database.connection.execute(query, [*pair]).fetchnumpy()
+    """Sums of every sequence: those that the trace keeps, or the few that a check needs, from the tokens."""
+    names = quoted_pair(pair)
+    if pair in database.covered:
+        query = """
+            SELECT step, num_tokens, coalesce(sum_d2, 0) FROM sequence_sums
+            WHERE pass_a = ? AND pass_b = ? AND iteration_a = 0 AND iteration_b = 0
+        """
+        columns = database.connection.execute(query, [*pair]).fetchnumpy()
+    else:
+        query = f"""
+            SELECT step, count(d), sum(d * d) FROM pair_tokens({names}, NULL, NULL, NULL)
+            WHERE iteration_a = 0 AND iteration_b = 0 AND d IS NOT NULL GROUP BY step, seq_id
+        """
+        columns = database.connection.execute(query).fetchnumpy()
     steps, num_tokens, sum_d2 = (np.asarray(column) for column in columns.values())
     return SequenceSums(steps=steps, num_tokens=num_tokens, sum_d2=sum_d2)
 

@@ -125,6 +125,11 @@ class Evidence:
         between = sum(y[side].sum() ** 2 / side.sum() for side in (part, ~part))
         return float(between / max(y @ y, 1e-30))
 
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What detectors work out once and share, by their own names for it."""
+        return {}
+
     @property
     def num_kept(self) -> int:
         return int(self.keep.sum())

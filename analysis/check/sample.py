@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ..database import Database, quoted
 from ..source import Pair
-from .thresholds import MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS
+from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 """Columns of a sequence's sampling settings."""
@@ -129,12 +129,13 @@ _QUERY = """
 
 def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     """Steps in neighbouring pairs all over the run, so that one can be held against the next; and the worst ones."""
-    known = [
-        step for (step,) in database.connection.execute("SELECT DISTINCT step FROM sequences ORDER BY 1").fetchall()
-    ]
-    if len(known) <= MAX_SAMPLED_STEPS:
+    query = "SELECT step, sum(num_response_tokens) FROM sequences GROUP BY step ORDER BY step"
+    rows = database.connection.execute(query).fetchall()
+    known, tokens = [step for step, _ in rows], sum(num for _, num in rows)
+    most = int(np.clip(MAX_READ_TOKENS * len(known) / max(tokens, 1), MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS))
+    if len(known) <= most:
         return known
-    firsts = np.linspace(0, len(known) - 2, MAX_SAMPLED_STEPS // 2).astype(int)
+    firsts = np.linspace(0, len(known) - 2, most // 2).astype(int)
     spread = {known[index + more] for index in firsts for more in (0, 1)}
     return sorted(spread | set(worst[:MAX_WORST_STEPS]))
 

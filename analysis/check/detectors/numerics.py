@@ -44,11 +44,14 @@ class Precision:
 
 def precisions(evidence: Evidence) -> tuple[Precision, Precision]:
     """Of pass a and of pass b."""
-    grids = logit_precision(evidence)
-    return tuple(  # type: ignore[return-value]
-        Precision(dtype_of(evidence.contract(side)), grid, value_precision(getattr(evidence, side)))
-        for side, grid in zip("ab", grids, strict=True)
-    )
+    if "precisions" not in evidence.memo:
+        grids = logit_precision(evidence)
+        evidence.memo["precisions"] = tuple(
+            Precision(dtype_of(evidence.contract(side)), grid, value_precision(getattr(evidence, side)))
+            for side, grid in zip("ab", grids, strict=True)
+        )
+    found: tuple[Precision, Precision] = evidence.memo["precisions"]
+    return found
 
 
 def allowed_noise(sides: tuple[Precision, Precision]) -> float:

@@ -28,7 +28,7 @@ class Gap:
     """How large the gap is against what rounding would do, and whether it looks like other weights."""
 
     level: float
-    """Root mean square of |d| / (1 - p), the largest hundredth left out: nats of a logit."""
+    """Noise of a logit that gives so large a gap, nats: sqrt(sum d^2 / sum (1 - p)^2), the largest hundredth clipped."""
     allowed: float
     token_effect: float
     """Share of the variance of d / (1 - p) that the token's id explains, beyond chance."""
@@ -47,9 +47,9 @@ class Gap:
 def measure_gap(evidence: Evidence, sides: tuple[Precision, Precision]) -> Gap:
     """Measure the gap's size and how much of it belongs to tokens."""
     there = np.isfinite(evidence.noise)
-    noise = evidence.noise[there]
+    noise, rest = evidence.noise[there], evidence.rest[there]
     cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
-    level = float(np.sqrt(np.mean(np.minimum(noise, cut) ** 2))) if len(noise) else 0.0
+    level = float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2))) if len(noise) else 0.0
     effect, score = token_effect(evidence)
     return Gap(level, allowed_noise(sides), effect, score)
 
