@@ -1,0 +1,248 @@
+"""Faults of the record: shifts, pairing, masks, placeholders, other tokens, lengths, copies."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from language import EOS
+from torch import Tensor
+
+from .fault import Fault, Moment, spread
+
+
+def shift(scene: Any, index: int, chance: random.Random) -> Fault:
+    """One side's values stand one token too early or too late."""
+    by = [1, -1][index % 2]
+    on_train = (index // 2) % 2 == 1
+    filler = [0.0, float("nan"), None][(index // 4) % 3]
+
+    def record(act: Any, moment: Moment) -> None:
+        name = "train" if on_train else "rollout"
+        values, known = _shifted(getattr(act, name), act.lengths, by, filler)
+        setattr(act, name, values)
+        setattr(act, f"{name}_known", getattr(act, f"{name}_known") & known)
+        if filler is None:
+            act.affected &= known
+
+    variant = f"{'trainer' if on_train else 'engine'} one {'later' if by > 0 else 'earlier'}"
+    return Fault(code="shift", variant=variant, strength=by, record=record)
+
+
+def _shifted(values: Tensor, lengths: Tensor, by: int, filler: float | None) -> tuple[Tensor, Tensor]:
+    """[B, T] values one place on, and which places have one; the gap holds the filler."""
+    places = torch.arange(values.shape[1])[None].expand(values.shape)
+    source = places - by
+    there = (source >= 0) & (source < lengths[:, None])
+    moved = values.gather(1, source.clamp(0, values.shape[1] - 1))
+    empty = torch.tensor(0.0 if filler is None else filler)
+    inside = places < lengths[:, None]
+    return torch.where(there, moved, empty).where(inside, torch.tensor(0.0)), there | torch.tensor(filler is not None)
+
+
+def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
+    """One side's rows belong to other sequences."""
+    kinds = ["all shuffled", "one on", "some swapped", "shuffled inside groups", "two swapped", "reversed", "half rolled"]
+    kind = kinds[index % len(kinds)]
+    share = spread(index, 0.1, 0.6, chance)
+    on_train = (index // 7 + index // 2) % 2 == 1
+
+    def record(act: Any, moment: Moment) -> None:
+        order = _order(kind, len(act.ids), moment.scene.group_size, share, chance)
+        name = "train" if on_train else "rollout"
+        setattr(act, name, getattr(act, name)[order].where(act.tokens, torch.tensor(0.0)))
+        act.affected &= (order != torch.arange(len(order)))[:, None]
+
+    return Fault(code="row_pairing", variant=f"{kind}, {'trainer' if on_train else 'engine'}", strength=round(share, 3), record=record)
+
+
+def _order(kind: str, rows: int, group: int, share: float, chance: random.Random) -> Tensor:
+    order = list(range(rows))
+    if kind == "all shuffled":
+        chance.shuffle(order)
+    elif kind == "one on":
+        order = order[1:] + order[:1]
+    elif kind == "reversed":
+        order.reverse()
+    elif kind == "half rolled":
+        half = rows // 2
+        order = order[:half] + order[half + 1 :] + order[half : half + 1]
+    elif kind == "shuffled inside groups":
+        for start in range(0, rows, group):
+            part = order[start : start + group]
+            chance.shuffle(part)
+            order[start : start + group] = part
+    else:
+        count = 2 if kind == "two swapped" else max(2, int(share * rows))
+        chosen = chance.sample(order, count)
+        for row, other in zip(chosen, chosen[1:] + chosen[:1], strict=True):
+            order[row] = other
+    return torch.tensor(order)
+
+
+def mask(scene: Any, index: int, chance: random.Random) -> Fault:
+    """Tokens that the engine did not sample count in the loss."""
+    kind = ["tool", "tool", "prompt", "tool", "prompt", "tool scored"][index % 6]
+    if kind == "prompt":
+        scene.prompt_tail = chance.choice([1, 2, 4, 7])
+    else:
+        scene.tool_words = int(spread(index, 2, 14, chance))
+    scored = kind == "tool scored" or index % 12 == 4
+
+    def record(act: Any, moment: Moment) -> None:
+        foreign = act.tool.clone()
+        if scene.prompt_tail:
+            foreign[:, : scene.prompt_tail] = True
+        if not scored:
+            act.rollout = act.rollout.masked_fill(foreign, 0.0)
+        act.counted = act.tokens.clone()
+        act.rollout_known = act.tokens.clone()
+        act.affected = foreign & act.tokens
+
+    says = "its own scores of them" if scored else "zeros"
+    strength = scene.prompt_tail or scene.tool_words
+    return Fault(code="mask", variant=f"{kind.split()[0]} tokens with {says}", strength=strength, record=record)
+
+
+def placeholders(scene: Any, index: int, chance: random.Random) -> Fault:
+    """Some values are no log-probabilities at all."""
+    value = [0.0, -9999.0, 0.0, -100.0, 0.0, -1.0, 1e-8 * -1, 0.0][index % 8]
+    where = ["last token", "rows", "first part", "tokens", "rows", "tokens", "first token", "tail"][(index * 3) % 8]
+    share = spread(index, 0.02, 0.6, chance)
+
+    def record(act: Any, moment: Moment) -> None:
+        holes = _holes(where, act, share, chance) & act.tokens
+        act.rollout = act.rollout.masked_fill(holes, value)
+        act.affected = holes
+
+    return Fault(code="placeholders", variant=f"{value:g} for {where}", strength=round(share, 3), record=record)
+
+
+def _holes(where: str, act: Any, share: float, chance: random.Random) -> Tensor:
+    """[B, T] bool"""
+    places = torch.arange(act.ids.shape[1])[None]
+    lengths = act.lengths[:, None]
+    some = torch.tensor([chance.random() < share for _ in range(len(act.ids))])
+    some[chance.randrange(len(some))] = True
+    if where == "last token":
+        return places == lengths - 1
+    if where == "first token":
+        return (places == 0).expand(act.ids.shape)
+    if where == "rows":
+        return some[:, None].expand(act.ids.shape)
+    if where == "first part":
+        ends = torch.tensor([chance.uniform(0.2, 0.8) for _ in range(len(act.ids))])[:, None] * lengths
+        return some[:, None] & (places < ends)
+    if where == "tail":
+        starts = torch.tensor([chance.uniform(0.3, 0.9) for _ in range(len(act.ids))])[:, None] * lengths
+        return some[:, None] & (places >= starts)
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    return torch.rand(act.ids.shape, generator=generator) < share
+
+
+def lengths(scene: Any, index: int, chance: random.Random) -> Fault:
+    """One side has fewer values than the response has tokens."""
+    kind = ["null tail", "nan tail", "cut at a length", "end token appended"][index % 4]
+    on_train = index % 8 == 5
+    share = spread(index, 0.1, 1.0, chance)
+    few = max(1, int(scene.max_tokens * chance.uniform(0.1, 0.4)))
+
+    def record(act: Any, moment: Moment) -> None:
+        if kind == "end token appended":
+            _append_end(act, moment)
+            return
+        places = torch.arange(act.ids.shape[1])[None]
+        some = torch.tensor([chance.random() < share for _ in range(len(act.ids))])
+        some[int(act.lengths.argmax())] = True
+        if kind == "cut at a length":
+            missing = places >= few
+        else:
+            missing = some[:, None] & (places >= (act.lengths - few).clamp(min=1)[:, None])
+        missing = missing & act.tokens
+        name = "train" if on_train else "rollout"
+        if kind == "nan tail":
+            setattr(act, name, getattr(act, name).masked_fill(missing, float("nan")))
+        else:
+            setattr(act, f"{name}_known", getattr(act, f"{name}_known") & ~missing)
+        act.affected = missing
+
+    return Fault(code="lengths", variant=f"{kind}, {'trainer' if on_train else 'engine'}", strength=round(share, 3), record=record)
+
+
+def _append_end(act: Any, moment: Moment) -> None:
+    """The trainer scores an end token that the engine has none for."""
+    from engines import score
+
+    grown = act.lengths + 1
+    ids = torch.nn.functional.pad(act.ids, (0, 1))
+    ids.scatter_(1, act.lengths[:, None], EOS)
+    for name in ("rollout", "clean_rollout", "clean_train", "entropy"):
+        setattr(act, name, torch.nn.functional.pad(getattr(act, name), (0, 1)))
+    for name in ("rollout_known", "tool"):
+        setattr(act, name, torch.nn.functional.pad(getattr(act, name), (0, 1), value=False))
+    act.ids, act.lengths = ids, grown
+    scored = score(moment.scene.train(moment.version), act.prompts, ids, grown)
+    act.train, act.entropy, act.clean_train = scored.logprobs, scored.entropy, scored.logprobs
+    act.train_known, act.counted = act.tokens.clone(), act.tokens.clone()
+    act.affected = torch.zeros_like(act.tokens).scatter(1, grown[:, None] - 1, True)
+
+
+def retokenised(scene: Any, index: int, chance: random.Random) -> Fault:
+    """The trainer decodes responses to text and encodes it again; the engine's values stay where they were."""
+    kind = ["as it is", "stripped", "words only"][index % 3]
+    filler = [None, 0.0][(index // 3) % 2]
+
+    def record(act: Any, moment: Moment) -> None:
+        language = moment.scene.world.language
+        rows = [_encoded_again(language, ids[:n].tolist(), kind) for ids, n in zip(act.ids, act.lengths.tolist(), strict=True)]
+        _replace_tokens(act, moment, rows, filler)
+
+    return Fault(code="retokenised", variant=kind, strength=None, record=record)
+
+
+def _encoded_again(language: Any, ids: list[int], kind: str) -> list[int]:
+    end = [EOS] if ids[-1] == EOS else []
+    text = language.decode(ids)
+    if kind == "stripped":
+        text = text.split(" ", 1)[-1].strip()
+    elif kind == "words only":
+        text = text.replace(" = ", "= ", 1)
+    return (language.encode(text) + end) or [EOS]
+
+
+def _replace_tokens(act: Any, moment: Moment, rows: list[list[int]], filler: float | None) -> None:
+    from engines import score
+
+    width = max(len(row) for row in rows)
+    old_ids, old_lengths, width_before = act.ids, act.lengths, act.ids.shape[1]
+    act.lengths = torch.tensor([len(row) for row in rows])
+    act.ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    grow = (0, width - width_before)
+    for name in ("rollout", "clean_rollout"):
+        setattr(act, name, torch.nn.functional.pad(getattr(act, name), grow))
+    had = torch.arange(width)[None] < old_lengths[:, None]
+    same = torch.nn.functional.pad(old_ids, grow, value=-1) == act.ids
+    scored = score(moment.scene.train(moment.version), act.prompts, act.ids, act.lengths)
+    engine = score(moment.scene.rollout(moment.version), act.prompts, act.ids, act.lengths)
+    act.train, act.entropy, act.clean_train = scored.logprobs, scored.entropy, scored.logprobs
+    act.clean_rollout = engine.logprobs
+    act.counted, act.train_known = act.tokens.clone(), act.tokens.clone()
+    act.tool = torch.zeros_like(act.tokens)
+    act.rollout_known = act.tokens & (had | torch.tensor(filler is not None))
+    act.rollout = act.rollout.where(had & act.tokens, torch.tensor(0.0))
+    act.affected = act.tokens & (~same).cumsum(1).bool()
+
+
+def copies(scene: Any, index: int, chance: random.Random) -> Fault:
+    """The trainer's values are the engine's, copied."""
+    since = chance.randrange(scene.num_steps) if index % 4 == 3 else 0
+
+    def record(act: Any, moment: Moment) -> None:
+        if act.index >= since:
+            act.train = act.rollout.clone()
+        else:
+            act.affected[:] = False
+
+    variant = "from a step on" if since else "everywhere"
+    return Fault(code="copies", variant=variant, strength=since, record=record)
