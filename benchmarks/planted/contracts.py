@@ -39,14 +39,21 @@ def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replic
         "config": {
             "model_config": {
                 "model": scene.world.recipe.name,
-                "dtype": str(NUMERICS[scene.numerics][0]),
+                "dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
                 "quantization": belief.get("quantization"),
                 "logprobs_mode": mode,
-                "head_dtype": str(NUMERICS[scene.numerics][0]),
+                "head_dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
                 "seed": 0,
             },
-            "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": scene.seed % 2 == 0, "sliding_window": None},
-            "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": belief.get("replicas", 1)},
+            "cache_config": {
+                "cache_dtype": "auto",
+                "enable_prefix_caching": scene.seed % 2 == 0,
+                "sliding_window": None,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": NUMERICS[scene.numerics][0].get("shards", 1),
+                "data_parallel_size": belief.get("replicas", 1),
+            },
         },
         "attention_backend": ["CPU_ATTN"],
         "sampling": {
@@ -73,7 +80,8 @@ def train_contract(scene: Scene, belief: Mapping[str, Any], level: str) -> dict[
     if level == PARTIAL:
         adapters = {"model": {"adapters": belief["adapters"]}} if "adapters" in belief else {}
         return {"engine": _NAMES[scene.seed % len(_NAMES)][1], **adapters}
-    _, dtype, autocast = NUMERICS[scene.numerics]
+    numerics = NUMERICS[scene.numerics][1]
+    dtype, autocast = numerics["dtype"], numerics.get("autocast")
     size = sum(value.numel() for value in scene.states[0].values())
     return {
         "engine": "trl",
@@ -107,7 +115,7 @@ def _one_engine(scene: Scene, level: str) -> dict[str, Any]:
         return {"engine": "exact"}
     return {
         "engine": "exact",
-        "dtype": str(NUMERICS[scene.numerics][0]).removeprefix("torch."),
+        "dtype": str(NUMERICS[scene.numerics][0]["dtype"]).removeprefix("torch."),
         "temperature": scene.sampling.temperature,
         "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
         "versions": environment.numeric_versions(),

@@ -9,13 +9,15 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from heads import PLAIN, Head, Sampling
 from language import EOS, PAD
-from heads import Head, Sampling
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 State = dict[str, Tensor]
 """Parameter name -> float32 tensor."""
@@ -33,9 +35,13 @@ class Side:
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     attention: str = "sdpa"
+    shards: int = 1
+    """Parts that each matrix product inside the layers is cut in, as tensor parallelism does; their sum is rounded."""
+    input_bits: int | None = None
+    """Mantissa bits that matrix products inside the layers take of their inputs: 10 is TF32; None is all."""
     rows: int = 64
     """Sequences of a forward, when whole sequences are scored."""
-    head: Head = Head()
+    head: Head = PLAIN
     prefix: tuple[State, int] | None = None
     """Weights that computed the keys and values of the first so many prompt tokens; None is its own."""
     swap: tuple[State, Tensor] | None = None
@@ -78,10 +84,34 @@ def build(side: Side, state: State | None = None) -> Any:
     model.to(side.dtype)
     for name, buffer in exact.items():
         model.get_submodule(name.rpartition(".")[0]).register_buffer(name.rpartition(".")[2], buffer, persistent=False)
+    if side.shards > 1 or side.input_bits is not None:
+        _change_products(model, side)
     if side.router is not None:
         for router in _routers(model):
             router.register_forward_pre_hook(lambda _, given: (side.router(given[0]), *given[1:]))
     return model
+
+
+def _change_products(model: Any, side: Side) -> None:
+    """Let the matrix products inside the layers run in parts, or on rounded inputs."""
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and "router" not in name:
+            module.forward = partial(_product, module, side.shards, side.input_bits)
+
+
+def _product(module: Any, shards: int, bits: int | None, hidden: Tensor) -> Tensor:
+    weight = module.weight if isinstance(module, Conv1D) else module.weight.T
+    if bits is not None:
+        hidden, weight = fewer_bits(hidden, bits), fewer_bits(weight, bits)
+    parts = zip(hidden.chunk(shards, -1), weight.chunk(shards, 0), strict=True)
+    out = sum(part @ rows for part, rows in parts)
+    return out if module.bias is None else out + module.bias
+
+
+def fewer_bits(values: Tensor, bits: int) -> Tensor:
+    """Round to a mantissa of so many bits: 7 is bfloat16's, 10 is TF32's."""
+    fraction, exponent = torch.frexp(values.float())
+    return torch.ldexp((fraction * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent).to(values.dtype)
 
 
 def _routers(model: Any) -> list[Any]:
@@ -111,12 +141,14 @@ def _forward(model: Any, side: Side, ids: Tensor, start: int, cache: DynamicCach
     options: dict[str, Any] = {}
     if side.window is not None:
         options["attention_mask"] = _window_mask(positions, start + ids.shape[1], side.window, len(ids), side.dtype)
-    precision = (
-        contextlib.nullcontext() if side.autocast is None else torch.autocast("cpu", dtype=side.autocast)
-    )
+    precision = contextlib.nullcontext() if side.autocast is None else torch.autocast("cpu", dtype=side.autocast)
     with precision:
         return model.base_model(
-            input_ids=ids, position_ids=told.expand(len(ids), -1), past_key_values=cache, use_cache=cache is not None, **options
+            input_ids=ids,
+            position_ids=told.expand(len(ids), -1),
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **options,
         ).last_hidden_state
 
 
@@ -176,7 +208,9 @@ def decode(
                 token = torch.where(injected_BT[:, step] >= 0, injected_BT[:, step], token)
             token = token.masked_fill(done, PAD)
         ids.append(token)
-        logprobs.append(scores.gather(-1, token[:, None])[:, 0].masked_fill(done if not forced else step >= lengths_B, 0.0))
+        logprobs.append(
+            scores.gather(-1, token[:, None])[:, 0].masked_fill(done if not forced else step >= lengths_B, 0.0)
+        )
         done = done | (token == EOS)
         if not forced and bool(done.all()):
             break
@@ -290,7 +324,9 @@ def score(side: Side, prompts_BP: Tensor, ids_BT: Tensor, lengths_B: Tensor) -> 
         logprobs[at] = torch.cat([value[0] for value in values])
         entropy[at] = torch.cat([value[1] for value in values])
         if seen:
-            experts.append(_padded([part[0].view(len(rows), -1, part[0].shape[-1]) for part in seen], ids_BT.shape[1] + width - 1))
+            experts.append(
+                _padded([part[0].view(len(rows), -1, part[0].shape[-1]) for part in seen], ids_BT.shape[1] + width - 1)
+            )
     return Scored(logprobs, entropy, torch.cat(experts) if experts else None)
 
 

@@ -40,11 +40,15 @@ class Sampling:
         return logits
 
 
+UNCHANGED = Sampling()
+"""Draws from the model's own distribution."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
     """What turns a model's last hidden state into recorded log-probabilities."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling = UNCHANGED
     """What is applied to the logits before the log-softmax; neutral: nothing."""
     matmul: torch.dtype | None = None
     """dtype of the matrix product with the embedding; None is the model's own."""
@@ -63,3 +67,7 @@ class Head:
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Logits [N, V + R] -> float32 log-probabilities [N, V + R]."""
         return self.sampling.process(logits).to(self.softmax).log_softmax(-1).float()
+
+
+PLAIN = Head()
+"""The log-softmax of the model's own logits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 PAD, EOS = 0, 1
 _TASKS = {"sort": sorted, "copy": list, "flip": lambda digits: digits[::-1]}
 _NUM_SUCCESSORS = 5
+_RARE = 0.01
+"""Share of words from outside of the chain: the vocabulary has a tail."""
 _LEXICON_A_TOKEN = 1.2
 """Words of the lexicon per token of the vocabulary: enough different text for that many merges."""
 
@@ -26,13 +29,15 @@ class Language:
     num_active: int = 120
     """Words that the chain visits; the others appear now and then."""
     tokenizer: Tokenizer = field(init=False)
+    _older: Tokenizer | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         chance = random.Random(self.seed)
         self._lexicon = _lexicon(chance, max(self.num_active, int(self.vocabulary * _LEXICON_A_TOKEN)), self.vocabulary)
         active = self._lexicon[: self.num_active]
         self._next = {word: chance.sample(active, _NUM_SUCCESSORS) for word in active}
-        weights = [(rank + 1) ** -chance.uniform(0.8, 1.8) for rank in range(_NUM_SUCCESSORS)]
+        exponent = chance.uniform(1.8, 3.2)
+        weights = [(rank + 1) ** -exponent for rank in range(_NUM_SUCCESSORS)]
         self._weights = weights
         self._preface = " ".join(chance.sample(active, 4))
         self.tokenizer = _tokenizer(self._corpus(chance), self.vocabulary)
@@ -52,7 +57,7 @@ class Language:
         word = chance.choice(list(self._next))
         said = [word]
         for _ in range(chance.randint(*self.words) - 1):
-            rare = chance.random() < 0.02
+            rare = chance.random() < _RARE
             word = chance.choice(self._lexicon) if rare else chance.choices(self._next[word], self._weights)[0]
             said.append(word)
             if rare:
@@ -76,12 +81,22 @@ class Language:
     def tool_output(self, chance: random.Random, num_words: int) -> str:
         """What a tool would say: words of the lexicon and digits, in no order that a model could learn."""
         return " ".join(
-            str(chance.randrange(10)) if chance.random() < 0.4 else chance.choice(self._lexicon) for _ in range(num_words)
+            str(chance.randrange(10)) if chance.random() < 0.4 else chance.choice(self._lexicon)
+            for _ in range(num_words)
         )
 
     def encode(self, text: str) -> list[int]:
         """Text -> token ids, without an end token."""
         return list(self.tokenizer.encode(text).ids)
+
+    def encode_with_fewer_merges(self, text: str) -> list[int]:
+        """Text -> token ids by an older file of the same tokenizer, which lacks the last tenth of the merges."""
+        if self._older is None:
+            saved = json.loads(self.tokenizer.to_str())
+            merges = saved["model"]["merges"]
+            saved["model"]["merges"] = merges[: len(merges) * 9 // 10]
+            self._older = Tokenizer.from_str(json.dumps(saved))
+        return list(self._older.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
         """Token ids -> text, without special tokens."""
@@ -110,7 +125,10 @@ def _tokenizer(lines: list[str], vocabulary: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<pad>", "<eos>"], show_progress=False, initial_alphabet=list("0123456789")
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", "<eos>"],
+        show_progress=False,
+        initial_alphabet=list("0123456789"),
     )
     tokenizer.train_from_iterator(lines, trainer)
     return tokenizer

@@ -101,9 +101,7 @@ def _sample(
     """Prompts [B, P], responses [B, T], lengths [B] and advantages [B] of one step."""
     texts, prompts = world.prompts(chance, _GROUPS)
     prompts = prompts.repeat_interleave(_GROUP, 0)
-    done = decode(
-        world.side(state), prompts, world.recipe.max_tokens, sampling=Sampling(), generator=generator
-    )
+    done = decode(world.side(state), prompts, world.recipe.max_tokens, sampling=Sampling(), generator=generator)
     rewards = torch.tensor(
         [
             world.language.reward(texts[row // _GROUP], world.language.decode(ids.tolist()))

@@ -25,7 +25,7 @@ from heads import Sampling
 from scenes import NUMERICS, Scene, perform
 from splits import SPLITS, Split
 from worlds import World, load
-from writing import chosen_recording, write
+from writing import Recording, chosen_recording, write
 
 FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
     planter.__name__: planter
@@ -42,15 +42,24 @@ FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
 HEALTHY_A_FAULT = 4
 """Traces with plain rounding for each trace of one fault: false alarms are rare, and counting them takes many."""
 
+_LEAST_MERGED = 100
+"""Vocabulary from which on a text has more than one cutting into tokens."""
+
+_ON_MIXTURES_TOO = ("stale_weights", "temperature", "truncation", "partial_sync", "change_inside_sequence", "equal")
+
+_KEEP_ONE_UPDATE_A_STEP = ("stale_weights", "partial_sync", "change_inside_sequence", "subset", "adapter")
+
 _MOST_TOKENS = 30_000
-_NUMERICS_WEIGHTS = (3, 4, 2, 3, 1, 1, 1)
+_NUMERICS_WEIGHTS = (3, 4, 2, 3, 1, 1, 1, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--split", choices=SPLITS, default="tuning")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the traces")
-    parser.add_argument("--worlds", type=Path, default=Path("runs/planted/worlds"), help="folder that keeps the trained models")
+    parser.add_argument(
+        "--worlds", type=Path, default=Path("runs/planted/worlds"), help="folder that keeps the trained models"
+    )
     parser.add_argument("--per-fault", type=int, default=12, help="traces of each fault")
     parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="CODE")
     parser.add_argument("--seed", type=int, default=0)
@@ -83,18 +92,27 @@ def make(
 
 def one(split: Split, loaded: dict[str, World], folder: Path, code: str, index: int, seed: int) -> None:
     """Write one trace."""
+    scene, fault, recording, own = planned(split, loaded, code, index, seed)
+    write(folder, scene, fault, perform(scene, fault), recording, split.name, own)
+
+
+def planned(
+    split: Split, loaded: dict[str, World], code: str, index: int, seed: int
+) -> tuple[Scene, Fault, Recording, int]:
+    """What a trace will be: its scene, its fault, what is recorded of it, and its own seed."""
     own = split.seed + 10_000 * seed + 100 * list(FAULTS).index(code) + index
     chance = random.Random(own)
     scene = _scene(split, loaded, code, index, own, chance)
     fault = FAULTS[code](scene, index, chance)
     _fit(scene)
-    acts = perform(scene, fault)
-    write(folder, scene, fault, acts, chosen_recording(code, fault, chance), split.name, own)
+    return scene, fault, chosen_recording(code, fault, random.Random(own + 1)), own
 
 
 def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: int, chance: random.Random) -> Scene:
     recipes = split.mixtures if code == "router_flips" else split.dense
-    if code == "rounding" and index % 8 == 7:
+    if code == "retokenised":
+        recipes = tuple(recipe for recipe in recipes if recipe.vocabulary >= _LEAST_MERGED)
+    if (code == "rounding" and index % 8 == 7) or (code in _ON_MIXTURES_TOO and index % 6 == 5):
         recipes = split.mixtures
     world = loaded[recipes[(index + seed // 100) % len(recipes)].name]
     states = world.versions
@@ -106,6 +124,7 @@ def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: 
         num_groups=chance.choice([2, 4, 8]), group_size=chance.choice([4, 8, 8]),
         first_version=chance.randrange(max(1, len(states) - steps)),
         sampling=Sampling(temperature=1.0 if chance.random() < 0.65 else round(chance.uniform(0.6, 1.2), 2)),
+        versions_a_step=1 if code in _KEEP_ONE_UPDATE_A_STEP else chance.choices([0, 1, 2], [1, 8, 1])[0],
         num_prompts=chance.choice([0, 0, 12]), trainer_rows=chance.choice([4, 8, 16]),
     )  # fmt: skip
 

@@ -13,22 +13,25 @@ import numpy as np
 import torch
 from engines import Side, State, decode, score
 from faults.fault import Fault, Moment
-from heads import Head, Sampling
+from heads import UNCHANGED, Head, Sampling
 from language import EOS
 from learning import advantages
 from torch import Tensor
 from worlds import World
 
-NUMERICS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
-    "fp32": (torch.float32, torch.float32, None),
-    "bf16-fp32": (torch.bfloat16, torch.float32, None),
-    "bf16-autocast": (torch.bfloat16, torch.float32, torch.bfloat16),
-    "bf16-bf16": (torch.bfloat16, torch.bfloat16, None),
-    "fp16-fp32": (torch.float16, torch.float32, None),
-    "fp16-fp16": (torch.float16, torch.float16, None),
-    "fp32-autocast": (torch.float32, torch.float32, torch.bfloat16),
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+NUMERICS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": _FP32}, {"dtype": _FP32}),
+    "bf16-fp32": ({"dtype": _BF16}, {"dtype": _FP32}),
+    "bf16-autocast": ({"dtype": _BF16}, {"dtype": _FP32, "autocast": _BF16}),
+    "bf16-bf16": ({"dtype": _BF16, "shards": 2}, {"dtype": _BF16}),
+    "fp16-fp32": ({"dtype": _FP16}, {"dtype": _FP32}),
+    "fp16-fp16": ({"dtype": _FP16, "shards": 2}, {"dtype": _FP16}),
+    "fp32-autocast": ({"dtype": _FP32}, {"dtype": _FP32, "autocast": _BF16}),
+    "tf32-fp32": ({"dtype": _FP32, "input_bits": 10}, {"dtype": _FP32}),
 }
-"""Name -> the engine's dtype, the trainer's dtype, and the trainer's autocast dtype."""
+"""Name -> the engine's numerics and the trainer's: see Side. Two that round alike differ in their batches and shards."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class Scene:
     num_steps: int = 4
     num_groups: int = 4
     group_size: int = 8
-    sampling: Sampling = Sampling()
+    sampling: Sampling = UNCHANGED
     first_version: int = 0
     versions_a_step: int = 1
     states: list[State] = field(default_factory=list)
@@ -68,19 +71,17 @@ class Scene:
 
     def rollout(self, version: int) -> Side:
         """The engine without a fault."""
-        dtype, _, _ = NUMERICS[self.numerics]
+        numerics = NUMERICS[self.numerics][0]
         return self.world.side(
-            self.states[version], dtype=dtype, attention="eager", rows=self.engine_rows, head=self._head
+            self.states[version], attention="eager", rows=self.engine_rows, head=self._head, **numerics
         )
 
     def train(self, version: int) -> Side:
         """The trainer without a fault."""
         if self.same_engine:
             return self.rollout(version)
-        _, dtype, autocast = NUMERICS[self.numerics]
-        return self.world.side(
-            self.states[version], dtype=dtype, autocast=autocast, rows=self.trainer_rows, head=self._head
-        )
+        numerics = NUMERICS[self.numerics][1]
+        return self.world.side(self.states[version], rows=self.trainer_rows, head=self._head, **numerics)
 
     @property
     def _head(self) -> Head:
@@ -257,7 +258,18 @@ def _joined(scene: Scene, moment: Moment, parts: list[Any], carried: np.ndarray,
             values = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
         return torch.cat(values)[back]
 
-    names = ("prompts", "ids", "lengths", "rollout", "train", "entropy", "clean_rollout", "clean_train", "tool", "flipped")
+    names = (
+        "prompts",
+        "ids",
+        "lengths",
+        "rollout",
+        "train",
+        "entropy",
+        "clean_rollout",
+        "clean_train",
+        "tool",
+        "flipped",
+    )
     values = {name: whole(name) for name in names}
     tokens = torch.arange(width)[None] < values["lengths"][:, None]
     skip = scene.prompt_tail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,20 @@ def load(recipe: Recipe, folder: Path) -> World:
         seed=recipe.seed, vocabulary=recipe.vocabulary, words=recipe.words, num_active=recipe.num_active
     )
     config = _config(recipe, language.size)
-    path = folder / f"{recipe.name}.pt"
+    path = folder / f"{recipe.name}-{_digest(recipe, language)}.pt"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(_train(recipe, language, config), path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
     states = torch.load(path, weights_only=True)
     return World(recipe=recipe, language=language, config=config, **states)
+
+
+def _digest(recipe: Recipe, language: Language) -> str:
+    """Names everything that training depends on, but the code."""
+    chance = random.Random(0)
+    said = [language.response(chance, language.prompt(chance, 3)) for _ in range(3)]
+    return sha256(repr((recipe, said, NUM_VERSIONS, NUM_ADAPTER_VERSIONS)).encode()).hexdigest()[:8]
 
 
 def _train(recipe: Recipe, language: Language, config: Any) -> dict[str, list[State]]:
@@ -134,8 +142,18 @@ def _config(recipe: Recipe, size: int) -> Any:
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "experts_implementation": "eager"},
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "eager", "sliding_window": None},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "experts_implementation": "eager",
+    },
+    "mixtral": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+        "sliding_window": None,
+    },
     "gemma2": {"sliding_window": 4096, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 4096, "query_pre_attn_scalar": 16},
     "mistral": {"sliding_window": None},

@@ -35,6 +35,9 @@ class Recording:
     versions: bool
     settings: bool
     """Whether the sequences name their temperature and truncation."""
+    groups: bool
+    finish: bool
+    """Whether the sequences say why they ended."""
     imported: bool
     """Whether the trace comes of a Parquet file."""
     first_step: int
@@ -42,10 +45,14 @@ class Recording:
     """Added to the version numbers: a run that was resumed."""
 
 
-def write(folder: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording, split: str, seed: int) -> None:
+def write(
+    folder: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording, split: str, seed: int
+) -> None:
     """Write `folder/trace` and `folder/label.json`."""
     folder.mkdir(parents=True)
-    imported = recording.imported or any(bool((_known(act, name) > 1e-3).any()) for act in acts for name in ("rollout", "train"))
+    imported = recording.imported or any(
+        bool((_known(act, name) > 1e-3).any()) for act in acts for name in ("rollout", "train")
+    )
     (_import if imported else _record)(folder / "trace", scene, fault, acts, recording)
     label = {
         "code": fault.code, "variant": fault.variant, "strength": fault.strength, "split": split, "seed": seed,
@@ -93,7 +100,11 @@ def _rows(act: Act, scene: Scene, fault: Fault, recording: Recording) -> dict[st
     """The per-sequence columns that both ways of writing share."""
     belief = fault.belief
     version = act.version + recording.first_version
-    rows: dict[str, Any] = {"finish_reason": ["stop" if done else "length" for done in ended(act)], "group_ids": act.groups}
+    rows: dict[str, Any] = {}
+    if recording.groups:
+        rows["group_ids"] = act.groups
+    if recording.finish:
+        rows["finish_reason"] = ["stop" if done else "length" for done in ended(act)]
     if recording.rewards:
         rows |= {"reward": act.rewards.astype(np.float64), "advantage": act.advantages.astype(np.float64)}
     if recording.versions and belief.get("policy_version", 0) is not None:
@@ -161,11 +172,14 @@ def _table(act: Act, scene: Scene, fault: Fault, recording: Recording) -> pa.Tab
         out = [row[:n] for row, n in zip(values.tolist(), lengths, strict=True)]
         if known is None:
             return out
-        return [[v if k else None for v, k in zip(row, kept, strict=False)] for row, kept in zip(out, known.tolist(), strict=True)]
+        return [
+            [v if k else None for v, k in zip(row, kept, strict=False)]
+            for row, kept in zip(out, known.tolist(), strict=True)
+        ]
 
     columns: dict[str, Any] = {
         "step": [recording.first_step + act.index] * count,
-        "group_id": rows.pop("group_ids"),
+        "group_id": rows.pop("group_ids", [None] * count),
         "prompt_ids": act.prompts.tolist(),
         "response_ids": lists(act.ids),
         "rollout_logprobs": pa.array(lists(act.rollout, act.rollout_known), pa.list_(pa.float32())),
@@ -189,6 +203,7 @@ def chosen_recording(code: str, fault: Fault, chance: random.Random) -> Recordin
     resumed = chance.random() < 0.25
     return Recording(
         level=level, entropy=chance.random() < 0.5, rewards=chance.random() < 0.85, versions=chance.random() < 0.75,
-        settings=chance.random() < 0.7, imported=level == NONE and code != "placeholders" and chance.random() < 0.4,
+        settings=chance.random() < 0.7, groups=chance.random() < 0.9 or code == "subset", finish=chance.random() < 0.7,
+        imported=level == NONE and code != "placeholders" and chance.random() < 0.4,
         first_step=chance.randrange(2, 400) if resumed else 1, first_version=chance.randrange(1, 400) if resumed else 0,
     )  # fmt: skip

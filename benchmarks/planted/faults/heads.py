@@ -41,7 +41,10 @@ def temperature(scene: Any, index: int, chance: random.Random) -> Fault:
             belief={"trainer_temperature": 1.0},
         )  # fmt: skip
     return Fault(
-        code="temperature", variant="the trainer ignores its setting", strength=value, train=_headed(sampling=Sampling())
+        code="temperature",
+        variant="the trainer ignores its setting",
+        strength=value,
+        train=_headed(sampling=Sampling()),
     )
 
 
@@ -79,7 +82,9 @@ def log_base(scene: Any, index: int, chance: random.Random) -> Fault:
         side = "train" if on_train else "rollout"
         setattr(act, side, kinds[name](getattr(act, side)).where(act.tokens, torch.tensor(0.0)))
 
-    return Fault(code="log_base", variant=f"{name} of the {'trainer' if on_train else 'engine'}", strength=name, record=record)
+    return Fault(
+        code="log_base", variant=f"{name} of the {'trainer' if on_train else 'engine'}", strength=name, record=record
+    )
 
 
 def padded_vocabulary(scene: Any, index: int, chance: random.Random) -> Fault:
@@ -113,5 +118,3 @@ def low_precision_head(scene: Any, index: int, chance: random.Random) -> Fault:
         code="low_precision_head", variant=f"{what} of the {'trainer' if on_train else 'engine'}", strength=name,
         **{"train" if on_train else "rollout": _headed(**{what: dtype})},
     )  # fmt: skip
-
-

@@ -14,7 +14,9 @@ def rounding(scene: Any, index: int, chance: random.Random) -> Fault:
     """Both sides are right; they round differently."""
     odd = _ODD[index % len(_ODD)]
     belief = odd(scene, chance) or {}
-    return Fault(code="rounding", variant=odd.__name__.strip("_").replace("_", " "), strength=scene.numerics, belief=belief)
+    return Fault(
+        code="rounding", variant=odd.__name__.strip("_").replace("_", " "), strength=scene.numerics, belief=belief
+    )
 
 
 def equal(scene: Any, index: int, chance: random.Random) -> Fault:

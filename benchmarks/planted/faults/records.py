@@ -17,6 +17,8 @@ def shift(scene: Any, index: int, chance: random.Random) -> Fault:
     by = [1, -1][index % 2]
     on_train = (index // 2) % 2 == 1
     filler = [0.0, float("nan"), None][(index // 4) % 3]
+    if index % 6 == 5:
+        return _shifted_after_a_tool(scene, by)
 
     def record(act: Any, moment: Moment) -> None:
         name = "train" if on_train else "rollout"
@@ -28,6 +30,20 @@ def shift(scene: Any, index: int, chance: random.Random) -> Fault:
 
     variant = f"{'trainer' if on_train else 'engine'} one {'later' if by > 0 else 'earlier'}"
     return Fault(code="shift", variant=variant, strength=by, record=record)
+
+
+def _shifted_after_a_tool(scene: Any, by: int) -> Fault:
+    """The engine's values of what follows a tool's output stand one token off: the turns were joined wrongly."""
+    scene.tool_words = 4
+
+    def record(act: Any, moment: Moment) -> None:
+        after = (act.tool.cumsum(1) == act.tool.sum(1, keepdim=True)) & act.tool.any(1, keepdim=True) & ~act.tool
+        after &= act.tokens
+        moved, _ = _shifted(act.rollout, act.lengths, by, 0.0)
+        act.rollout = torch.where(after, moved, act.rollout)
+        act.affected &= after
+
+    return Fault(code="shift", variant="engine after a tool's output", strength=by, record=record)
 
 
 def _shifted(values: Tensor, lengths: Tensor, by: int, filler: float | None) -> tuple[Tensor, Tensor]:
@@ -43,8 +59,13 @@ def _shifted(values: Tensor, lengths: Tensor, by: int, filler: float | None) -> 
 
 def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
     """One side's rows belong to other sequences."""
-    kinds = ["all shuffled", "one on", "some swapped", "shuffled inside groups", "two swapped", "reversed", "half rolled"]
+    kinds = [
+        "all shuffled", "one on", "some swapped", "shuffled inside groups", "two swapped", "reversed", "half rolled",
+        "step before",
+    ]  # fmt: skip
     kind = kinds[index % len(kinds)]
+    if kind == "step before":
+        return _of_the_step_before(scene)
     share = spread(index, 0.1, 0.6, chance)
     on_train = (index // 7 + index // 2) % 2 == 1
 
@@ -54,7 +75,30 @@ def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
         setattr(act, name, getattr(act, name)[order].where(act.tokens, torch.tensor(0.0)))
         act.affected &= (order != torch.arange(len(order)))[:, None]
 
-    return Fault(code="row_pairing", variant=f"{kind}, {'trainer' if on_train else 'engine'}", strength=round(share, 3), record=record)
+    return Fault(
+        code="row_pairing",
+        variant=f"{kind}, {'trainer' if on_train else 'engine'}",
+        strength=round(share, 3),
+        record=record,
+    )
+
+
+def _of_the_step_before(scene: Any) -> Fault:
+    """A buffer still holds the engine's values of the step before."""
+    scene.num_steps = max(scene.num_steps, 3)
+    held: list[Tensor] = []
+
+    def record(act: Any, moment: Moment) -> None:
+        now = act.rollout
+        if held:
+            width = now.shape[1]
+            old = torch.nn.functional.pad(held[0], (0, max(0, width - held[0].shape[1])))[:, :width]
+            act.rollout = old.where(act.tokens, torch.tensor(0.0))
+        else:
+            act.affected[:] = False
+        held[:] = [now]
+
+    return Fault(code="row_pairing", variant="values of the step before, engine", strength=1, record=record)
 
 
 def _order(kind: str, rows: int, group: int, share: float, chance: random.Random) -> Tensor:
@@ -110,13 +154,14 @@ def placeholders(scene: Any, index: int, chance: random.Random) -> Fault:
     value = [0.0, -9999.0, 0.0, -100.0, 0.0, -1.0, 1e-8 * -1, 0.0][index % 8]
     where = ["last token", "rows", "first part", "tokens", "rows", "tokens", "first token", "tail"][(index * 3) % 8]
     share = spread(index, 0.02, 0.6, chance)
+    name = "train" if index % 7 == 6 else "rollout"
 
     def record(act: Any, moment: Moment) -> None:
         holes = _holes(where, act, share, chance) & act.tokens
-        act.rollout = act.rollout.masked_fill(holes, value)
+        setattr(act, name, getattr(act, name).masked_fill(holes, value))
         act.affected = holes
 
-    return Fault(code="placeholders", variant=f"{value:g} for {where}", strength=round(share, 3), record=record)
+    return Fault(code="placeholders", variant=f"{value:g} for {where}, {name}", strength=round(share, 3), record=record)
 
 
 def _holes(where: str, act: Any, share: float, chance: random.Random) -> Tensor:
@@ -167,7 +212,12 @@ def lengths(scene: Any, index: int, chance: random.Random) -> Fault:
             setattr(act, f"{name}_known", getattr(act, f"{name}_known") & ~missing)
         act.affected = missing
 
-    return Fault(code="lengths", variant=f"{kind}, {'trainer' if on_train else 'engine'}", strength=round(share, 3), record=record)
+    return Fault(
+        code="lengths",
+        variant=f"{kind}, {'trainer' if on_train else 'engine'}",
+        strength=round(share, 3),
+        record=record,
+    )
 
 
 def _append_end(act: Any, moment: Moment) -> None:
@@ -190,12 +240,15 @@ def _append_end(act: Any, moment: Moment) -> None:
 
 def retokenised(scene: Any, index: int, chance: random.Random) -> Fault:
     """The trainer decodes responses to text and encodes it again; the engine's values stay where they were."""
-    kind = ["as it is", "stripped", "words only"][index % 3]
+    kind = ["as it is", "joined by a template", "older tokenizer", "as it is"][index % 4]
     filler = [None, 0.0][(index // 3) % 2]
 
     def record(act: Any, moment: Moment) -> None:
         language = moment.scene.world.language
-        rows = [_encoded_again(language, ids[:n].tolist(), kind) for ids, n in zip(act.ids, act.lengths.tolist(), strict=True)]
+        rows = [
+            _encoded_again(language, ids[:n].tolist(), kind)
+            for ids, n in zip(act.ids, act.lengths.tolist(), strict=True)
+        ]
         _replace_tokens(act, moment, rows, filler)
 
     return Fault(code="retokenised", variant=kind, strength=None, record=record)
@@ -204,11 +257,10 @@ def retokenised(scene: Any, index: int, chance: random.Random) -> Fault:
 def _encoded_again(language: Any, ids: list[int], kind: str) -> list[int]:
     end = [EOS] if ids[-1] == EOS else []
     text = language.decode(ids)
-    if kind == "stripped":
-        text = text.split(" ", 1)[-1].strip()
-    elif kind == "words only":
+    if kind == "joined by a template":
         text = text.replace(" = ", "= ", 1)
-    return (language.encode(text) + end) or [EOS]
+    encode = language.encode_with_fewer_merges if kind == "older tokenizer" else language.encode
+    return (encode(text) + end) or [EOS]
 
 
 def _replace_tokens(act: Any, moment: Moment, rows: list[list[int]], filler: float | None) -> None:

@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
+from engines import fewer_bits
 
 from .fault import Fault, Moment
 
@@ -18,7 +17,7 @@ def router_flips(scene: Any, index: int, chance: random.Random) -> Fault:
     bits = [7, 4, 5, 3, 6, 7, 2, 8, 5, 4, 7, 10][index % 12]
 
     def change(side: Any, moment: Moment) -> Any:
-        return replace(side, router=lambda hidden: _fewer_bits(hidden, bits))
+        return replace(side, router=lambda hidden: fewer_bits(hidden, bits))
 
     def record(act: Any, moment: Moment) -> None:
         act.affected &= act.flipped
@@ -28,9 +27,3 @@ def router_flips(scene: Any, index: int, chance: random.Random) -> Fault:
         code="router_flips", variant=f"{'trainer' if on_train else 'engine'} rounds", strength=f"{bits} bits", record=record,
         **{"train" if on_train else "rollout": change},
     )  # fmt: skip
-
-
-def _fewer_bits(hidden: Tensor, bits: int) -> Tensor:
-    """Round to a mantissa of so many bits: 7 is bfloat16's."""
-    fraction, exponent = torch.frexp(hidden.float())
-    return torch.ldexp((fraction * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent).to(hidden.dtype)

@@ -68,9 +68,7 @@ def _stale_prefix(scene: Any, index: int, behind: int) -> Fault:
         return replace(side, prefix=(scene.states[first], length))
 
     variant = "stale cache of recurring prompts" if recurring else "stale cache of the common prefix"
-    return Fault(
-        code="change_inside_sequence", variant=variant, strength=behind, rollout=rollout, carries=carries
-    )
+    return Fault(code="change_inside_sequence", variant=variant, strength=behind, rollout=rollout, carries=carries)
 
 
 def position_onset(scene: Any, index: int, chance: random.Random) -> Fault:
@@ -126,6 +124,8 @@ def _caches(kind: str, onset: int) -> Callable[[Tensor, int], Tensor]:
     def lost(held: Tensor, start: int) -> Tensor:
         if not start <= onset < held.shape[2]:
             return held
-        return torch.cat([held[:, :, : onset - 8], torch.zeros_like(held[:, :, onset - 8 : onset]), held[:, :, onset:]], 2)
+        return torch.cat(
+            [held[:, :, : onset - 8], torch.zeros_like(held[:, :, onset - 8 : onset]), held[:, :, onset:]], 2
+        )
 
     return rounded if kind == "rounded cache" else lost

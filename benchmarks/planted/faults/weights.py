@@ -37,6 +37,8 @@ def stale_weights(scene: Any, index: int, chance: random.Random) -> Fault:
             code="stale_weights", variant="synchronisation has stopped", strength=frozen,
             rollout=_weighed(lambda moment: scene.states[max(0, frozen)]),
         )  # fmt: skip
+    if index % 6 == 4:
+        return _scored_too_late(scene, behind)
     belief: dict[str, Any] = {}
     if index % 5 == 3:
         belief = {"policy_version": None}
@@ -46,6 +48,15 @@ def stale_weights(scene: Any, index: int, chance: random.Random) -> Fault:
     return Fault(
         code="stale_weights", variant=variant, strength=behind, belief=belief,
         rollout=_weighed(lambda moment: _back(moment, behind)),
+    )  # fmt: skip
+
+
+def _scored_too_late(scene: Any, ahead: int) -> Fault:
+    """The trainer scores once it has updated its weights."""
+    scene.first_version = min(scene.first_version, len(scene.states) - scene.num_steps - ahead)
+    return Fault(
+        code="stale_weights", variant="the trainer scores after its update", strength=ahead,
+        train=_weighed(lambda moment: scene.states[min(moment.version + ahead, len(scene.states) - 1)]),
     )  # fmt: skip
 
 
@@ -116,7 +127,9 @@ def quantise(state: State, kind: str, by: str, only: str = "") -> State:
     """Weights as a quantised engine has them; embeddings, output matrix, norms and routers stay as they are."""
     keep = r"embed|lm_head|norm|ln_|wte|wpe|gate\.weight|bias"
     return {
-        name: value if value.ndim < 2 or re.search(keep, name) or not re.search(only, name) else _rounded(value, kind, by)
+        name: value
+        if value.ndim < 2 or re.search(keep, name) or not re.search(only, name)
+        else _rounded(value, kind, by)
         for name, value in state.items()
     }
 
@@ -139,15 +152,17 @@ def subset(scene: Any, index: int, chance: random.Random) -> Fault:
     """Only some engine, group, or range of steps carries a fault."""
     where = ["replica", "groups", "steps"][index % 3]
     what = ["stale weights", "temperature", "dtype", "quantised"][(index // 3 + index) % 4]
-    scene.num_steps = max(scene.num_steps, 4)
+    scene.num_steps = max(scene.num_steps, 6 if where == "steps" else 3)
     scene.num_groups = max(scene.num_groups, 4)
     behind, tempered = chance.choice([2, 4, 6]), round(1.0 + spread(index, 0.03, 0.3, chance), 3)
     scene.first_version = min(max(scene.first_version, behind), len(scene.states) - scene.num_steps)
     scene.num_prompts = scene.num_prompts or (8 if where == "groups" else 0)
     replicas = chance.choice([2, 3, 4])
-    chosen = {f"prompt-{number}" for number in chance.sample(range(scene.num_prompts or 1), max(1, scene.num_prompts // 4))}
-    first = chance.randrange(1, scene.num_steps - 1)
-    last = min(scene.num_steps - 1, first + chance.randrange(1, 3))
+    chosen = {
+        f"prompt-{number}" for number in chance.sample(range(scene.num_prompts or 1), max(1, scene.num_prompts // 4))
+    }
+    first = chance.randrange(scene.num_steps)
+    last = min(scene.num_steps - 1, first + chance.randrange(2))
     bad = chance.randrange(replicas)
 
     def carries(moment: Moment) -> np.ndarray:
