@@ -8,9 +8,9 @@ import make
 import numpy as np
 import pytest
 import torch
+from acts import perform
 from builders import ROOT
 from heads import Sampling
-from scenes import perform
 from score import judge
 from splits import SMOKE
 from tim_trace.analysis.database import Database

@@ -52,6 +52,8 @@ class Side:
     """Tokens that attention sees back; None is all."""
     cache: Callable[[Tensor, int], Tensor] | None = None
     """(keys or values [B, heads, length, D] after a step, its first new position) -> what the cache holds then."""
+    experts: Tensor | None = None
+    """[B, P + T - 1, L, S] experts that the routers are told to choose; None is their own choice."""
     router: Callable[[Tensor], Tensor] | None = None
     """What the routers of a mixture of experts see of the hidden states; None is all of it."""
 
@@ -132,6 +134,25 @@ def _choices(model: Any) -> Iterator[list[list[Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _told(router: Any, chosen: Callable[[], Tensor]) -> Iterator[None]:
+    """Let a router choose what it is told, with its own weights for those."""
+
+    def choose(_: Any, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, scores, _own = out
+        experts = chosen()
+        weights = logits.float().softmax(-1).gather(-1, experts)
+        if getattr(router, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(scores.dtype), experts
+
+    hook = router.register_forward_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _forward(model: Any, side: Side, ids: Tensor, start: int, cache: DynamicCache | None) -> Tensor:
@@ -234,6 +255,7 @@ class _Engine:
         self._stack = contextlib.ExitStack()
         self._seen = self._stack.enter_context(_choices(self.model))
         self._cache = DynamicCache()
+        self._tell_routers()
         self._took: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -259,6 +281,7 @@ class _Engine:
         return hidden
 
     def _run(self, ids: Tensor, start: int, step: int) -> Tensor:
+        self._span = (start, start + ids.shape[1])
         if self.later is None:
             hidden = _forward(self.model, self.side, ids, start, self._cache)[:, -1]
         else:
@@ -279,6 +302,17 @@ class _Engine:
             mine.keys, mine.values = torch.where(rows, its.keys, mine.keys), torch.where(rows, its.values, mine.values)
         self._took = took
         return torch.where(took[:, None], second, first)
+
+    def _tell_routers(self) -> None:
+        if self.side.experts is None:
+            return
+        for layer, router in enumerate(_routers(self.model)):
+            self._stack.enter_context(_told(router, lambda layer=layer: self._chosen(layer)))
+
+    def _chosen(self, layer: int) -> Tensor:
+        """[B * n, S] the experts that the tokens now in the model are to have."""
+        start, end = self._span
+        return self.side.experts[:, start:end, layer].flatten(0, 1).clamp(min=0)
 
     def experts(self) -> Tensor | None:
         """[B, tokens, L, S] what the routers chose."""

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from acts import perform
 from faults import heads, healthy, records, routers, sequences, weights
 from faults.fault import Fault
 from heads import Sampling
-from scenes import NUMERICS, Scene, perform
+from scenes import NUMERICS, Scene
 from splits import SPLITS, Split
 from worlds import World, load
 from writing import Recording, chosen_recording, write
@@ -39,6 +40,8 @@ FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
 }  # fmt: skip
 """Code -> what plants it: (scene, how many of it came before, chance) -> fault, the scene fitted to it."""
 
+HEALTHY = ("rounding", "equal")
+
 HEALTHY_A_FAULT = 4
 """Traces with plain rounding for each trace of one fault: false alarms are rare, and counting them takes many."""
 
@@ -48,6 +51,10 @@ _LEAST_MERGED = 100
 _ON_MIXTURES_TOO = ("stale_weights", "temperature", "truncation", "partial_sync", "change_inside_sequence", "equal")
 
 _KEEP_ONE_UPDATE_A_STEP = ("stale_weights", "partial_sync", "change_inside_sequence", "subset", "adapter")
+
+_ATTEMPTS = 5
+_ATTEMPT = 1000
+"""Added to the seed of another attempt."""
 
 _MOST_TOKENS = 30_000
 _NUMERICS_WEIGHTS = (3, 4, 2, 3, 1, 1, 1, 1)
@@ -92,8 +99,13 @@ def make(
 
 def one(split: Split, loaded: dict[str, World], folder: Path, code: str, index: int, seed: int) -> None:
     """Write one trace."""
-    scene, fault, recording, own = planned(split, loaded, code, index, seed)
-    write(folder, scene, fault, perform(scene, fault), recording, split.name, own)
+    for attempt in range(_ATTEMPTS):
+        scene, fault, recording, own = planned(split, loaded, code, index, seed + _ATTEMPT * attempt)
+        acts = perform(scene, fault)
+        # Without a fault the two sides choose the same experts; a pair that rounding made differ is no plain rounding.
+        if code not in HEALTHY or not any(bool(act.disagreeing[act.tokens].any()) for act in acts):
+            break
+    write(folder, scene, fault, acts, recording, split.name, own)
 
 
 def planned(

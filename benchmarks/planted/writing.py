@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from acts import Act, ended
 from contracts import NONE, rollout_contract, train_contract
 from faults.fault import Fault
 from faults.weights import replica_of
-from scenes import Act, Scene, ended
+from scenes import Scene
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
 

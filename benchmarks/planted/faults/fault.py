@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from acts import Act
     from engines import Side
-    from scenes import Act, Scene
+    from scenes import Scene
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
