@@ -79,7 +79,8 @@ def build(side: Side, state: State | None = None) -> Any:
     """A transformers model with a side's weights, numerics and routers."""
     key = (id(side.config), side.attention)
     if key not in _skeletons:
-        _skeletons[key] = AutoModelForCausalLM.from_config(side.config, attn_implementation=side.attention).eval()
+        config = copy.deepcopy(side.config)
+        _skeletons[key] = AutoModelForCausalLM.from_config(config, attn_implementation=side.attention).eval()
     model = copy.deepcopy(_skeletons[key])
     model.load_state_dict(state or side.state, strict=False)
     exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
@@ -224,7 +225,7 @@ def decode(
             token = forced_BT[:, step]
         else:
             drawn = sampling.process(logits[:, :vocabulary]).softmax(-1)
-            token = torch.multinomial(drawn, 1, generator=generator)[:, 0]
+            token = _drawn(drawn, generator)
             if injected_BT is not None:
                 token = torch.where(injected_BT[:, step] >= 0, injected_BT[:, step], token)
             token = token.masked_fill(done, PAD)
@@ -241,6 +242,13 @@ def decode(
     ended = (tokens == EOS).int()
     found = torch.where(ended.any(1), ended.argmax(1) + 1, tokens.shape[1])
     return Decoded(tokens, lengths_B if forced else found, torch.stack(logprobs, 1), engine.experts())
+
+
+def _drawn(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token [B] of each row of probabilities [B, V], by inverting the cumulative distribution."""
+    mass = probs.double().cumsum(-1)
+    place = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64) * mass[:, -1:]
+    return torch.searchsorted(mass, place, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 class _Engine:

@@ -57,6 +57,7 @@ _ATTEMPT = 1000
 """Added to the seed of another attempt."""
 
 _MOST_TOKENS = 30_000
+_MOST_SAMPLING_STEPS = 700
 _NUMERICS_WEIGHTS = (3, 4, 2, 3, 1, 1, 1, 1)
 
 
@@ -115,8 +116,9 @@ def planned(
     own = split.seed + 10_000 * seed + 100 * list(FAULTS).index(code) + index
     chance = random.Random(own)
     scene = _scene(split, loaded, code, index, own, chance)
-    fault = FAULTS[code](scene, index, chance)
     _fit(scene)
+    fault = FAULTS[code](scene, index, chance)
+    _fit_versions(scene)
     return scene, fault, chosen_recording(code, fault, random.Random(own + 1)), own
 
 
@@ -142,9 +144,14 @@ def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: 
 
 
 def _fit(scene: Scene) -> None:
-    """Keep a trace within the most tokens, and its versions within those that there are."""
+    """Keep a trace within the most tokens and the most steps of sampling: long runs have the shorter responses."""
     while scene.num_steps * scene.num_rows * scene.max_tokens > 2 * _MOST_TOKENS and scene.num_groups > 2:
         scene.num_groups //= 2
+    scene.max_tokens = min(scene.max_tokens, max(24, _MOST_SAMPLING_STEPS // scene.num_steps))
+    _fit_versions(scene)
+
+
+def _fit_versions(scene: Scene) -> None:
     scene.num_steps = min(scene.num_steps, len(scene.states))
     scene.first_version = max(0, min(scene.first_version, len(scene.states) - scene.num_steps))
 
