@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import Decoded, Scored, Side, decode, score
+from engines import Decoded, decode
 from faults.fault import Fault, Moment
 from language import EOS
 from learning import advantages
 from scenes import Scene
+from sides import Side
 from torch import Tensor
+from trainers import Scored, score
 
 
 @dataclass(slots=True, kw_only=True)

@@ -89,6 +89,13 @@ class Language:
         """Text -> token ids, without an end token."""
         return list(self.tokenizer.encode(text).ids)
 
+    def typical_lengths(self) -> tuple[int, int]:
+        """Median tokens of a prompt and of a response that a teacher gives."""
+        chance = random.Random(self.seed)
+        prompts = [self.prompt(chance, chance.randint(2, 6)) for _ in range(50)]
+        responses = [self.response(chance, prompt) for prompt in prompts]
+        return tuple(sorted(len(self.encode(text)) for text in texts)[25] for texts in (prompts, responses))
+
     def encode_with_fewer_merges(self, text: str) -> list[int]:
         """Text -> token ids by an older file of the same tokenizer, which lacks the last tenth of the merges."""
         if self._older is None:

@@ -9,9 +9,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engines import State, decode
+from engines import decode
 from heads import Sampling
 from language import EOS, PAD, Language
+from sides import State
 from torch import Tensor
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from acts import perform
-from faults import heads, healthy, records, routers, sequences, weights
+from faults import heads, healthy, records, routers, sequences, tokens, weights
 from faults.fault import Fault
 from heads import Sampling
 from scenes import NUMERICS, Scene
@@ -31,8 +31,8 @@ from writing import Recording, chosen_recording, write
 FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
     planter.__name__: planter
     for planter in (
-        heads.temperature, heads.truncation, records.shift, records.row_pairing, records.mask, records.placeholders,
-        records.retokenised, heads.log_base, heads.padded_vocabulary, records.lengths, records.copies,
+        heads.temperature, heads.truncation, records.shift, records.row_pairing, tokens.mask, records.placeholders,
+        tokens.retokenised, heads.log_base, heads.padded_vocabulary, tokens.lengths, records.copies,
         weights.stale_weights, weights.partial_sync, sequences.change_inside_sequence, sequences.position_onset,
         weights.subset, weights.adapter, weights.quantised, heads.low_precision_head, routers.router_flips,
         healthy.rounding, healthy.equal,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engines import Side, State
 from heads import UNCHANGED, Head, Sampling
+from sides import Side, State
 from worlds import World
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32

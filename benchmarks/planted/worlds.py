@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import Side, State
 from language import Language
 from learning import low_rank_versions, reinforced_versions, taught
+from sides import Side, State
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_VERSIONS = 14
@@ -95,7 +95,7 @@ def load(recipe: Recipe, folder: Path) -> World:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(_train(recipe, language, config), path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
-    states = torch.load(path, weights_only=True)
+    states = torch.load(path, weights_only=True, mmap=True)
     return World(recipe=recipe, language=language, config=config, **states)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from acts import Act
-    from engines import Side
     from scenes import Scene
+    from sides import Side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

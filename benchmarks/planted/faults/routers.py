@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from engines import fewer_bits
+from sides import fewer_bits
 
 from .fault import Fault, Moment
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import Side
+from sides import Side
 from torch import Tensor
 
 from .fault import Fault, Moment, spread
@@ -73,8 +73,8 @@ def _stale_prefix(scene: Any, index: int, behind: int) -> Fault:
 
 def position_onset(scene: Any, index: int, chance: random.Random) -> Fault:
     """From one absolute position on, one side's positions or cache are wrong."""
-    prompt = 16
-    onset = prompt + max(4, int(scene.max_tokens * chance.uniform(0.15, 0.4)))
+    prompt, response = scene.world.language.typical_lengths()
+    onset = prompt + max(4, int(min(response, scene.max_tokens) * chance.uniform(0.2, 0.6)))
     learned = scene.world.recipe.architecture == "gpt2"
     kinds = ["clamped", "stretched", "window", "rounded cache", "lost block", "off by one"]
     kind = kinds[index % len(kinds)]

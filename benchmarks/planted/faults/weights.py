@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import Side, State
 from heads import Sampling
+from sides import Side, State
 from torch import Tensor
 
 from .fault import Fault, Moment, spread
