@@ -139,6 +139,17 @@ def test_healthy_sides_differ_by_rounding_alone(worlds):
     assert 0 < d.abs().max() < ROUNDING_NATS
 
 
+def test_the_prompt_s_end_counts_when_the_mask_is_off(worlds):
+    scene, fault, _, _ = small(worlds, "mask", 2, num_steps=1)
+    (act,) = perform(scene, fault)
+    tail = scene.prompt_tail
+    assert torch.equal(act.affected.sum(1), torch.full((8,), tail))
+    assert not act.rollout[:, :tail].any()
+    expected = logprob(logits_of(act, scene, act.version) / scene.sampling.temperature, act.ids)
+    torch.testing.assert_close(act.train[act.tokens], expected[act.tokens], atol=ROUNDING_NATS, rtol=0)
+    torch.testing.assert_close(act.rollout[:, tail:], (act.train * act.tokens)[:, tail:], atol=ROUNDING_NATS, rtol=0)
+
+
 def test_only_the_sequences_that_carry_a_fault_differ(worlds):
     scene, fault, _, _ = small(worlds, "subset", 0, num_steps=1, num_groups=4)
     (act,) = perform(scene, fault)

@@ -132,13 +132,15 @@ def _part(scene: Scene, fault: Fault, moment: Moment, prompts: Tensor, generator
     if injected is not None:
         tool = (injected[:, : spoken.shape[1]] >= 0) & (torch.arange(spoken.shape[1])[None] < lengths[:, None])
     width = prompts.shape[1]
-    flipped = _flips(done, own if scene.replayed_routing else clean, width) | _flips(own, clean_own, width)
+    flipped = _flips(done, own if scene.replayed_routing else clean, prompts, done.ids) | _flips(
+        own, clean_own, prompts, done.ids
+    )
     return {
         "prompts": prompts[:, : width - tail], "ids": spoken, "lengths": lengths, "tool": tool,
         "rollout": torch.cat([first, done.logprobs], 1), "clean_rollout": torch.cat([first, clean.logprobs], 1),
         "train": own.logprobs, "entropy": own.entropy, "clean_train": clean_own.logprobs,
         "flipped": torch.nn.functional.pad(flipped, (tail, 0)),
-        "disagreeing": torch.nn.functional.pad(_flips(done, own, width), (tail, 0)),
+        "disagreeing": torch.nn.functional.pad(_flips(done, own, prompts, done.ids), (tail, 0)),
     }  # fmt: skip
 
 
@@ -157,11 +159,11 @@ def _trained(scene: Scene, side: Side, prompts: Tensor, done: Decoded) -> Scored
     return scored
 
 
-def _flips(one: Decoded | Scored, other: Decoded | Scored, width: int) -> Tensor:
+def _flips(one: Decoded | Scored, other: Decoded | Scored, prompts: Tensor, ids: Tensor) -> Tensor:
     """[B, T] whether a router chose other experts at the token that a response token was drawn from."""
     if one is other or one.experts is None or other.experts is None:
-        return torch.zeros(one.logprobs.shape, dtype=torch.bool)
-    return (one.experts.sort(-1).values != other.experts.sort(-1).values).any(-1).any(-1)[:, width - 1 :]
+        return torch.zeros(ids.shape, dtype=torch.bool)
+    return (one.experts.sort(-1).values != other.experts.sort(-1).values).any(-1).any(-1)[:, prompts.shape[1] - 1 :]
 
 
 def _tool_output(scene: Scene, rows: int, chance: random.Random) -> Tensor | None:
