@@ -1,0 +1,123 @@
+"""What the frameworks of a scene believe of their passes, in the words that the hooks record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from scenes import NUMERICS, Scene
+from tim_trace.tracer import environment
+
+FULL, PARTIAL, NONE = "full", "partial", "none"
+
+_MODES = {
+    "raw_logprobs": "the model's logits, before temperature, penalties and truncation",
+    "processed_logprobs": "the logits after temperature, penalties and truncation: the distribution sampled from",
+}
+_NAMES = (("vllm", "trl"), ("sglang", "slime"), ("vllm", "verl"), ("sglang", "verl"), ("vllm", "prime-rl"))
+"""Engine and trainer, as a partial contract names them."""
+
+
+def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replica: int | None) -> dict[str, Any] | None:
+    """The engine's contract; None where nothing is known of it."""
+    own = {} if replica is None else {"replica": replica}
+    if level == NONE:
+        return None
+    if belief.get("same_engine"):
+        return _one_engine(scene, level)
+    if level == PARTIAL:
+        return {"engine": _NAMES[scene.seed % len(_NAMES)][0], **own}
+    mode = belief.get("logprobs_mode", "processed_logprobs")
+    sampling = scene.sampling
+    return {
+        "engine": "vllm",
+        "engine_version": "0.32.0",
+        "function": "vllm.LLM.generate",
+        "logprobs_mode": mode,
+        "logprobs_of": _MODES[mode],
+        "config": {
+            "model_config": {
+                "model": scene.world.recipe.name,
+                "dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
+                "quantization": belief.get("quantization"),
+                "logprobs_mode": mode,
+                "head_dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
+                "seed": 0,
+            },
+            "cache_config": {
+                "cache_dtype": "auto",
+                "enable_prefix_caching": scene.seed % 2 == 0,
+                "sliding_window": None,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": NUMERICS[scene.numerics][0].get("shards", 1),
+                "data_parallel_size": belief.get("replicas", 1),
+            },
+        },
+        "attention_backend": ["CPU_ATTN"],
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "max_tokens": scene.max_tokens,
+            "n": 1,
+        },
+        "torch": environment.torch_settings(),
+        "versions": environment.numeric_versions(),
+        **own,
+    }
+
+
+def train_contract(scene: Scene, belief: Mapping[str, Any], level: str) -> dict[str, Any] | None:
+    """The trainer's contract; None where nothing is known of it."""
+    if level == NONE:
+        return None
+    if belief.get("same_engine"):
+        return _one_engine(scene, level)
+    if level == PARTIAL:
+        adapters = {"model": {"adapters": belief["adapters"]}} if "adapters" in belief else {}
+        return {"engine": _NAMES[scene.seed % len(_NAMES)][1], **adapters}
+    numerics = NUMERICS[scene.numerics][1]
+    dtype, autocast = numerics["dtype"], numerics.get("autocast")
+    size = sum(value.numel() for value in scene.states[0].values())
+    return {
+        "engine": "trl",
+        "source": "recomputed",
+        "grad_enabled": False,
+        "training_mode": True,
+        "autocast": "no" if autocast is None else str(autocast).removeprefix("torch.").replace("bfloat", "bf"),
+        "cast_lm_head_to_fp32": False,
+        "gradient_checkpointing": False,
+        "torch_compile": False,
+        "temperature": belief.get("trainer_temperature", scene.sampling.temperature),
+        "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
+        "prompt_padding_side": "left",
+        "response_padding_side": "right",
+        "rows_a_forward": scene.trainer_rows,
+        "parallelism": {"world_size": 1, "distributed_type": "NO"},
+        "model": {
+            "class": f"transformers.{scene.world.model_class}",
+            "dtypes": {str(dtype).removeprefix("torch."): size},
+            "attention": "sdpa",
+            "quantization": None,
+            "adapters": belief.get("adapters", []),
+        },
+        "torch": environment.torch_settings() | {"autocast_dtype": str(autocast)},
+        "versions": environment.numeric_versions(),
+    }
+
+
+def _one_engine(scene: Scene, level: str) -> dict[str, Any]:
+    if level == PARTIAL:
+        return {"engine": "exact"}
+    return {
+        "engine": "exact",
+        "dtype": str(NUMERICS[scene.numerics][0]["dtype"]).removeprefix("torch."),
+        "temperature": scene.sampling.temperature,
+        "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
+        "versions": environment.numeric_versions(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,140 @@
+"""How a world's weights come about: teaching by examples, then policy gradients on the answers' rewards.
+
+Shapes: B sequences, P prompt tokens, T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from engines import decode
+from heads import Sampling
+from language import EOS, PAD, Language
+from sides import State
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from worlds import Recipe, World
+
+_GROUP = 8
+_GROUPS = 4
+_LOW_RANK = 4
+_LOW_RANK_RATE = 5.0
+"""An adapter learns with a larger rate than the weights themselves, as is usual."""
+
+
+def taught(model: Any, language: Language, recipe: Recipe) -> None:
+    """Teach a model the language by examples, prompt and response."""
+    chance = random.Random(recipe.seed + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=recipe.teaching_steps)
+    model.train()
+    for _ in range(recipe.teaching_steps):
+        ids = _examples(language, chance, 16, recipe.max_tokens)
+        logits = model(input_ids=ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], ignore_index=PAD)
+        _update(model.parameters(), optimizer, loss)
+        schedule.step()
+    model.eval()
+
+
+def _examples(language: Language, chance: random.Random, count: int, max_tokens: int) -> Tensor:
+    rows = []
+    for _ in range(count):
+        prompt = language.prompt(chance, chance.randint(2, 6))
+        said = language.encode(language.response(chance, prompt))[: max_tokens - 1]
+        rows.append(torch.tensor([*language.encode(prompt), *said, EOS]))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+def reinforced_versions(model: Any, world: World, count: int) -> list[State]:
+    """The weights before and after each of `count` policy-gradient updates."""
+    chance, generator = _chances(world, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=world.recipe.learning_rate, weight_decay=0.0)
+    versions = [_copy(model.state_dict())]
+    for _ in range(count):
+        batch = _sample(world, versions[-1], chance, generator)
+        _update(model.parameters(), optimizer, _loss(model, *batch))
+        versions.append(_copy(model.state_dict()))
+    return versions
+
+
+def low_rank_versions(model: Any, world: World, count: int) -> list[State]:
+    """Merged weights before and after each of `count` updates of a LoRA adapter; the model stays as it is.
+
+    A weight W becomes W + 2 B A with A of rank 4 (Hu et al. 2021, arXiv 2106.09685), on every matrix inside the layers.
+    """
+    chance, generator = _chances(world, 3)
+    base = _copy(model.state_dict())
+    adapted = [
+        name for name, value in model.named_parameters()
+        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name
+        and "wte" not in name and "wpe" not in name
+    ]  # fmt: skip
+    down = {name: torch.randn(_LOW_RANK, base[name].shape[1], generator=generator) * 0.1 for name in adapted}
+    up = {name: torch.zeros(base[name].shape[0], _LOW_RANK) for name in adapted}
+    parameters = [value.requires_grad_() for value in (*down.values(), *up.values())]
+    optimizer = torch.optim.AdamW(parameters, lr=_LOW_RANK_RATE * world.recipe.learning_rate, weight_decay=0.0)
+
+    def merged() -> State:
+        return {name: base[name] + 2.0 * up[name] @ down[name] for name in adapted}
+
+    versions = [base]
+    for _ in range(count):
+        batch = _sample(world, versions[-1], chance, generator)
+        state = merged()
+        loss = _loss(lambda **given: torch.func.functional_call(model, state, kwargs=given), *batch)  # noqa: B023
+        _update(parameters, optimizer, loss)
+        versions.append(base | _copy(merged()))
+    return versions
+
+
+def _chances(world: World, salt: int) -> tuple[random.Random, torch.Generator]:
+    seed = 1000 * world.recipe.seed + salt
+    return random.Random(seed), torch.Generator().manual_seed(seed)
+
+
+def _sample(
+    world: World, state: State, chance: random.Random, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prompts [B, P], responses [B, T], lengths [B] and advantages [B] of one step."""
+    texts, prompts = world.prompts(chance, _GROUPS)
+    prompts = prompts.repeat_interleave(_GROUP, 0)
+    done = decode(world.side(state), prompts, world.recipe.max_tokens, sampling=Sampling(), generator=generator)
+    rewards = torch.tensor(
+        [
+            world.language.reward(texts[row // _GROUP], world.language.decode(ids.tolist()))
+            for row, ids in enumerate(done.ids)
+        ]
+    )
+    return prompts, done.ids, done.lengths, advantages(rewards, _GROUP)
+
+
+def advantages(rewards: Tensor, group: int) -> Tensor:
+    """Rewards [B] -> advantages [B]: less the group's mean, over its spread (GRPO, arXiv 2402.03300)."""
+    by_group = rewards.view(-1, group)
+    spread = by_group.std(1, keepdim=True) if group > 1 else torch.zeros(1)
+    return ((by_group - by_group.mean(1, keepdim=True)) / (spread + 1e-4)).view(-1)
+
+
+def _loss(model: Any, prompts: Tensor, ids: Tensor, lengths: Tensor, advantage: Tensor) -> Tensor:
+    """Mean over the response tokens of -advantage * logprob."""
+    width = prompts.shape[1]
+    logits = model(input_ids=torch.cat([prompts, ids], 1)[:, :-1]).logits[:, width - 1 :]
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    counted = torch.arange(ids.shape[1])[None] < lengths[:, None]
+    return -(advantage[:, None] * logprobs)[counted].mean()
+
+
+def _update(parameters: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    parameters = list(parameters)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def _copy(state: State) -> State:
+    return {name: value.detach().clone() for name, value in state.items()}

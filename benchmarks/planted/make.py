@@ -1,0 +1,160 @@
+"""Make traces with planted faults, and healthy ones.
+
+python benchmarks/planted/make.py --split tuning -o runs/planted/tuning     # about ten minutes on one core
+python benchmarks/planted/score.py runs/planted/tuning
+
+Each trace is a folder with `trace` and `label.json`. The worlds (models that were taught and trained by RL) are kept in
+`--worlds` and made there when they are missing, a few minutes a split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from acts import perform
+from faults import heads, healthy, records, routers, sequences, tokens, weights
+from faults.fault import Fault
+from heads import Sampling
+from scenes import NUMERICS, Scene
+from splits import SPLITS, Split
+from worlds import World, load
+from writing import Recording, chosen_recording, write
+
+FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
+    planter.__name__: planter
+    for planter in (
+        heads.temperature, heads.truncation, records.shift, records.row_pairing, tokens.mask, records.placeholders,
+        tokens.retokenised, heads.log_base, heads.padded_vocabulary, tokens.lengths, records.copies,
+        weights.stale_weights, weights.partial_sync, sequences.change_inside_sequence, sequences.position_onset,
+        weights.subset, weights.adapter, weights.quantised, heads.low_precision_head, routers.router_flips,
+        healthy.rounding, healthy.equal,
+    )
+}  # fmt: skip
+"""Code -> what plants it: (scene, how many of it came before, chance) -> fault, the scene fitted to it."""
+
+HEALTHY = ("rounding", "equal")
+
+HEALTHY_A_FAULT = 4
+"""Traces with plain rounding for each trace of one fault: false alarms are rare, and counting them takes many."""
+
+_LEAST_MERGED = 100
+"""Vocabulary from which on a text has more than one cutting into tokens."""
+
+_ON_MIXTURES_TOO = ("stale_weights", "temperature", "truncation", "partial_sync", "change_inside_sequence", "equal")
+
+_KEEP_ONE_UPDATE_A_STEP = ("stale_weights", "partial_sync", "change_inside_sequence", "subset", "adapter")
+
+_ATTEMPTS = 5
+_ATTEMPT = 1000
+"""Added to the seed of another attempt."""
+
+_MOST_TOKENS = 30_000
+_MOST_SAMPLING_STEPS = 700
+_NUMERICS_WEIGHTS = (3, 4, 2, 3, 1, 1, 1, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--split", choices=SPLITS, default="tuning")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the traces")
+    parser.add_argument(
+        "--worlds", type=Path, default=Path("runs/planted/worlds"), help="folder that keeps the trained models"
+    )
+    parser.add_argument("--per-fault", type=int, default=12, help="traces of each fault")
+    parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="CODE")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--force", action="store_true", help="replace traces that lie there")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    make(SPLITS[given.split], given.output, given.worlds, given.per_fault, given.only, given.seed, force=given.force)
+
+
+def make(
+    split: Split, output: Path, worlds: Path, per_fault: int, codes: list[str], seed: int, *, force: bool = False
+) -> int:
+    """Write the traces of a split and return how many there are; those of each fault come in turn."""
+    loaded = {recipe.name: load(recipe, worlds) for recipe in split.recipes}
+    count = 0
+    for index in range(per_fault * HEALTHY_A_FAULT):
+        for code in codes:
+            if index >= per_fault * (HEALTHY_A_FAULT if code == "rounding" else 1):
+                continue
+            folder = output / f"{code}-{index:03d}"
+            if folder.exists() and not force:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            began = time.perf_counter()
+            one(split, loaded, folder, code, index, seed)
+            count += 1
+            print(f"{folder.name} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return count
+
+
+def one(split: Split, loaded: dict[str, World], folder: Path, code: str, index: int, seed: int) -> None:
+    """Write one trace."""
+    for attempt in range(_ATTEMPTS):
+        scene, fault, recording, own = planned(split, loaded, code, index, seed + _ATTEMPT * attempt)
+        acts = perform(scene, fault)
+        # Without a fault the two sides choose the same experts; a pair that rounding made differ is no plain rounding.
+        if code not in HEALTHY or not any(bool(act.disagreeing[act.tokens].any()) for act in acts):
+            break
+    write(folder, scene, fault, acts, recording, split.name, own)
+
+
+def planned(
+    split: Split, loaded: dict[str, World], code: str, index: int, seed: int
+) -> tuple[Scene, Fault, Recording, int]:
+    """What a trace will be: its scene, its fault, what is recorded of it, and its own seed."""
+    own = split.seed + 10_000 * seed + 100 * list(FAULTS).index(code) + index
+    chance = random.Random(own)
+    scene = _scene(split, loaded, code, index, own, chance)
+    _fit(scene)
+    fault = FAULTS[code](scene, index, chance)
+    _fit_versions(scene)
+    return scene, fault, chosen_recording(code, fault, random.Random(own + 1)), own
+
+
+def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: int, chance: random.Random) -> Scene:
+    recipes = split.mixtures if code == "router_flips" else split.dense
+    if code == "retokenised":
+        recipes = tuple(recipe for recipe in recipes if recipe.vocabulary >= _LEAST_MERGED)
+    if (code == "rounding" and index % 8 == 7) or (code in _ON_MIXTURES_TOO and index % 6 == 5):
+        recipes = split.mixtures
+    world = loaded[recipes[(index + seed // 100) % len(recipes)].name]
+    states = world.versions
+    steps = chance.choice([1, 2, 3, 4, 4, 6, 8, 12])
+    numerics = chance.choices(list(NUMERICS), _NUMERICS_WEIGHTS)[0]
+    return Scene(
+        world=world, seed=seed, states=states, num_steps=steps, max_tokens=world.recipe.max_tokens,
+        numerics="fp32" if world.is_mixture else numerics,
+        num_groups=chance.choice([2, 4, 8]), group_size=chance.choice([4, 8, 8]),
+        first_version=chance.randrange(max(1, len(states) - steps)),
+        sampling=Sampling(temperature=1.0 if chance.random() < 0.65 else round(chance.uniform(0.6, 1.2), 2)),
+        versions_a_step=1 if code in _KEEP_ONE_UPDATE_A_STEP else chance.choices([0, 1, 2], [1, 8, 1])[0],
+        num_prompts=chance.choice([0, 0, 12]), trainer_rows=chance.choice([4, 8, 16]),
+    )  # fmt: skip
+
+
+def _fit(scene: Scene) -> None:
+    """Keep a trace within the most tokens and the most steps of sampling: long runs have the shorter responses."""
+    while scene.num_steps * scene.num_rows * scene.max_tokens > 2 * _MOST_TOKENS and scene.num_groups > 2:
+        scene.num_groups //= 2
+    scene.max_tokens = min(scene.max_tokens, max(24, _MOST_SAMPLING_STEPS // scene.num_steps))
+    _fit_versions(scene)
+
+
+def _fit_versions(scene: Scene) -> None:
+    scene.num_steps = min(scene.num_steps, len(scene.states))
+    scene.first_version = max(0, min(scene.first_version, len(scene.states) - scene.num_steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A scene: everything about one trace but its fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from heads import UNCHANGED, Head, Sampling
+from sides import Side, State
+from worlds import World
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+NUMERICS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": _FP32}, {"dtype": _FP32}),
+    "bf16-fp32": ({"dtype": _BF16}, {"dtype": _FP32}),
+    "bf16-autocast": ({"dtype": _BF16}, {"dtype": _FP32, "autocast": _BF16}),
+    "bf16-bf16": ({"dtype": _BF16, "shards": 2}, {"dtype": _BF16}),
+    "fp16-fp32": ({"dtype": _FP16}, {"dtype": _FP32}),
+    "fp16-fp16": ({"dtype": _FP16, "shards": 2}, {"dtype": _FP16}),
+    "fp32-autocast": ({"dtype": _FP32}, {"dtype": _FP32, "autocast": _BF16}),
+    "tf32-fp32": ({"dtype": _FP32, "input_bits": 10}, {"dtype": _FP32}),
+}
+"""Name -> the engine's numerics and the trainer's: see Side. Two that round alike differ in their batches and shards."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """What a trace is like, apart from its fault."""
+
+    world: World
+    seed: int
+    numerics: str = "fp32"
+    num_steps: int = 4
+    num_groups: int = 4
+    group_size: int = 8
+    sampling: Sampling = UNCHANGED
+    first_version: int = 0
+    versions_a_step: int = 1
+    states: list[State] = field(default_factory=list)
+    """Trainer's weights by version."""
+    max_tokens: int = 0
+    num_prompts: int = 0
+    """Prompts that recur from step to step; 0 is new ones each step."""
+    tool_words: int = 0
+    """Words of a tool's output inside each response; 0 is no tool."""
+    prompt_tail: int = 0
+    """Last tokens of the prompt that the trainer takes for the response's first."""
+    engine_rows: int = 64
+    trainer_rows: int = 8
+    replayed_routing: bool = False
+    """Whether the engine without the fault is one that is told the trainer's choices of experts."""
+    same_engine: bool = False
+    """Whether the trainer scores by the engine's own steps."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.group_size
+
+    def version(self, index: int) -> int:
+        """Optimizer updates that the trainer's weights have seen at the step of this index."""
+        return min(self.first_version + self.versions_a_step * index, len(self.states) - 1)
+
+    def rollout(self, version: int) -> Side:
+        """The engine without a fault."""
+        numerics = NUMERICS[self.numerics][0]
+        return self.world.side(
+            self.states[version], attention="eager", rows=self.engine_rows, head=self._head, **numerics
+        )
+
+    def train(self, version: int) -> Side:
+        """The trainer without a fault."""
+        if self.same_engine:
+            return self.rollout(version)
+        numerics = NUMERICS[self.numerics][1]
+        return self.world.side(self.states[version], rows=self.trainer_rows, head=self._head, **numerics)
+
+    @property
+    def _head(self) -> Head:
+        return Head(sampling=Sampling(temperature=self.sampling.temperature))

@@ -1,0 +1,210 @@
+"""Acts written as a real trace, with what a framework would have recorded of them, and their label."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from acts import Act, ended
+from contracts import NONE, rollout_contract, train_contract
+from faults.fault import Fault
+from faults.weights import replica_of
+from scenes import Scene
+from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.recorder import Recorder
+
+DETECTABLE = 2.0
+"""A fault counts as detectable when the rms of d on the tokens that it reaches is over this many times the noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a framework records beside the log-probabilities."""
+
+    level: str
+    """How much the contracts say."""
+    entropy: bool
+    rewards: bool
+    versions: bool
+    settings: bool
+    """Whether the sequences name their temperature and truncation."""
+    groups: bool
+    finish: bool
+    """Whether the sequences say why they ended."""
+    imported: bool
+    """Whether the trace comes of a Parquet file."""
+    first_step: int
+    first_version: int
+    """Added to the version numbers: a run that was resumed."""
+
+
+def write(
+    folder: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording, split: str, seed: int
+) -> None:
+    """Write `folder/trace` and `folder/label.json`."""
+    folder.mkdir(parents=True)
+    imported = recording.imported or any(
+        bool((_known(act, name) > 1e-3).any()) for act in acts for name in ("rollout", "train")
+    )
+    (_import if imported else _record)(folder / "trace", scene, fault, acts, recording)
+    label = {
+        "code": fault.code, "variant": fault.variant, "strength": fault.strength, "split": split, "seed": seed,
+        "architecture": scene.world.recipe.architecture, "world": scene.world.recipe.name, "numerics": scene.numerics,
+        "temperature": scene.sampling.temperature, "steps": len(acts),
+        "recording": asdict(recording) | {"imported": imported}, **measure(acts, fault.code),
+    }  # fmt: skip
+    (folder / "label.json").write_text(json.dumps(label, indent=1))
+
+
+def _known(act: Act, name: str) -> torch.Tensor:
+    return getattr(act, name)[getattr(act, f"{name}_known")]
+
+
+def measure(acts: list[Act], code: str) -> dict[str, Any]:
+    """The noise floor, and the fault's effect over it.
+
+    noise_rms: rms of d, nats, over the counted tokens, of the same trace without the fault. d_rms: rms of d with the
+    fault over the counted tokens that it reaches; infinite where a value is missing or not finite. effect_rms: rms of
+    the change of d that the fault makes there. detectable: d_rms > 2 noise_rms; a copy is, when the noise is not 0.
+    """
+    clean, faulty, reached, missing = [], [], [], []
+    for act in acts:
+        counted = act.counted & act.tokens
+        clean.append((act.clean_train - act.clean_rollout)[counted])
+        faulty.append((act.train - act.rollout)[counted])
+        reached.append(act.affected[counted])
+        missing.append(~(act.rollout_known & act.train_known)[counted])
+    noise, d, hit = torch.cat(clean).double(), torch.cat(faulty).double(), torch.cat(reached)
+    lost = bool((hit & (torch.cat(missing) | ~d.isfinite())).any())
+    change = (d - noise)[hit & d.isfinite()]
+    noise_rms, d_rms = _rms(noise), float("inf") if lost else _rms(d[hit])
+    return {
+        "tokens": len(d), "affected_share": float(hit.double().mean()) if len(hit) else 0.0, "noise_rms": noise_rms,
+        "d_rms": "inf" if lost else d_rms, "effect_rms": _rms(change),
+        "detectable": bool(noise_rms > 0) if code == "copies" else d_rms > DETECTABLE * noise_rms,
+    }  # fmt: skip
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt()) if len(values) else 0.0
+
+
+def _rows(act: Act, scene: Scene, fault: Fault, recording: Recording) -> dict[str, Any]:
+    """The per-sequence columns that both ways of writing share."""
+    belief = fault.belief
+    version = act.version + recording.first_version
+    rows: dict[str, Any] = {}
+    if recording.groups:
+        rows["group_ids"] = act.groups
+    if recording.finish:
+        rows["finish_reason"] = ["stop" if done else "length" for done in ended(act)]
+    if recording.rewards:
+        rows |= {"reward": act.rewards.astype(np.float64), "advantage": act.advantages.astype(np.float64)}
+    if recording.versions and belief.get("policy_version", 0) is not None:
+        rows["policy_version"] = np.full(len(act.ids), version - belief.get("sampling_version_behind", 0))
+    if recording.settings:
+        sampling = scene.sampling
+        rows |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return rows
+
+
+def _record(path: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording) -> None:
+    replicas = fault.belief.get("replicas", 1)
+    recorded_replicas = range(replicas) if recording.level != NONE else range(1)
+    with Recorder(path) as recorder:
+        for act in acts:
+            step = recording.first_step + act.index
+            tokens = act.tokens.numpy()
+            batch = recorder.add_sequences(
+                step=step,
+                prompt_ids=act.prompts.numpy(),
+                response_ids=act.ids.numpy(),
+                response_attention_mask=tokens,
+                response_mask=None if bool(act.counted[act.tokens].all()) else act.counted.numpy(),
+                min_p=scene.sampling.min_p or None,
+                max_tokens=scene.max_tokens if recording.settings else None,
+                **_rows(act, scene, fault, recording),
+            )
+            for replica in recorded_replicas:
+                mine = np.flatnonzero(replica_of(len(act.ids), len(recorded_replicas)) == replica)
+                contract = rollout_contract(scene, fault.belief, recording.level, replica if replicas > 1 else None)
+                if contract is not None:
+                    recorder.add_contract("rollout", contract)
+                recorder.add_scores(
+                    "rollout", batch, rows=mine, logprobs=act.rollout.numpy()[mine],
+                    scored_mask=act.rollout_known.numpy()[mine],
+                )  # fmt: skip
+            contract = train_contract(scene, fault.belief, recording.level)
+            if contract is not None:
+                recorder.add_contract("train", contract)
+            behind = "sampling_version_behind" in fault.belief and recording.versions
+            recorder.add_scores(
+                "train", batch, logprobs=act.train.numpy(), scored_mask=act.train_known.numpy(),
+                entropy=act.entropy.numpy() if recording.entropy else None,
+                policy_version=np.full(len(act.ids), act.version + recording.first_version) if behind else None,
+            )  # fmt: skip
+            if recording.rewards:
+                recorder.add_metrics(step, {"reward": float(act.rewards.mean()), "num_tokens": int(act.lengths.sum())})
+
+
+def _import(path: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording) -> None:
+    """Through Parquet in the neutral form, as a dump of other people's comes."""
+    parts = [_table(act, scene, fault, recording) for act in acts]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "dump.parquet"
+        pq.write_table(pa.concat_tables(parts, promote_options="default"), file)
+        import_parquet(file, output=path)
+
+
+def _table(act: Act, scene: Scene, fault: Fault, recording: Recording) -> pa.Table:
+    rows = _rows(act, scene, fault, recording)
+    count = len(act.ids)
+    lengths = act.lengths.tolist()
+
+    def lists(values: torch.Tensor, known: torch.Tensor | None = None) -> list[list[Any]]:
+        out = [row[:n] for row, n in zip(values.tolist(), lengths, strict=True)]
+        if known is None:
+            return out
+        return [
+            [v if k else None for v, k in zip(row, kept, strict=False)]
+            for row, kept in zip(out, known.tolist(), strict=True)
+        ]
+
+    columns: dict[str, Any] = {
+        "step": [recording.first_step + act.index] * count,
+        "group_id": rows.pop("group_ids", [None] * count),
+        "prompt_ids": act.prompts.tolist(),
+        "response_ids": lists(act.ids),
+        "rollout_logprobs": pa.array(lists(act.rollout, act.rollout_known), pa.list_(pa.float32())),
+        "train_logprobs": pa.array(lists(act.train, act.train_known), pa.list_(pa.float32())),
+    }
+    if not bool(act.counted[act.tokens].all()):
+        columns["response_mask"] = lists(act.counted)
+    if recording.entropy:
+        columns["entropy"] = pa.array(lists(act.entropy), pa.list_(pa.float32()))
+    for name, value in rows.items():
+        columns[name] = [value] * count if isinstance(value, (int, float)) else list(value)
+    return pa.table(columns)
+
+
+def chosen_recording(code: str, fault: Fault, chance: random.Random) -> Recording:
+    """How much this trace's framework recorded."""
+    level = chance.choices(("full", "partial", NONE), (4, 3, 3))[0]
+    needs_contracts = code in ("copies", "equal") or "replicas" in fault.belief
+    if needs_contracts and level == NONE:
+        level = chance.choice(("full", "partial"))
+    resumed = chance.random() < 0.25
+    return Recording(
+        level=level, entropy=chance.random() < 0.5, rewards=chance.random() < 0.85, versions=chance.random() < 0.75,
+        settings=chance.random() < 0.7, groups=chance.random() < 0.9 or code == "subset", finish=chance.random() < 0.7,
+        imported=level == NONE and code != "placeholders" and chance.random() < 0.4,
+        first_step=chance.randrange(2, 400) if resumed else 1, first_version=chance.randrange(1, 400) if resumed else 0,
+    )  # fmt: skip
