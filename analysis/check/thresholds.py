@@ -99,7 +99,7 @@ MIN_TEMPERATURE_SHIFT = 0.004
 """Smallest |log T| that is told: what bfloat16 does to the scale of logits stays below."""
 MIN_TEMPERATURE_SCORE = 6.0
 """Standard errors by which the fitted scale must lie off 1."""
-MIN_TEMPERATURE_R2 = 0.35
+MIN_TEMPERATURE_R2 = 0.6
 """Share of the gap that one factor must explain: other faults that sharpen a distribution leave far more scatter."""
 MIN_TEMPERATURE_TOKENS = 30
 """Telling tokens of the fit."""
@@ -192,8 +192,8 @@ KEPT_VOCABULARY = 0.6
 
 ALIKE = 0.15
 """How far the slope of one side's movements on the other's may lie off 1 where both have the same updates."""
-UNSAMPLED_START_NATS = 2.0
-"""Surprise of a beginning that all sequences of a prompt share: sampling would give each the same once in exp(2) = 7 times."""
+UNSAMPLED_STARTS = 5.0
+"""Sequences of a prompt that sampling would begin otherwise than the first one, going by their logprobs, where none does."""
 
 FEW_TOKENS = 500
 """Tokens below which only gross faults can be told."""

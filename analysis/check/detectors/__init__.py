@@ -21,8 +21,8 @@ from .temperature import find_temperature
 from .unsampled import find_unsampled
 
 _ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
-_SCALE = (find_one_sided, find_temperature)
-_PARTS = (find_place, find_subset, find_low_precision, find_router_flips, find_group)
+_SCALE = (find_one_sided, find_place, find_temperature)
+_PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
 
 

@@ -15,7 +15,7 @@ from ..thresholds import (
     MIN_CONSTANT_SPREAD,
     MIN_FAR_SHARE,
     MIN_RUN_OF_UNSAMPLED,
-    UNSAMPLED_START_NATS,
+    UNSAMPLED_STARTS,
     UNSAMPLED_SURPRISE,
 )
 
@@ -108,8 +108,8 @@ def _are_given(sample: Sample, other: Side, where: np.ndarray) -> bool:
     shared = num - len(given)
     different = sum(len(starts) - 1 for starts in given.values())
     most = covered > 0.8 * where[np.isin(sample.seq, rows)].sum()
-    alike = shared >= MIN_CONSTANT_COUNT and different <= 0.05 * shared
-    return bool(most and alike and surprise / max(num, 1) > UNSAMPLED_START_NATS)
+    expected = shared * -np.expm1(-surprise / max(num, 1))
+    return bool(most and expected > UNSAMPLED_STARTS and different < 0.2 * expected)
 
 
 def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:

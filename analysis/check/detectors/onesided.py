@@ -63,7 +63,8 @@ def _is_cut(evidence: Evidence, raised: str) -> bool:
 def _is_neutral(evidence: Evidence) -> bool:
     """Whether the recorded settings say that nothing was cut off."""
     settings = evidence.sample.settings
-    return bool(np.all(settings["top_p"] == 1) and np.all(settings["top_k"] == 0))
+    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())
 
 
 def _truncation(evidence: Evidence, raised: str, lowered: str, mass: np.ndarray) -> Finding:
