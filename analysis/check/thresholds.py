@@ -162,6 +162,8 @@ ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
 ROUTER_TAIL_SHARE = 0.002
 """Share of the tokens in that tail."""
+MAX_ROUTER_TAIL_SHARE = 0.1
+"""The same at most, where no contract names experts: flips that are seen are few."""
 
 TOKEN_SHRINKAGE = 10.0
 """Tokens' worth of doubt about what is usual for a token id."""

@@ -12,6 +12,7 @@ from ..thresholds import (
     EXCESS,
     HALF,
     MAX_HEALTHY_NOISE,
+    MAX_ROUTER_TAIL_SHARE,
     MAX_ROUTER_TOKEN_EFFECT,
     MIN_ROUNDING_SHARE,
     ROUTER_TAIL_RATIO,
@@ -99,7 +100,7 @@ def find_router_flips(evidence: Evidence) -> list[Finding]:
     bulk = float(np.median(noise))
     mixture = is_mixture(evidence)
     tail = noise > ROUTER_TAIL_RATIO * bulk
-    if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < 0.4:
+    if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < (0.4 if mixture else MAX_ROUTER_TAIL_SHARE):
         return []
     squares = np.sort(noise**2)[::-1]
     top = float(squares[: max(len(squares) // 50, 1)].sum() / max(squares.sum(), 1e-30))

@@ -1,0 +1,336 @@
+"""Faults that are planted by computing with them, and healthy traces, on a language model that is a table."""
+
+import json
+
+import numpy as np
+import pytest
+from bigrams import Recording, bfloat16, moved, sample, table
+from builders import tim_trace
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.finding import FAULTS, HEALTHY
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.recorder import Recorder
+
+FP32 = {"engine": "trl", "model": {"dtypes": {"float32": 1}, "class": "tests.Table"}}
+VLLM_FP32 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.float32"}}}
+VLLM_BF16 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.bfloat16"}}}
+BOTH_FP32 = {"train": FP32, "rollout": VLLM_FP32}
+
+
+def in_float32(step, number):
+    """The same table, summed in float32: an engine that rounds."""
+    wide = step.logits - step.logits.max(axis=-1, keepdims=True)
+    scores = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True, dtype=np.float32))
+    rows = zip(step.prompts, step.responses, strict=True)
+    return [scores[np.concatenate([p[-1:], r[:-1]]).astype(int), r] for p, r in rows]
+
+
+def in_bfloat16(step, number):
+    """The logits rounded to bfloat16."""
+    return step.scored(bfloat16(step.logits))
+
+
+def top_p(rows, mass):
+    """Logits of what nucleus sampling keeps; the others are far below."""
+    chances = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    chances /= chances.sum(axis=-1, keepdims=True)
+    order = np.argsort(-chances, axis=-1)
+    ranked = np.take_along_axis(chances, order, axis=-1)
+    kept = np.cumsum(ranked, axis=-1) - ranked < mass
+    mask = np.zeros_like(kept)
+    np.put_along_axis(mask, order, kept, axis=-1)
+    return np.where(mask, rows, -1e9)
+
+
+def changed(values, change):
+    """Each sequence's values, changed."""
+    return [change(np.array(row)) for row in values]
+
+
+def shifted(row):
+    return np.concatenate([row[1:], row[-1:] - 0.5])
+
+
+def padded(rows):
+    return np.concatenate([rows, np.zeros((len(rows), 40), np.float32)], axis=-1)
+
+
+def after(place, step, other):
+    """Values of another table from a place on."""
+    rows = zip(in_float32(step, 0), step.scored(other), strict=True)
+    return [np.where(np.arange(len(a)) < place, a, b).astype(np.float32) for a, b in rows]
+
+
+def own_places(step, number, other):
+    draw = np.random.default_rng(number)
+    rows = zip(in_float32(step, 0), step.scored(other), strict=True)
+    return [np.where(np.arange(len(a)) < draw.integers(8, len(a) - 6), a, b).astype(np.float32) for a, b in rows]
+
+
+def holes(row, draw, value, share=0.05):
+    return np.where(draw.random(len(row)) < share, np.float32(value), row)
+
+
+def versions(number):
+    """The table moves at every step."""
+    return moved(table(), 0, 0.03 * number) if number > 0 else table()
+
+
+HOT = Recording(
+    rollout=lambda step, number: step.scored(),
+    train=lambda step, number: step.scored(step.logits / 0.9),
+    sequences=lambda step, number: {"temperature": 0.9},
+)
+
+PLANTED = {
+    "temperature": HOT,
+    "truncation": Recording(
+        rollout=lambda step, number: step.scored(process=lambda rows: top_p(rows, 0.9)),
+        process=lambda rows: top_p(rows, 0.9),
+    ),
+    "shift": Recording(rollout=lambda step, number: changed(in_float32(step, number), shifted)),
+    "row_pairing": Recording(rollout=lambda step, number: swapped(in_float32(step, number))),
+    "mask": Recording(rollout=lambda step, number: changed(in_float32(step, number), lambda row: row)),
+    "placeholders": Recording(
+        rollout=lambda step, number: changed(
+            in_float32(step, number), lambda row, draw=np.random.default_rng(5): holes(row, draw, 0.0)
+        )
+    ),
+    "padded_vocabulary": Recording(train=lambda step, number: step.scored(process=padded), rollout=in_float32),
+    "lengths": Recording(
+        rollout=lambda step, number: changed(
+            in_float32(step, number), lambda row: np.where(np.arange(len(row)) < 30, row, np.nan)
+        )
+    ),
+    "copies": Recording(
+        rollout=lambda step, number: step.scored(), contracts={"train": FP32, "rollout": VLLM_BF16}
+    ),
+    "position_onset": Recording(rollout=lambda step, number: after(25, step, moved(step.logits, 3, 0.5))),
+    "change_inside_sequence": Recording(
+        rollout=lambda step, number: own_places(step, number, moved(step.logits, 3, 0.3)),
+        options={"groups": 12, "longest": 90},
+    ),
+    "subset": Recording(
+        rollout=lambda step, number: [
+            b if group in ("prompt-2", "prompt-5") else a
+            for a, b, group in zip(
+                in_float32(step, number), step.scored(moved(step.logits, 3, 0.3)), step.groups, strict=True
+            )
+        ]
+    ),
+    "quantised": Recording(
+        rollout=lambda step, number: step.scored(np.round(step.logits * 4) / 4), contracts=BOTH_FP32
+    ),
+    "low_precision_head": Recording(rollout=in_bfloat16, contracts=BOTH_FP32),
+    "stale_weights": Recording(
+        weights=versions,
+        rollout=lambda step, number: step.scored(versions(number - 1)),
+        sequences=lambda step, number: {"policy_version": number},
+    ),
+}
+
+
+def swapped(values):
+    """Rows of which each gets the values of the next, cut to its length or filled with 0."""
+    out = []
+    for own, other in zip(values, [*values[1:], values[0]], strict=True):
+        row = np.zeros_like(own)
+        row[: len(other)] = other[: len(row)]
+        out.append(row)
+    return out
+
+
+@pytest.mark.parametrize("code", [code for code in PLANTED if code != "mask"])
+def test_a_planted_fault_comes_first(tmp_path, code):
+    found = check(PLANTED[code].write(tmp_path / "trace"))
+    first = found.findings[0]
+    assert first.code == code, first
+    assert first.fails and not found.is_valid
+    assert 0 < first.share <= 1 and first.evidence and first.next
+
+
+HEALTHY_RUNS = {
+    "float32": Recording(rollout=in_float32),
+    "float32 with contracts": Recording(rollout=in_float32, contracts=BOTH_FP32),
+    "bfloat16": Recording(rollout=in_bfloat16),
+    "bfloat16 with contracts": Recording(rollout=in_bfloat16, contracts={"train": FP32, "rollout": VLLM_BF16}),
+    "temperature on both sides": Recording(
+        rollout=lambda step, number: step.scored(bfloat16(step.logits) / 0.7),
+        train=lambda step, number: step.scored(step.logits / 0.7),
+        process=lambda rows: rows / 0.7,
+        sequences=lambda step, number: {"temperature": 0.7},
+        entropy=False,
+    ),
+    "raw logprobs of truncated samples": Recording(rollout=in_float32, process=lambda rows: top_p(rows, 0.9)),
+    "a policy that moves": Recording(rollout=in_float32, weights=versions, steps=8),
+    "a policy that sharpens": Recording(rollout=in_bfloat16, weights=lambda number: table() * (0.2 + 0.2 * number)),
+    "one step": Recording(rollout=in_bfloat16, steps=1),
+    "one sequence": Recording(rollout=in_float32, steps=1, options={"groups": 1, "in_group": 1}),
+    "short": Recording(rollout=in_bfloat16, options={"longest": 6}),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY_RUNS)
+def test_a_healthy_run_is_valid(tmp_path, kind):
+    found = check(HEALTHY_RUNS[kind].write(tmp_path / "trace"))
+    assert found.is_valid, found.findings[0]
+    assert [finding.code for finding in found.findings] == ["rounding"]
+
+
+def test_temperature_and_kept_mass_are_fitted(tmp_path):
+    assert check(HOT.write(tmp_path / "hot")).findings[0].numbers["temperature"] == pytest.approx(1 / 0.9, rel=0.01)
+    kept = check(PLANTED["truncation"].write(tmp_path / "cut")).findings[0].numbers["kept_mass"]
+    steps = [sample(table(), 100 + n, process=lambda rows: top_p(rows, 0.9)) for n in range(1, 5)]
+    cut = [step.scored(process=lambda rows: top_p(rows, 0.9)) for step in steps]
+    whole = [step.scored() for step in steps]
+    d = np.concatenate([np.concatenate(w) - np.concatenate(c) for w, c in zip(whole, cut, strict=True)])
+    assert kept == pytest.approx(np.exp(d).mean(), rel=1e-3)
+
+
+def test_the_right_pairing_is_named(tmp_path):
+    numbers = check(PLANTED["row_pairing"].write(tmp_path / "trace")).findings[0].numbers
+    pairs = {name.partition("/")[2]: other for name, other in numbers.items() if name.startswith("belongs_to/")}
+    assert pairs
+    for row, other in pairs.items():
+        names = row.rpartition("-"), other.rpartition("-")
+        assert (int(names[0][2]) + 1 - int(names[1][2])) % 32 == 0  # each row got the values of the next
+
+
+def test_the_gap_of_a_shift_names_its_side(tmp_path):
+    assert check(PLANTED["shift"].write(tmp_path / "trace")).findings[0].numbers["lag"] == -1
+
+
+def test_prompt_tokens_that_count_are_told_from_lost_values(tmp_path):
+    def write(path, given):
+        with Recorder(path) as recorder:
+            for number in range(1, 4):
+                step = sample(table(), number)
+                foreign = np.random.default_rng(9).integers(0, 60, (8, 3))
+                rows = range(len(step.responses))
+                starts = [foreign[row // 4] if given else step.responses[row][:3] for row in rows]
+                step.responses = [np.concatenate([starts[row], step.responses[row][3:]]) for row in rows]
+                batch = recorder.add_sequences(
+                    step=number,
+                    prompt_ids=[prompt.tolist() for prompt in step.prompts],
+                    response_ids=[response.tolist() for response in step.responses],
+                )
+                train = step.scored()
+                recorder.add_scores("train", batch, logprobs=train)
+                recorder.add_scores("rollout", batch, logprobs=changed(train, lambda row: np.r_[np.zeros(3), row[3:]]))
+        return path
+
+    assert check(write(tmp_path / "given", True)).findings[0].code == "mask"
+    assert check(write(tmp_path / "lost", False)).findings[0].code == "placeholders"
+
+
+@pytest.mark.parametrize(
+    ("unit", "change"),
+    [
+        ("logarithms of base 2", lambda row: row / np.log(2)),
+        ("logarithms of base 10", lambda row: row / np.log(10)),
+        ("probabilities", np.exp),
+        ("negative logprobs", np.negative),
+    ],
+)
+def test_another_unit_is_named(tmp_path, unit, change):
+    step = sample(table(), 1)
+    rows = [
+        {
+            "step": 1,
+            "prompt_ids": prompt.tolist(),
+            "response_ids": response.tolist(),
+            "train_logprobs": train.tolist(),
+            "rollout_logprobs": change(train).tolist(),
+        }
+        for prompt, response, train in zip(step.prompts, step.responses, step.scored(), strict=True)
+    ]
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    first = check(import_parquet(dump, output=tmp_path / "trace").folder).findings[0]
+    assert (first.code, first.numbers["unit"], first.numbers["side"]) == ("log_base", unit, "rollout")
+
+
+def test_other_tokens_after_a_place_are_told_from_a_shift(tmp_path):
+    def inserted(values, number):
+        draw = np.random.default_rng(number)
+        out = []
+        for row in values:
+            place = int(draw.integers(5, len(row) - 6))
+            out.append(np.concatenate([row[:place], [np.float32(-1.5)], row[place:-1]]))
+        return out
+
+    run = Recording(rollout=lambda step, number: inserted(in_float32(step, number), number))
+    assert check(run.write(tmp_path / "trace")).findings[0].code == "retokenised"
+
+
+def test_bits_that_agree_are_no_fault_where_contracts_agree(tmp_path):
+    same = Recording(rollout=lambda step, number: step.scored(), contracts={"train": FP32, "rollout": FP32})
+    found = check(same.write(tmp_path / "trace"))
+    assert found.is_valid and found.findings[0].code == "equal"
+
+
+def test_policy_versions_that_differ_are_said(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        step = sample(table(), 1)
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=[p.tolist() for p in step.prompts], response_ids=[r.tolist() for r in step.responses]
+        )
+        recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.01)), policy_version=4)
+        recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=6)
+    first = check(tmp_path / "trace").findings[0]
+    assert (first.code, first.numbers["updates_behind"], first.numbers["side"]) == ("stale_weights", 2, "rollout")
+
+
+@pytest.mark.parametrize("passes", [(), ("rollout",), ("train",)])
+def test_it_never_passes_on_nothing_to_compare(tmp_path, passes):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])
+        for name in passes:
+            recorder.add_scores(name, batch, logprobs=[[-1.0, -2.0]])
+    with pytest.raises(NothingToCompare, match="no logprobs of pass|no scores at all"):
+        check(tmp_path / "trace")
+
+
+def test_a_pass_that_is_all_nan_is_no_valid_comparison(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])
+        recorder.add_scores("rollout", batch, logprobs=[[np.nan, np.nan]])
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
+    assert not check(tmp_path / "trace").is_valid
+
+
+def test_nothing_that_counts_is_nothing_to_compare(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]], response_mask=[[0, 0]])
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0, -2.0]])
+    with pytest.raises(NothingToCompare):
+        check(tmp_path / "trace")
+
+
+def test_what_cannot_be_asked_is_said(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[2, 3]])
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -2.000001]])
+    notes = " ".join(check(tmp_path / "trace").notes)
+    for part in ("only 2 tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
+        assert part in notes
+
+
+def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
+    hot, healthy = HOT.write(tmp_path / "hot"), HEALTHY_RUNS["float32"].write(tmp_path / "healthy")
+    done = tim_trace("check", hot)
+    assert done.code == 1 and "NOT VALID" in done.stdout and "temperature on one side only" in done.stdout
+    told = tim_trace("check", hot, "--json").json()
+    assert told["findings"][0]["code"] == "temperature" and told["is_valid"] is False
+    assert tim_trace("check", healthy).code == 0
+    assert tim_trace("check", tmp_path / "none").code == 2
+    with pytest.raises(InvalidOption):
+        check(hot, pair="train")
+
+
+def test_codes_have_words():
+    assert not set(FAULTS) & set(HEALTHY)
+    assert set(PLANTED) < set(FAULTS)
