@@ -230,7 +230,10 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
         _print(query(name, list(traces), pair=pair), as_json, as_csv)
 
 
-@_example("tim-trace stats runs/demo --by step")
+@_example(
+    "tim-trace stats runs/demo --by step\n"
+    "tim-trace stats runs/demo --like verl --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.99_1.01"
+)
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
@@ -241,15 +244,55 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     type=click.Choice(["run", "step", "sequence", "layer"]),
     help="What a row stands for; layer: of router choices.",
 )
-@click.option("--like", type=click.Choice(["verl"]), help="The framework's own numbers, by its own definitions.")
+@click.option(
+    "--like", type=click.Choice(["verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf"]),
+    help="The framework's own numbers, by its own definitions; the options below are the frameworks' own.",
+)  # fmt: skip
+@click.option("--rollout-is", type=click.Choice(["token", "sequence"]), help="verl: importance-sampling weights.")
+@click.option(
+    "--rollout-is-threshold", metavar="UPPER|LOWER_UPPER", help="verl: cut weights (TIS; 2.0) or mask them (IcePop)."
+)
+@click.option("--rollout-is-batch-normalize", is_flag=True, default=False, help="verl: weights of mean 1.")
+@click.option("--rollout-rs", metavar="OPTION,...", help="verl: rejections, as token_k1,seq_mean_k3.")
+@click.option(
+    "--rollout-rs-threshold",
+    metavar="BOUND,...",
+    help="verl: one for all or one each; k1's lie on 1 / rho, as 0.5_2.0.",
+)
+@click.option(
+    "--vllm-importance-sampling-mode", metavar="MODE",
+    help="trl: token_truncate, token_mask, sequence_truncate or sequence_mask (which is the default).",
+)  # fmt: skip
+@click.option("--vllm-importance-sampling-clip-max", type=float, metavar="C", help="trl: upper bound (3.0).")
+@click.option("--vllm-importance-sampling-clip-min", type=float, metavar="C", help="trl: lower bound.")
+@click.option("--tis-clip", type=float, metavar="C", help="slime: upper bound (2.0).")
+@click.option("--tis-clip-low", type=float, metavar="C", help="slime: lower bound (0).")
+@click.option("--calculate-per-token-loss", is_flag=True, default=False, help="slime: means over tokens.")
+@click.option("--reference-policy-kl-type", metavar="k1|k2|k3", help="nemo-rl: estimator of the two KL errors (k3).")
+@click.option("--sequence-level-importance-ratios", is_flag=True, default=False, help="nemo-rl: ratios of sequences.")
+@click.option("--truncated-importance-sampling-type", metavar="tis|icepop|seq-mask-tis", help="nemo-rl: truncation.")
+@click.option("--truncated-importance-sampling-ratio", type=float, metavar="C", help="nemo-rl: its upper bound.")
+@click.option("--truncated-importance-sampling-ratio-min", type=float, metavar="C", help="nemo-rl: its lower bound.")
+@click.option(
+    "--train-micro-batch-size",
+    type=int,
+    metavar="N",
+    help="nemo-rl: which multiplies the mean of sequences' ratios (1).",
+)
+@click.option("--dppo-mask-low", type=float, metavar="P", help="prime-rl: largest fall of a probability (0.2).")
+@click.option("--dppo-mask-high", type=float, metavar="P", help="prime-rl: largest rise of a probability (0.2).")
+@click.option("--ipo-threshold", type=float, metavar="P", help="prime-rl: the loss ipo, and its bound.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
-def stats(traces: Sequence[str], pair: str, by: str, like: str | None, as_json: bool, as_csv: bool) -> None:
+def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis.stats import likeness
     from .analysis.stats import stats as compare
 
     _check_format(as_json, as_csv)
-    _print(compare(list(traces), pair=pair, by=by, like=like, progress=_progress), as_json, as_csv)
+    _print(compare(list(traces), like=like, progress=_progress, **options), as_json, as_csv)
+    for sentence in likeness(like, **options):
+        _tell(sentence)
 
 
 @_example("tim-trace diagnose runs/demo")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.resources import files
 
 import duckdb
 import pyarrow as pa
 
-from ..schemas.errors import DamagedTrace
+from ..schemas.errors import DamagedTrace, InvalidOption
 from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
@@ -18,11 +18,23 @@ from .correction import define as define_corrections
 from .correction import published
 from .distributions.function import ComparedDistributions
 from .distributions.measures import MEASURES
+from .frameworks.verl_sums import register as register_verl_sums
 from .routing import register as register_routing
 from .rows import Rows
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+FRAMEWORK_MACROS = {
+    "verl": ("verl_rows", "verl", "verl_correction"),
+    "trl": ("trl",),
+    "slime": ("slime",),
+    "nemo-rl": ("nemo_rl",),
+    "prime-rl": ("prime_rl",),
+    "openrlhf": ("openrlhf",),
+}
+"""Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
+need them."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
@@ -40,6 +52,7 @@ class Database:
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
+        self._defined: set[str] = set()
         _register_filesystems(self.connection, self.sources)
         for table in TABLES:
             _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
@@ -47,7 +60,8 @@ class Database:
         _define_computed(self.connection)
         self.define_sums(set())
         register_routing(self.connection, self.sources)
-        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing", "verl"):
+        register_verl_sums(self.connection)
+        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
             self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
@@ -88,6 +102,20 @@ class Database:
                 raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
             raise
 
+    def define_like(self, frameworks: Collection[str]) -> None:
+        """Make the macros of frameworks' own numbers known. Raises InvalidOption for one that there is not."""
+        for framework in frameworks:
+            if framework not in FRAMEWORK_MACROS:
+                raise InvalidOption(f"like: got {framework!r}; use {', '.join(FRAMEWORK_MACROS)}")
+            for name in FRAMEWORK_MACROS[framework]:
+                if name not in self._defined:
+                    self.connection.execute(sql_file(name))
+                    self._defined.add(name)
+
+    def define_named(self, query: str) -> None:
+        """Make the macros known of the frameworks that a query names."""
+        self.define_like([name for name in FRAMEWORK_MACROS if f"{name.replace('-', '_')}_" in query.lower()])
+
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
         self._superseded.add(pair)
@@ -124,7 +152,7 @@ def opened(traces: Traces | Database) -> Database:
     return traces if isinstance(traces, Database) else Database(traces)
 
 
-def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
+def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
     """Open one trace or several for SQL.
 
     The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
@@ -135,7 +163,9 @@ def connect(traces: Traces) -> duckdb.DuckDBPyConnection:
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """
-    return Database(traces).connection
+    database = Database(traces)
+    database.define_like(like)
+    return database.connection
 
 
 def sql_file(name: str) -> str:

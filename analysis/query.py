@@ -39,6 +39,7 @@ class Session:
     def ask(self, query: str) -> Rows:
         """Run one query; of several statements the last one's rows are given."""
         connection = self._database.connection
+        self._database.define_named(query)
         try:
             statements = connection.extract_statements(query)
             if not statements:

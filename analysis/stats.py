@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
 from .database import Database, Traces, opened
 from .distributions.summary import has_captured, summary
+from .frameworks.framework import Framework
+from .frameworks.registry import framework_of, refuse_options
 from .pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .rows import Rows
 from .source import Pair
@@ -13,8 +17,8 @@ from .sums import ensure, keep
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
-LIKE = {"verl": {"run": "verl_runs", "step": "verl_steps"}}
-"""Framework -> what a row stands for -> the macro of its numbers."""
+LIKE = ("run", "step")
+"""What a row of a framework's numbers can stand for."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -25,6 +29,7 @@ def stats(
     by: str = "run",
     like: str | None = None,
     progress: Progress = no_progress,
+    **options: Any,
 ) -> Rows:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence.
 
@@ -37,8 +42,9 @@ def stats(
     `pair_distribution_runs`, `_steps` and `_sequences` follow. Sums of a finished, writable trace are kept in it for the next
     time.
 
-    With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl` 0.9.0, a row a
-    step, or a run taken as one batch.
+    With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl`, `trl`, `slime`,
+    `nemo-rl`, `prime-rl` or `openrlhf`, a row a step, or a run taken as one batch. `options` are then the framework's own,
+    under its own names: the fields of `analysis.frameworks`' dataclasses. Pass a of the pair is the trainer, b the engine.
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -47,7 +53,8 @@ def stats(
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     database = opened(traces)
     if like is not None:
-        return _like(database, names, by, like)
+        return _like(database, names, by, framework_of(like, options))
+    refuse_options(options)
     routed = _is_routed(database, names)
     if by == "layer":
         if not routed:
@@ -68,16 +75,23 @@ def stats(
     return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
 
 
-def _like(database: Database, names: Pair, by: str, framework: str) -> Rows:
+def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
     """A framework's own numbers."""
-    if framework not in LIKE:
-        raise InvalidOption(f"like: got {framework!r}; use {', '.join(LIKE)}")
-    if by not in LIKE[framework]:
-        raise InvalidOption(f"like {framework}: has no numbers by {by}; use --by {' or '.join(LIKE[framework])}")
-    rows = database.ask(f"SELECT * FROM {LIKE[framework][by]}({quoted_pair(names)})")
+    if by not in LIKE:
+        raise InvalidOption(f"like {framework.name}: has no numbers by {by}; use --by {' or '.join(LIKE)}")
+    database.define_like([framework.name])
+    rows = framework.numbers(database, names, by)
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))
     return rows
+
+
+def likeness(like: str | None, **options: Any) -> list[str]:
+    """Whose numbers those of `stats` are, and what to know of them, a sentence each; none without `like`."""
+    if like is None:
+        return []
+    framework = framework_of(like, {name: value for name, value in options.items() if name not in ("pair", "by")})
+    return [f"as {framework.name} {framework.version} defines them: {framework.source}", *framework.notes()]
 
 
 def _is_routed(database: Database, pair: Pair) -> bool:

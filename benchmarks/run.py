@@ -1,6 +1,6 @@
 """Run the benchmarks and print them as ratios measured side by side.
 
-python benchmarks/run.py                  # all, about 25 minutes on 2 cores
+python benchmarks/run.py                  # all, about 27 minutes on 2 cores
 python benchmarks/run.py writing startup  # some
 """
 
@@ -10,6 +10,7 @@ import platform
 import sys
 
 import demo
+import likeness
 import memory
 import packing
 import querying
@@ -21,6 +22,7 @@ import writing
 BENCHMARKS = {
     "writing": writing.compare,
     "querying": querying.compare,
+    "likeness": likeness.compare,
     "replaying": replaying.compare,
     "packing": packing.compare,
     "memory": memory.compare,

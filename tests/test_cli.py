@@ -14,6 +14,7 @@ from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
@@ -76,6 +77,12 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
         parameters |= {"deterministic": False, "compile": False}
+    if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
+        parameters |= {
+            field.name: False if field.default is False else None
+            for framework in FRAMEWORKS.values()
+            for field in dataclasses.fields(framework)
+        }
     assert options == parameters
 
 
@@ -238,3 +245,20 @@ def test_wrong_use_ends_with_2(arguments, message):
     done = tim_trace(*arguments)
     assert done.code == 2
     assert message in done.stderr
+
+
+def test_stats_say_whose_definition_they_are(trace):
+    done = tim_trace(
+        "stats", trace, "--like", "verl", "--rollout-rs", "token_k1", "--rollout-rs-threshold", "2", "--json"
+    )
+    assert done.json()[0]["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
+    assert "as verl 0.9.0 defines them: verl/trainer/ppo/rollout_corr_helper.py" in done.stderr
+    assert "the bounds of k1 lie on 1 / rho" in done.stderr
+    refused = tim_trace("stats", trace, "--like", "trl", "--tis-clip", "2")
+    assert refused.code == 2
+    assert "tis_clip: trl has no such option; it belongs to slime" in refused.stderr
+
+
+def test_sql_knows_the_frameworks_macros(trace):
+    query = "SELECT count(*) AS kept FROM verl_rs_mask('train', 'rollout', 'token_k3', '1.0') WHERE keep"
+    assert tim_trace("sql", trace, query, "--json").json()[0]["kept"] > 0

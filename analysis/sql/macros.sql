@@ -10,4 +10,25 @@ CREATE OR REPLACE MACRO expm1_minus(x) AS
     END;
 
 -- exp(x) - 1, accurate for every x.
-CREATE OR REPLACE MACRO expm1(x) AS x + expm1_minus(x);
+CREATE OR REPLACE MACRO expm1(x) AS CASE WHEN isinf(x) THEN exp(x) - 1 ELSE x + expm1_minus(x) END;
+
+-- What a number is to torch. min and max give NaN where one value is NaN, std is of n - 1, and comparisons with NaN are
+-- false: to DuckDB NaN is the largest number, and a deviation of what is not finite an error.
+CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;
+CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE max(x) END;
+CREATE OR REPLACE MACRO torch_std(x) AS
+    CASE WHEN count(x) = 0 THEN NULL
+         WHEN bool_and(isfinite(x)) AND count(x) > 1 THEN stddev_samp(x) FILTER (isfinite(x))
+         ELSE 'NaN'::DOUBLE END;
+CREATE OR REPLACE MACRO torch_median(x) AS
+    CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE quantile_disc(x, 0.5) END;
+CREATE OR REPLACE MACRO above(x, bound) AS (x > bound AND NOT isnan(x));
+CREATE OR REPLACE MACRO below(x, bound) AS (x < bound AND NOT isnan(x));
+CREATE OR REPLACE MACRO torch_clamp(x, lower, upper) AS CASE WHEN isnan(x) THEN x ELSE greatest(least(x, upper), lower) END;
+
+-- A variance that rounding made negative is 0; NaN stays NaN.
+CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
+
+-- A sum and a mean that add in one order, so that threads do not change the last digits.
+CREATE OR REPLACE MACRO sum_in_order(x, place) AS sum(x ORDER BY place);
+CREATE OR REPLACE MACRO mean_in_order(x, place) AS sum(x ORDER BY place) / count(x);

@@ -252,6 +252,17 @@ def test_the_mismatch_is_the_one_that_trl_logged(vllm):
     assert all(1e-5 < row["mean_abs_d"] < 1e-2 for row in found.values())
 
 
+def test_stats_like_trl_are_what_trl_logged(vllm):
+    kinds = ("sampling_logp_difference/mean", "sampling_logp_difference/max")
+    kinds += tuple(f"importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max"))
+    found = stats(vllm.trace, by="step", like="trl").dicts()
+    for kind in kinds:
+        expected = logged(vllm, f"sampling/{kind}")
+        assert [row["step"] for row in found] == list(expected)
+        shown = [row[f"sampling/{kind}"] for row in found]
+        np.testing.assert_allclose(shown, list(expected.values()), err_msg=kind, **FLOAT32)
+
+
 def test_sampling_settings_are_recorded_with_each_sequence(vllm):
     query = "SELECT DISTINCT temperature, top_p, top_k, min_p, repetition_penalty, max_tokens FROM sequences"
     assert rows(vllm, query) == [(0.8, 1.0, 0, 0.0, 1.0, 6)]

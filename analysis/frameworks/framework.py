@@ -1,0 +1,57 @@
+"""What every framework's numbers are asked through."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol
+
+from ...schemas.errors import InvalidOption
+from ..database import Database, quoted
+from ..pairs import quoted_pair
+from ..rows import Rows
+from ..source import Pair
+
+
+class Framework(Protocol):
+    """A framework's options, under its own names, and the numbers that it logs with these.
+
+    Implementations are frozen dataclasses; a field is an option.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str]
+    """The release whose definitions these are."""
+    source: ClassVar[str]
+    """Where it defines them."""
+
+    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        """A row a run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout."""
+
+    def notes(self) -> list[str]:
+        """What a reader of these numbers should know, a sentence each."""
+
+
+def call(macro: str, pair: Pair, by: str, **options: Any) -> str:
+    """A query of one of the macros `<macro>_steps` and `<macro>_runs`."""
+    arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
+    return f"SELECT * FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
+
+
+def options_of(framework: Framework) -> dict[str, Any]:
+    """Option -> value."""
+    return {field.name: getattr(framework, field.name) for field in fields(framework)}  # type: ignore[arg-type]
+
+
+def check_choice(framework: str, option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Raise InvalidOption for a value that is none of the choices; None is one."""
+    if value is not None and value not in choices:
+        raise InvalidOption(f"{option}: got {value!r}; {framework} has {', '.join(choices)}")
+
+
+def literal(value: Any) -> str:
+    """A value in SQL."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return quoted(value) if isinstance(value, str) else f"{value!r}::DOUBLE"

@@ -1,0 +1,69 @@
+"""NeMo-RL's numbers of the difference between the generation's logprobs and the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...schemas.errors import InvalidOption
+from ..database import Database
+from ..rows import Rows
+from ..source import Pair
+from .framework import call, check_choice, options_of
+
+TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemoRl:
+    """The options of NeMo-RL's clipped policy-gradient loss that decide these numbers."""
+
+    reference_policy_kl_type: str = "k3"
+    """Estimator of gen_kl_error and policy_kl_error."""
+    sequence_level_importance_ratios: bool = False
+    """Ratios of sequences instead of tokens."""
+    truncated_importance_sampling_type: str | None = None
+    """What becomes of ratios outside of the bounds; None: nothing."""
+    truncated_importance_sampling_ratio: float | None = None
+    """Upper bound."""
+    truncated_importance_sampling_ratio_min: float | None = None
+    """Lower bound; None: 0, which `tis` alone allows."""
+    train_micro_batch_size: int = 1
+    """Sequences of a micro-batch; NeMo-RL's mean of sequences' ratios is that many times too large."""
+
+    name: ClassVar[str] = "nemo-rl"
+    version: ClassVar[str] = "0.7.0"
+    source: ClassVar[str] = "nemo_rl/algorithms/loss/loss_functions.py, nemo_rl/algorithms/grpo.py"
+
+    def __post_init__(self) -> None:
+        check_choice("nemo-rl", "reference_policy_kl_type", self.reference_policy_kl_type, ("k1", "k2", "k3"))
+        if self.train_micro_batch_size < 1:
+            raise InvalidOption(f"train_micro_batch_size: got {self.train_micro_batch_size}; it is 1 or more")
+        kind = self.truncated_importance_sampling_type
+        check_choice("nemo-rl", "truncated_importance_sampling_type", kind, TRUNCATIONS)
+        lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        if kind is None and (lower is not None or upper is not None):
+            raise InvalidOption(
+                f"truncated_importance_sampling_ratio needs truncated_importance_sampling_type: {', '.join(TRUNCATIONS)}"
+            )
+        if kind is not None and (upper is None or upper <= 0):
+            raise InvalidOption(
+                f"truncated_importance_sampling_type {kind} needs truncated_importance_sampling_ratio above 0"
+            )
+        if kind in ("icepop", "seq-mask-tis") and lower is None:
+            raise InvalidOption(
+                f"truncated_importance_sampling_type {kind} needs truncated_importance_sampling_ratio_min"
+            )
+        if lower is not None and upper is not None and lower > upper:
+            raise InvalidOption(
+                f"truncated_importance_sampling_ratio_min: got {lower:g}; it is at most the ratio, {upper:g}"
+            )
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
+
+    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        rows = database.ask(call("nemo_rl", pair, by, **options_of(self)))
+        return rows if self.truncated_importance_sampling_type else rows.without({"is_oob_ratio"})
+
+    def notes(self) -> list[str]:
+        return []

@@ -1,0 +1,45 @@
+"""prime-rl's numbers of the difference between the inference's logprobs and the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...schemas.errors import InvalidOption
+from ..database import Database
+from ..rows import Rows
+from ..source import Pair
+from .framework import call, options_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimeRl:
+    """The options of prime-rl's losses that decide which tokens are masked."""
+
+    dppo_mask_low: float = 0.2
+    """Largest fall of a token's probability where its advantage is not positive."""
+    dppo_mask_high: float = 0.2
+    """Largest rise where its advantage is positive."""
+    ipo_threshold: float | None = None
+    """Of the loss `ipo`: largest change of a probability either way; None: the default loss."""
+
+    name: ClassVar[str] = "prime-rl"
+    version: ClassVar[str] = "0.8.0"
+    source: ClassVar[str] = "src/prime_rl/trainer/rl/loss.py, src/prime_rl/trainer/rl/train.py"
+
+    def __post_init__(self) -> None:
+        for name, value in options_of(self).items():
+            if value is not None and value < 0:
+                raise InvalidOption(f"{name}: got {value:g}; give a difference of probabilities from 0 on")
+
+    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        rows = database.ask(call("prime_rl", pair, by, **options_of(self)))
+        of_signs = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
+        if self.ipo_threshold is None:
+            return rows
+        return rows.without({name for name in rows.columns if name.startswith(of_signs)})
+
+    def notes(self) -> list[str]:
+        return [
+            "prime-rl's trainer is the policy inside the loss: with several updates a step, ask --pair current:rollout"
+        ]

@@ -1,0 +1,137 @@
+"""verl's off-policy numbers, importance-sampling weights and rejections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...schemas.errors import InvalidOption
+from ..database import Database, sql_file
+from ..pairs import quoted_pair
+from ..rows import Rows
+from ..source import Pair
+from .framework import call, check_choice, literal
+from .verl_sums import computed
+
+REJECTIONS = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+"""What `rollout_rs` can be made of."""
+
+_PREFIX = "rollout_corr/rollout_rs_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verl:
+    """The options of verl's rollout correction."""
+
+    rollout_is: str | None = None
+    """Importance-sampling weights of each `token` or of each `sequence`; None: none."""
+    rollout_is_threshold: str = "2.0"
+    """Largest weight (TIS), or `lower_upper`: weights outside become 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: str | None = None
+    """Rejections, of REJECTIONS, with commas between; None: none."""
+    rollout_rs_threshold: str | None = None
+    """A bound for all of them, or one each; of k1 `lower_upper`, bounds on 1 / rho."""
+
+    name: ClassVar[str] = "verl"
+    version: ClassVar[str] = "0.9.0"
+    source: ClassVar[str] = "verl/trainer/ppo/rollout_corr_helper.py, verl/utils/debug/metrics.py"
+
+    def __post_init__(self) -> None:
+        check_choice("verl", "rollout_is", self.rollout_is, ("token", "sequence"))
+        _check_bounds("rollout_is_threshold", self.rollout_is_threshold)
+        if self.rollout_is is None and (self.rollout_is_batch_normalize or self.rollout_is_threshold != "2.0"):
+            raise InvalidOption(
+                "rollout_is_threshold and rollout_is_batch_normalize need rollout_is: token or sequence"
+            )
+        _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
+
+    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        try:
+            with computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
+                return self._numbers(database, pair, by)
+        finally:
+            database.connection.execute(sql_file("verl_rows"))
+
+    def _numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        keys = ("run", "step")
+        rows = database.ask(call("verl", pair, by))
+        if self.rollout_is is not None and len(rows):
+            given: dict[str, str | None] = {
+                "rollout_is": self.rollout_is,
+                "rollout_is_threshold": self.rollout_is_threshold,
+            }
+            rows = rows.joined(database.ask(call("verl_is", pair, by, **given)).without(self._unlogged()), keys)
+        if self.rollout_rs is not None and len(rows):
+            given = {"rollout_rs": self.rollout_rs, "rollout_rs_threshold": self.rollout_rs_threshold}
+            rows = rows.joined(_wide(database.ask(call("verl_rs", pair, by, **given))), keys)
+            masked = database.ask(
+                f"SELECT * FROM verl_rs_masked({quoted_pair(pair)}, {literal(by == 'step')}, "
+                f"{literal(self.rollout_rs)}, {literal(self.rollout_rs_threshold)})"
+            )
+            rows = rows.joined(masked if by == "step" else masked.without({"step"}), keys)
+        return rows
+
+    def notes(self) -> list[str]:
+        if self.rollout_rs is None or "k1" not in self.rollout_rs:
+            return []
+        return ["the bounds of k1 lie on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"]
+
+    def _unlogged(self) -> set[str]:
+        """Columns that verl does not log with these options."""
+        names = set()
+        if "_" not in self.rollout_is_threshold:
+            names.add("rollout_corr/rollout_is_oob_ratio")
+        if not self.rollout_is_batch_normalize:
+            names.add("rollout_corr/rollout_is_batch_norm_factor")
+        return names
+
+
+def _wide(rows: Rows) -> Rows:
+    """A row a group and option as a row a group: `<option>_<statistic>` for every option."""
+    found: dict[tuple[object, ...], dict[str, object]] = {}
+    for row in rows.dicts():
+        key = tuple(row.pop(name) for name in ("run", "step") if name in row)
+        option = row.pop("option")
+        values = {f"{_PREFIX}{option}_{name}": value for name, value in row.items()}
+        found.setdefault(key, {}).update(
+            {name: value for name, value in values.items() if option.endswith("k1") or "seq_fraction_low" not in name}
+        )
+    keys = tuple(name for name in ("run", "step") if name in rows.columns)
+    columns = tuple(next(iter(found.values()), {}))
+    return Rows(keys + columns, [(*key, *values.values()) for key, values in found.items()])
+
+
+def _check_rejections(options: str | None, thresholds: str | None) -> None:
+    if options is None:
+        if thresholds is not None:
+            raise InvalidOption(f"rollout_rs_threshold needs rollout_rs: one or some of {', '.join(REJECTIONS)}")
+        return
+    chosen = list(dict.fromkeys(part.strip() for part in options.split(",")))
+    for option in chosen:
+        check_choice("verl", "rollout_rs", option, REJECTIONS)
+    if thresholds is None:
+        raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one each")
+    bounds = [part.strip() for part in thresholds.split(",")]
+    if len(bounds) not in (1, len(chosen)):
+        raise InvalidOption(
+            f"rollout_rs_threshold: got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many"
+        )
+    for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
+        if "_" in bound and not option.endswith("k1"):
+            raise InvalidOption(f"rollout_rs_threshold: got {bound!r} for {option}; give it a single upper bound")
+        _check_bounds("rollout_rs_threshold", bound)
+
+
+def _check_bounds(option: str, text: str) -> None:
+    """Raise InvalidOption for what is neither `upper` nor `lower_upper`, both above 0."""
+    try:
+        bounds = [float(part) for part in text.split("_", 1)]
+    except ValueError:
+        bounds = []
+    if not bounds or not all(bound > 0 for bound in bounds) or bounds != sorted(bounds):
+        raise InvalidOption(f"{option}: got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0")

@@ -1,0 +1,159 @@
+"""What verl's off-policy numbers need of each sequence: the sums behind the macros of sql/verl.sql.
+
+Shapes: T tokens of several sequences, one after the other; N sequences. Each sequence's sums depend on its own tokens
+alone, so that they have the same digits whatever is computed beside them, and by how many threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+SAFETY_BOUND = 20.0
+"""verl clamps log-ratios to +-20 nats before it takes their exp."""
+
+_BLOCK_TOKENS = 1 << 16
+"""Tokens that are worked on at once: few enough that the arrays stay in a core's cache."""
+
+_BATCH_ROWS = 1024
+"""Sequences that are handed to a thread at once."""
+
+_KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
+
+_SUMS = (
+    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_squared_ratio", "sum_prob_diff", "sum_prob_diff2",
+    "sum_old_prob", "sum_rollout_prob", "sum_old_prob2", "sum_rollout_prob2", "sum_prob_product", "max_prob_diff",
+)  # fmt: skip
+
+STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
+
+
+def register(connection: duckdb.DuckDBPyConnection) -> None:
+    """Give a connection the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])`.
+
+    An empty mask counts every token. A token without a logprob in one of both counts in no sum.
+    """
+    connection.create_function("verl_sums", _verl_sums, ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"], STRUCT, type="arrow")
+
+
+@contextmanager
+def computed(connection: duckdb.DuckDBPyConnection, verl_rows: str) -> Iterator[None]:
+    """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
+
+    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read. `verl_summed` has
+    to be defined anew afterwards.
+    """
+    connection.execute("RESET threads")
+    rows = connection.sql(verl_rows).to_arrow_reader(_BATCH_ROWS)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        batches = list(_mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
+    connection.register("verl_computed", pa.Table.from_batches(batches))
+    connection.execute("CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
+    try:
+        yield
+    finally:
+        connection.unregister("verl_computed")
+
+
+def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Keys and sums of the sequences of `verl_rows`."""
+    sums = _verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
+    names = [*_KEYS, *(field.name for field in sums.type)]
+    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
+
+
+def _mapped(pool: Executor, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """What a function makes of items, in their order; a few are taken ahead, not all of them."""
+    waiting: deque[Any] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > 2 * (os.cpu_count() or 1):
+            yield waiting.popleft().result()
+    for future in waiting:
+        yield future.result()
+
+
+def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, starts_N: np.ndarray) -> np.ndarray:
+    """[13, N] sums over sequences that begin at `starts_N` and have a token each; NaN and infinities pass through."""
+    found = np.empty((len(_SUMS), len(starts_N)))
+    ends_N = np.append(starts_N[1:], len(old_T))
+    first = 0
+    while first < len(starts_N):
+        last = max(int(np.searchsorted(ends_N, starts_N[first] + _BLOCK_TOKENS, "right")), first + 1)
+        tokens = slice(starts_N[first], ends_N[last - 1])
+        rows = starts_N[first:last] - starts_N[first]
+        with np.errstate(all="ignore"):
+            terms = list(_terms(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64)))
+        found[:-1, first:last] = [np.add.reduceat(term, rows) for term in terms[:-1]]
+        found[-1, first:last] = np.maximum.reduceat(terms[-1], rows)
+        first = last
+    return found
+
+
+def _terms(old_T: np.ndarray, rollout_T: np.ndarray) -> Iterator[np.ndarray]:
+    """What each token adds to each of `_SUMS`, in their order."""
+    d_T = old_T - rollout_T
+    growth_T = np.expm1(d_T)  # keeps k3's digits where d is small
+    old_prob_T, rollout_prob_T = np.exp(old_T), np.exp(rollout_T)
+    diff_T = np.abs(old_prob_T - rollout_prob_T)
+    yield from (old_T, rollout_T, d_T, growth_T - d_T)
+    yield np.square(np.clip(growth_T + 1, np.exp(-SAFETY_BOUND), np.exp(SAFETY_BOUND)))
+    yield from (diff_T, np.square(diff_T), old_prob_T, rollout_prob_T)
+    yield from (np.square(old_prob_T), np.square(rollout_prob_T), old_prob_T * rollout_prob_T)
+    yield diff_T
+
+
+def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
+    values_old, lengths = _flat(old)
+    values_rollout, lengths_rollout = _flat(rollout)
+    if not np.array_equal(lengths, lengths_rollout):
+        shortest = np.minimum(lengths, lengths_rollout)
+        values_old = values_old.filter(_first(lengths, shortest))
+        values_rollout = values_rollout.filter(_first(lengths_rollout, shortest))
+        lengths = shortest
+    counted = _counted(mask, lengths)
+    for values in (values_old, values_rollout):
+        if values.null_count:
+            counted &= values.is_valid().to_numpy(zero_copy_only=False)
+    num_tokens = lengths
+    old_T, rollout_T = (v.to_numpy(zero_copy_only=False) for v in (values_old, values_rollout))
+    if not counted.all():
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        num_tokens = np.bincount(row[counted], minlength=len(lengths))
+        old_T, rollout_T = old_T[counted], rollout_T[counted]
+    found = np.zeros((len(_SUMS), len(lengths)))
+    full = num_tokens > 0
+    found[:, full] = token_sums(old_T, rollout_T, (np.cumsum(num_tokens) - num_tokens)[full])
+    arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
+    return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])
+
+
+def _flat(lists: Any) -> tuple[Any, np.ndarray]:
+    """The values of lists end to end, and how many each list has."""
+    whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+    return whole.flatten(), np.diff(whole.offsets.to_numpy()).astype(np.int64)
+
+
+def _first(lengths: np.ndarray, kept: np.ndarray) -> pa.Array:
+    """bool: whether a value is among the first `kept` of its list."""
+    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return pa.array(position < np.repeat(kept, lengths))
+
+
+def _counted(mask: Any, lengths: np.ndarray) -> np.ndarray:
+    """bool [T]: whether the loss counts a token."""
+    values, known = _flat(mask)
+    counted = np.repeat(known == 0, lengths)
+    if len(values):
+        shortest = np.minimum(known, lengths)
+        inside = _first(lengths, shortest).to_numpy(zero_copy_only=False)
+        counted[inside] = values.filter(_first(known, shortest)).fill_null(False).to_numpy(zero_copy_only=False)
+    return counted

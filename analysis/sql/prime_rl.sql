@@ -1,0 +1,125 @@
+-- The numbers of prime-rl 0.8.0: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
+-- statistics of Tensors.compute_stats. Pass a is the trainer, b the inference; d = a - b, over the tokens that count.
+--   mismatch_kl/all: of exp(d) - 1 - d of every token. The others: of each sequence's mean over its tokens, 0 where it has
+--   none, with every sequence counting once.
+--   A token is masked where its advantage is positive and its probability rose by more than dppo_mask_high, or is not
+--   positive and it fell by more than dppo_mask_low; with ipo_threshold, where it moved by more than that either way.
+--   masked_mismatch_kl and unmasked_mismatch_kl are over the masked and the other tokens; is_masked_low and _high over all,
+--   of a negative and of a positive advantage; masked_advantage_* the shares of both signs among the masked.
+--   median is the lower one of two in the middle, std is of n - 1.
+
+CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT *, mask_low AND advantage < 0 AS masked_low, mask_high AND advantage > 0 AS masked_high,
+           CASE WHEN ipo_threshold IS NOT NULL THEN above(abs(change), ipo_threshold)
+                WHEN advantage > 0 THEN mask_high
+                WHEN advantage <= 0 THEN mask_low END AS masked
+    FROM (
+        SELECT *, above(change, dppo_mask_high) AS mask_high, below(change, -dppo_mask_low) AS mask_low
+        FROM (
+            SELECT run, step, seq_id, iteration_a, iteration_b, advantage, expm1_minus(d) AS mismatch_kl,
+                   exp(logprob_a::DOUBLE) - exp(logprob_b::DOUBLE) AS change
+            FROM pair(a, b)
+            WHERE mask AND d IS NOT NULL
+        )
+    );
+
+CREATE OR REPLACE MACRO prime_rl_stats(x) AS
+    {'mean': avg(x), 'median': torch_median(x), 'std': torch_std(x), 'min': torch_min(x), 'max': torch_max(x)};
+
+CREATE OR REPLACE MACRO prime_rl_known(num_unknown, x) AS CASE WHEN num_unknown > 0 THEN NULL ELSE coalesce(x, 0.0) END;
+
+-- prime_rl_rows(...): each sequence's means; NULL where tokens have no advantage that would decide their mask.
+CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT run, step, coalesce(num_tokens, 0) AS num_tokens,
+           prime_rl_known(num_unknown, masked_mismatch_kl) AS masked_mismatch_kl,
+           prime_rl_known(num_unknown, unmasked_mismatch_kl) AS unmasked_mismatch_kl,
+           prime_rl_known(num_unknown, num_masked / num_tokens) AS is_masked,
+           prime_rl_known(num_unknown, num_low / num_tokens) AS is_masked_low,
+           prime_rl_known(num_unknown, num_high / num_tokens) AS is_masked_high,
+           prime_rl_known(num_unknown, num_positive / greatest(num_masked, 1)) AS masked_advantage_positive,
+           prime_rl_known(num_unknown, num_negative / greatest(num_masked, 1)) AS masked_advantage_negative
+    FROM pair_keys(a, b, NULL, NULL, NULL)
+    LEFT JOIN (
+        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
+               count(*) FILTER (masked IS NULL) AS num_unknown,
+               avg(mismatch_kl) FILTER (masked) AS masked_mismatch_kl,
+               avg(mismatch_kl) FILTER (NOT masked) AS unmasked_mismatch_kl,
+               count(*) FILTER (masked) AS num_masked,
+               count(*) FILTER (masked_low) AS num_low, count(*) FILTER (masked_high) AS num_high,
+               count(*) FILTER (masked AND advantage > 0) AS num_positive,
+               count(*) FILTER (masked AND advantage < 0) AS num_negative
+        FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+        GROUP BY ALL
+    ) USING (run, step, seq_id, iteration_a, iteration_b);
+
+CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT tokens.run, tokens.step,
+           kl.mean AS "mismatch_kl/all/mean",
+           kl.median AS "mismatch_kl/all/median",
+           kl.std AS "mismatch_kl/all/std",
+           kl.min AS "mismatch_kl/all/min",
+           kl.max AS "mismatch_kl/all/max",
+           masked_mismatch_kl.mean AS "masked_mismatch_kl/mean",
+           masked_mismatch_kl.median AS "masked_mismatch_kl/median",
+           masked_mismatch_kl.std AS "masked_mismatch_kl/std",
+           masked_mismatch_kl.min AS "masked_mismatch_kl/min",
+           masked_mismatch_kl.max AS "masked_mismatch_kl/max",
+           unmasked_mismatch_kl.mean AS "unmasked_mismatch_kl/mean",
+           unmasked_mismatch_kl.median AS "unmasked_mismatch_kl/median",
+           unmasked_mismatch_kl.std AS "unmasked_mismatch_kl/std",
+           unmasked_mismatch_kl.min AS "unmasked_mismatch_kl/min",
+           unmasked_mismatch_kl.max AS "unmasked_mismatch_kl/max",
+           is_masked.mean AS "is_masked/mean",
+           is_masked.median AS "is_masked/median",
+           is_masked.std AS "is_masked/std",
+           is_masked.min AS "is_masked/min",
+           is_masked.max AS "is_masked/max",
+           is_masked_low.mean AS "is_masked_low/mean",
+           is_masked_low.median AS "is_masked_low/median",
+           is_masked_low.std AS "is_masked_low/std",
+           is_masked_low.min AS "is_masked_low/min",
+           is_masked_low.max AS "is_masked_low/max",
+           is_masked_high.mean AS "is_masked_high/mean",
+           is_masked_high.median AS "is_masked_high/median",
+           is_masked_high.std AS "is_masked_high/std",
+           is_masked_high.min AS "is_masked_high/min",
+           is_masked_high.max AS "is_masked_high/max",
+           masked_advantage_positive.mean AS "masked_advantage_positive/mean",
+           masked_advantage_positive.median AS "masked_advantage_positive/median",
+           masked_advantage_positive.std AS "masked_advantage_positive/std",
+           masked_advantage_positive.min AS "masked_advantage_positive/min",
+           masked_advantage_positive.max AS "masked_advantage_positive/max",
+           masked_advantage_negative.mean AS "masked_advantage_negative/mean",
+           masked_advantage_negative.median AS "masked_advantage_negative/median",
+           masked_advantage_negative.std AS "masked_advantage_negative/std",
+           masked_advantage_negative.min AS "masked_advantage_negative/min",
+           masked_advantage_negative.max AS "masked_advantage_negative/max"
+    FROM (
+        SELECT run, CASE WHEN by_step THEN step END AS step, prime_rl_stats(mismatch_kl) AS kl
+        FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+        GROUP BY ALL
+    ) AS tokens
+    JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step,
+               prime_rl_stats(masked_mismatch_kl) AS masked_mismatch_kl,
+               prime_rl_stats(unmasked_mismatch_kl) AS unmasked_mismatch_kl,
+               prime_rl_stats(is_masked) AS is_masked,
+               prime_rl_stats(is_masked_low) AS is_masked_low,
+               prime_rl_stats(is_masked_high) AS is_masked_high,
+               prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
+               prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative
+        FROM prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+        GROUP BY ALL
+    ) AS sequences ON sequences.run = tokens.run AND sequences.step IS NOT DISTINCT FROM tokens.step
+    ORDER BY tokens.run, tokens.step;
+
+CREATE OR REPLACE MACRO prime_rl_steps(
+    a, b, dppo_mask_low := 0.2, dppo_mask_high := 0.2, ipo_threshold := NULL
+) AS TABLE
+    SELECT * FROM prime_rl_groups(a, b, true, dppo_mask_low::DOUBLE, dppo_mask_high::DOUBLE, ipo_threshold::DOUBLE);
+
+CREATE OR REPLACE MACRO prime_rl_runs(
+    a, b, dppo_mask_low := 0.2, dppo_mask_high := 0.2, ipo_threshold := NULL
+) AS TABLE
+    SELECT * EXCLUDE (step)
+    FROM prime_rl_groups(a, b, false, dppo_mask_low::DOUBLE, dppo_mask_high::DOUBLE, ipo_threshold::DOUBLE);

@@ -1,0 +1,243 @@
+-- The rollout correction of verl 0.9.0: importance-sampling weights and rejections, by compute_rollout_correction_weights
+-- and compute_rollout_rejection_mask of verl/trainer/ppo/rollout_corr_helper.py. Pass a is the trainer, b the rollout;
+-- rho = exp(d). A log-ratio is clamped to 20 nats before its exp. The options have verl's names and take verl's text.
+
+CREATE OR REPLACE MACRO verl_tokens(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position, verl_clamped(d) AS d
+    FROM pair(a, b)
+    WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
+
+-- 'upper' or 'lower_upper'
+CREATE OR REPLACE MACRO verl_upper(bounds) AS split_part(bounds::VARCHAR, '_', -1)::DOUBLE;
+CREATE OR REPLACE MACRO verl_lower(bounds) AS
+    CASE WHEN contains(bounds::VARCHAR, '_') THEN split_part(bounds::VARCHAR, '_', 1)::DOUBLE END;
+
+-- verl_is_tokens(a, b, rollout_is, rollout_is_threshold): of each token rho, or that of its sequence, and the weight:
+-- at most the upper bound (TIS), or 0 outside of lower_upper (IcePop).
+CREATE OR REPLACE MACRO verl_is_tokens(a, b, rollout_is, rollout_is_threshold) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position, ratio,
+           CASE WHEN verl_lower(rollout_is_threshold) IS NULL
+                THEN torch_clamp(ratio, 0.0, verl_upper(rollout_is_threshold))
+                WHEN ratio >= verl_lower(rollout_is_threshold) AND ratio <= verl_upper(rollout_is_threshold) THEN ratio
+                ELSE 0.0 END AS weight
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, position,
+               exp(CASE rollout_is WHEN 'token' THEN d WHEN 'sequence' THEN verl_clamped(sum_d)
+                                   ELSE error('rollout_is: token or sequence') END) AS ratio
+        FROM verl_tokens(a, b)
+        JOIN verl_sequences(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
+    );
+
+-- verl_is_rows(...): the same of each sequence; one without a token has weights and ratios of mean 0.
+CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, sum_d,
+           coalesce(means.num_tokens, 0) AS num_tokens,
+           coalesce(mean_weight, 0.0) AS mean_weight, coalesce(mean_ratio, 0.0) AS mean_ratio,
+           sum_weight, sum_weight2, max_weight, min_weight, num_high, num_low
+    FROM verl_sequences(a, b)
+    LEFT JOIN (
+        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
+               avg(weight) AS mean_weight, avg(ratio) AS mean_ratio,
+               sum(weight) AS sum_weight, sum(weight * weight) AS sum_weight2,
+               torch_max(weight) AS max_weight, torch_min(weight) AS min_weight,
+               count(*) FILTER (above(ratio, verl_upper(rollout_is_threshold))) AS num_high,
+               count(*) FILTER (below(ratio, coalesce(verl_lower(rollout_is_threshold),
+                                                      1 / verl_upper(rollout_is_threshold)))) AS num_low
+        FROM verl_is_tokens(a, b, rollout_is, rollout_is_threshold)
+        GROUP BY ALL
+    ) AS means USING (run, step, seq_id, iteration_a, iteration_b);
+
+-- verl_is_groups(...): a row a step, or a run with step NULL. The weights' statistics are those before normalisation.
+-- A sequence's sum of d is compared with bounds whose logarithm is a float32, as verl's is.
+CREATE OR REPLACE MACRO verl_is_groups(a, b, by_step, rollout_is, rollout_is_threshold) AS TABLE
+    SELECT run, step,
+           sum_weight / num_tokens AS "rollout_corr/rollout_is_mean",
+           CASE rollout_is WHEN 'token' THEN max_weight ELSE exp(torch_clamp(max_sum, '-inf'::DOUBLE, 20.0)) END
+               AS "rollout_corr/rollout_is_max",
+           CASE rollout_is WHEN 'token' THEN min_weight ELSE exp(min_sum) END AS "rollout_corr/rollout_is_min",
+           CASE rollout_is WHEN 'token' THEN num_high / num_tokens ELSE share_sum_high END
+               AS "rollout_corr/rollout_is_ratio_fraction_high",
+           CASE rollout_is WHEN 'token' THEN num_low / num_tokens ELSE share_sum_low END
+               AS "rollout_corr/rollout_is_ratio_fraction_low",
+           CASE WHEN num_tokens > 1 THEN sqrt(floored(sum_weight2 / num_tokens - (sum_weight / num_tokens) ** 2))
+                ELSE 0.0 END AS "rollout_corr/rollout_is_std",
+           (sum_weight / num_tokens + 1e-8) ** 2 / nullif(sum_weight2 / num_tokens, 0)
+               AS "rollout_corr/rollout_is_eff_sample_size",
+           seq_mean AS "rollout_corr/rollout_is_seq_mean",
+           CASE WHEN num_sequences > 1 THEN seq_std ELSE 0.0 END AS "rollout_corr/rollout_is_seq_std",
+           seq_max AS "rollout_corr/rollout_is_seq_max", seq_min AS "rollout_corr/rollout_is_seq_min",
+           seq_max_deviation AS "rollout_corr/rollout_is_seq_max_deviation",
+           seq_high AS "rollout_corr/rollout_is_seq_fraction_high",
+           seq_low AS "rollout_corr/rollout_is_seq_fraction_low",
+           (num_high + num_low) / num_tokens AS "rollout_corr/rollout_is_oob_ratio",
+           CASE WHEN above(CASE rollout_is WHEN 'token' THEN sum_weight / num_tokens ELSE full_mean END, 1e-8)
+                THEN CASE rollout_is WHEN 'token' THEN sum_weight / num_tokens ELSE full_mean END
+                ELSE 1.0 END AS "rollout_corr/rollout_is_batch_norm_factor"
+    FROM (
+        SELECT run, grouped_step AS step, count(*) AS num_sequences, sum(num_tokens) AS num_tokens,
+               sum(sum_weight) AS sum_weight, sum(sum_weight2) AS sum_weight2,
+               torch_max(max_weight) AS max_weight, torch_min(min_weight) AS min_weight,
+               sum(num_high) AS num_high, sum(num_low) AS num_low,
+               torch_max(sum_d) AS max_sum, torch_min(sum_d) AS min_sum,
+               avg(above(sum_d, ln(upper::FLOAT)::FLOAT::DOUBLE)::INTEGER) AS share_sum_high,
+               avg(below(sum_d, ln(lower::FLOAT)::FLOAT::DOUBLE)::INTEGER) AS share_sum_low,
+               avg(mean_weight) AS seq_mean, torch_std(mean_weight) AS seq_std,
+               torch_max(mean_weight) AS seq_max, torch_min(mean_weight) AS seq_min,
+               torch_max(abs(mean_weight - 1)) AS seq_max_deviation,
+               avg(above(mean_ratio, upper)::INTEGER) AS seq_high, avg(below(mean_ratio, lower)::INTEGER) AS seq_low,
+               avg(mean_weight) FILTER (num_tokens > 0) AS full_mean
+        FROM (
+            SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
+                   verl_upper(rollout_is_threshold) AS upper,
+                   coalesce(verl_lower(rollout_is_threshold), 1 / verl_upper(rollout_is_threshold)) AS lower
+            FROM verl_is_rows(a, b, rollout_is, rollout_is_threshold)
+        )
+        GROUP BY run, grouped_step
+    )
+    WHERE num_tokens > 0
+    ORDER BY run, step;
+
+CREATE OR REPLACE MACRO verl_is_steps(a, b, rollout_is := 'token', rollout_is_threshold := '2.0') AS TABLE
+    SELECT * FROM verl_is_groups(a, b, true, rollout_is, rollout_is_threshold);
+
+CREATE OR REPLACE MACRO verl_is_runs(a, b, rollout_is := 'token', rollout_is_threshold := '2.0') AS TABLE
+    SELECT * EXCLUDE (step) FROM verl_is_groups(a, b, false, rollout_is, rollout_is_threshold);
+
+-- verl_is_weights(a, b): a row a token that counts, with the weight that its loss is multiplied by; normalised by the step.
+CREATE OR REPLACE MACRO verl_is_weights(
+    a, b, rollout_is := 'token', rollout_is_threshold := '2.0', rollout_is_batch_normalize := false
+) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position, ratio,
+           CASE WHEN rollout_is_batch_normalize THEN weight / "rollout_corr/rollout_is_batch_norm_factor"
+                ELSE weight END AS weight
+    FROM verl_is_tokens(a, b, rollout_is, rollout_is_threshold)
+    JOIN verl_is_groups(a, b, true, rollout_is, rollout_is_threshold) USING (run, step);
+
+-- verl_rs_options(rollout_rs, rollout_rs_threshold): a row an option, with the bounds of its statistic.
+-- The statistic of k1 is -d, so that its bounds lie on 1 / rho: 'lower_upper' keeps 1 / upper <= rho <= 1 / lower.
+CREATE OR REPLACE MACRO verl_rs_options(rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT place, option, taken_over, kind,
+           CASE WHEN kind = 'k1' THEN ln(coalesce(verl_lower(bounds), 1 / verl_upper(bounds))) END AS lower,
+           CASE WHEN kind = 'k1' THEN ln(verl_upper(bounds)) ELSE verl_upper(bounds) END AS upper
+    FROM (
+        SELECT *, regexp_replace(option, '_k[123]$', '') AS taken_over, right(option, 2) AS kind,
+               CASE WHEN len(all_bounds) = 1 THEN all_bounds[1] ELSE all_bounds[place] END AS bounds
+        FROM (
+            SELECT option, row_number() OVER (ORDER BY min(written)) AS place
+            FROM (
+                SELECT unnest(options) AS option, unnest(range(len(options))) AS written
+                FROM (SELECT string_split(replace(rollout_rs, ' ', ''), ',') AS options)
+            )
+            GROUP BY option
+        )
+        CROSS JOIN (SELECT string_split(replace(rollout_rs_threshold::VARCHAR, ' ', ''), ',') AS all_bounds)
+    );
+
+CREATE OR REPLACE MACRO verl_kept(x, lower, upper) AS
+    (upper IS NULL OR (x <= upper AND NOT isnan(x) AND (lower IS NULL OR x >= lower)));
+
+-- verl_rs_rows(...): a row a (sequence, option) of the sequences that have a token. `value` is the sequence's statistic,
+-- of token options the mean; the sums are over its tokens, which share the statistic where it is the sequence's.
+CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper, num_tokens, value,
+           CASE taken_over WHEN 'token' THEN sum_k ELSE num_tokens * value END AS sum_statistic,
+           CASE taken_over WHEN 'token' THEN max_k ELSE value END AS max_statistic,
+           CASE taken_over WHEN 'token' THEN min_k ELSE value END AS min_statistic,
+           CASE taken_over WHEN 'token' THEN sum_inside ELSE num_tokens * inside END AS sum_inside,
+           CASE taken_over WHEN 'token' THEN sum_inside2 ELSE num_tokens * inside * inside END AS sum_inside2,
+           CASE WHEN taken_over = 'token' THEN num_high WHEN above(value, upper) THEN num_tokens ELSE 0 END AS num_high,
+           CASE WHEN taken_over = 'token' THEN num_low WHEN below(value, lower) THEN num_tokens ELSE 0 END AS num_low,
+           CASE WHEN taken_over = 'token' THEN num_rejected WHEN verl_kept(value, lower, upper) THEN 0
+                ELSE num_tokens END AS num_rejected
+    FROM (
+        SELECT *, torch_clamp(value, coalesce(lower, 0.0), upper) AS inside
+        FROM (
+            SELECT *, CASE taken_over WHEN 'seq_sum' THEN sum_k WHEN 'seq_max' THEN max_k ELSE sum_k / num_tokens END
+                      AS value
+            FROM (
+                SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper,
+                       count(*) AS num_tokens, sum(k) AS sum_k, torch_max(k) AS max_k, torch_min(k) AS min_k,
+                       sum(torch_clamp(k, coalesce(lower, 0.0), upper)) AS sum_inside,
+                       sum(torch_clamp(k, coalesce(lower, 0.0), upper) ** 2) AS sum_inside2,
+                       count(*) FILTER (above(k, upper)) AS num_high,
+                       count(*) FILTER (below(k, lower)) AS num_low,
+                       count(*) FILTER (NOT verl_kept(k, lower, upper)) AS num_rejected
+                FROM (
+                    SELECT *, CASE kind WHEN 'k1' THEN -d WHEN 'k2' THEN 0.5 * d * d ELSE exp(d) - 1 - d END AS k
+                    FROM verl_tokens(a, b), verl_rs_options(rollout_rs, rollout_rs_threshold)
+                )
+                GROUP BY ALL
+            )
+        )
+    );
+
+-- verl_rs_groups(...): a row a (step, option), or a (run, option) with step NULL. Sequences that have a token count.
+CREATE OR REPLACE MACRO verl_rs_groups(a, b, by_step, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT run, grouped_step AS step, option,
+           sum(sum_statistic) / sum(num_tokens) AS mean, torch_max(max_statistic) AS max, torch_min(min_statistic) AS min,
+           CASE any_value(taken_over) WHEN 'token' THEN sum(num_high) / sum(num_tokens)
+                ELSE avg(above(value, upper)::INTEGER) END AS fraction_high,
+           CASE WHEN any_value(kind) <> 'k1' THEN 0.0
+                WHEN any_value(taken_over) = 'token' THEN sum(num_low) / sum(num_tokens)
+                ELSE avg(below(value, lower)::INTEGER) END AS fraction_low,
+           CASE WHEN sum(num_tokens) > 1
+                THEN sqrt(floored(sum(sum_inside2) / sum(num_tokens) - (sum(sum_inside) / sum(num_tokens)) ** 2))
+                ELSE 0.0 END AS std,
+           avg(value) AS seq_mean, CASE WHEN count(*) > 1 THEN torch_std(value) ELSE 0.0 END AS seq_std,
+           torch_max(value) AS seq_max, torch_min(value) AS seq_min, torch_max(abs(value)) AS seq_max_deviation,
+           avg(above(value, upper)::INTEGER) AS seq_fraction_high,
+           CASE any_value(kind) WHEN 'k1' THEN avg(below(value, lower)::INTEGER) END AS seq_fraction_low,
+           sum(num_rejected) / sum(num_tokens) AS masked_fraction,
+           avg((num_rejected > 0)::INTEGER) AS seq_masked_fraction
+    FROM (
+        SELECT *, CASE WHEN by_step THEN step END AS grouped_step
+        FROM verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold)
+    )
+    GROUP BY run, grouped_step, place, option
+    ORDER BY run, grouped_step, place;
+
+CREATE OR REPLACE MACRO verl_rs_steps(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT * FROM verl_rs_groups(a, b, true, rollout_rs, rollout_rs_threshold);
+
+CREATE OR REPLACE MACRO verl_rs_runs(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT * EXCLUDE (step) FROM verl_rs_groups(a, b, false, rollout_rs, rollout_rs_threshold);
+
+-- verl_rs_mask(...): a row a response token; keep is whether it stays in the loss: it counts there, and every option keeps
+-- it. NULL where a pass gave it no logprob.
+CREATE OR REPLACE MACRO verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, position, mask,
+           CASE WHEN NOT mask THEN false
+                WHEN d IS NOT NULL THEN coalesce(kept, true) AND verl_kept(-d, k1_lower, k1_upper)
+                     AND verl_kept(0.5 * d * d, NULL, k2_upper) AND verl_kept(exp(d) - 1 - d, NULL, k3_upper)
+                END AS keep
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, verl_clamped(d) AS d
+        FROM pair(a, b)
+    )
+    LEFT JOIN (
+        SELECT run, step, seq_id, iteration_a, iteration_b, bool_and(num_rejected = 0) AS kept
+        FROM verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold)
+        WHERE taken_over <> 'token'
+        GROUP BY ALL
+    ) USING (run, step, seq_id, iteration_a, iteration_b)
+    CROSS JOIN (
+        SELECT max(lower) FILTER (option = 'token_k1') AS k1_lower, max(upper) FILTER (option = 'token_k1') AS k1_upper,
+               max(upper) FILTER (option = 'token_k2') AS k2_upper, max(upper) FILTER (option = 'token_k3') AS k3_upper
+        FROM verl_rs_options(rollout_rs, rollout_rs_threshold)
+    );
+
+-- verl_rs_masked(...): the share of tokens that all options together reject, and of sequences, of all of the batch, that
+-- lose one.
+CREATE OR REPLACE MACRO verl_rs_masked(a, b, by_step, rollout_rs, rollout_rs_threshold) AS TABLE
+    SELECT run, grouped_step AS step,
+           sum(num_rejected) / sum(num_tokens) AS "rollout_corr/rollout_rs_masked_fraction",
+           avg((coalesce(num_rejected, 0) > 0)::INTEGER) AS "rollout_corr/rollout_rs_seq_masked_fraction"
+    FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM verl_sequences(a, b))
+    LEFT JOIN (
+        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) FILTER (NOT keep) AS num_rejected
+        FROM verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold)
+        WHERE mask AND keep IS NOT NULL
+        GROUP BY ALL
+    ) USING (run, step, seq_id, iteration_a, iteration_b)
+    GROUP BY run, grouped_step
+    ORDER BY run, grouped_step;
