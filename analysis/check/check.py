@@ -9,8 +9,9 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
+from ...schemas.sums import SEQUENCE_SUMS
 from ...tracer.progress import Progress, no_progress
-from ..database import Database
+from ..database import Database, quoted
 from ..pairs import parse_pair, quoted_pair, why_nothing
 from ..source import Pair
 from .checked import Checked
@@ -58,35 +59,29 @@ def judge(evidence: Evidence, pair: str) -> Checked:
     """Ask every detector."""
     findings = find(evidence)
     sums = evidence.sums
-    num_tokens = int(sums.num_tokens.sum())
     return Checked(
         trace=evidence.trace,
         pair=pair,
-        num_tokens=num_tokens,
+        num_tokens=sums.num_tokens,
         num_sampled_tokens=int(evidence.sample.compared.sum()),
-        rms_d=float(np.sqrt(sums.sum_d2.sum() / max(num_tokens, 1))),
+        rms_d=float(np.sqrt(sums.mean("sum_d2"))),
         findings=tuple(findings),
         notes=tuple(notes(evidence)),
     )
 
 
 def _sums(database: Database, pair: Pair) -> SequenceSums:
-    """Sums of every sequence: those that the trace keeps, or the few that a check needs, from the tokens."""
-    names = quoted_pair(pair)
-    if pair in database.covered:
-        query = """
-            SELECT step, num_tokens, coalesce(sum_d2, 0) FROM sequence_sums
-            WHERE pass_a = ? AND pass_b = ? AND iteration_a = 0 AND iteration_b = 0
-        """
-        columns = database.connection.execute(query, [*pair]).fetchnumpy()
-    else:
-        query = f"""
-            SELECT step, count(d), sum(d * d) FROM pair_tokens({names}, NULL, NULL, NULL)
-            WHERE iteration_a = 0 AND iteration_b = 0 AND d IS NOT NULL GROUP BY step, seq_id
-        """
-        columns = database.connection.execute(query).fetchnumpy()
-    steps, num_tokens, sum_d2 = (np.asarray(column) for column in columns.values())
-    return SequenceSums(steps=steps, num_tokens=num_tokens, sum_d2=sum_d2)
+    """Sums of every sequence: those that the trace keeps, or computed from the tokens."""
+    table = (
+        f"(SELECT * FROM sequence_sums WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])})"
+        if pair in database.covered
+        else f"counted_sums({quoted_pair(pair)}, NULL, NULL, NULL)"
+    )
+    names = [column.name for column in SEQUENCE_SUMS.columns if column.name.startswith(("num_", "sum_", "max_"))]
+    chosen = ", ".join(f"coalesce({name}, 0) AS {name}" for name in names)
+    query = f"SELECT step, {chosen} FROM {table} WHERE iteration_a = 0 AND iteration_b = 0"
+    columns = {name: np.asarray(values) for name, values in database.connection.execute(query).fetchnumpy().items()}
+    return SequenceSums(steps=columns.pop("step"), columns=columns)
 
 
 def _contracts(database: Database) -> dict[str, dict[str, object]]:

@@ -25,6 +25,8 @@ MAX_CONSTANTS = 20
 """Most frequent values that are looked at as possible placeholders."""
 MIN_CONSTANT_COUNT = 3
 """A value that comes so often is looked at; engines repeat values too, and the other side decides."""
+MIN_CONSTANT_TOKENS = 3
+"""Different tokens that have the value: a placeholder does not look at the token."""
 MIN_CONSTANT_SPREAD = 0.1
 """Nats that the other side must lie off, and ten times its usual gap: far beyond what rounding does."""
 IMPOSSIBLE_LOGPROB = -80.0
@@ -57,6 +59,8 @@ MIN_LAGGED_TOKENS = 3
 """Fewer tokens than this agree with a neighbour by chance."""
 MAX_ALIGNED_ROWS = 256
 """Rows that are aligned, those that are most off: alignment takes time, and a fault shows in the worst rows."""
+MAX_SHIFTED_ROWS = 64
+"""Rows that are aligned to see whether a shift holds from their beginning."""
 MAX_PAIRED_ROWS = 64
 """Rows of a step that are tried against all of its rows."""
 MIN_PAIRED_ROWS = 2

@@ -11,7 +11,7 @@ class Alarm:
 
     who: str
     metric: str
-    """Column of `stats`, or `framework: name` of `stats --like framework`."""
+    """Name of the trace's own figure: see diagnosis.metrics."""
     definition: str
     level: float
     above: bool = True
@@ -22,15 +22,15 @@ class Alarm:
 
 ALARMS = (
     Alarm(
-        who="verl", metric="verl: training/rollout_probs_diff_mean", definition="mean |exp(train) - exp(rollout)|",
+        who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
         level=0.01, says="a problem (below 0.005 is normal)", source="verl FAQ",
     ),
     Alarm(
-        who="verl", metric="verl: rollout_corr/kl", definition="|mean(rollout - train)|, signed k1", level=0.1,
+        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1,
         says="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="verl: rollout_corr/chi2_token", definition="mean exp(2 d) - 1, d clamped to 20", level=1.0,
+        who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
         says="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
@@ -38,7 +38,7 @@ ALARMS = (
         says="few tokens carry the weights", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="NeMo-RL", metric="nemo-rl: token_mult_prob_error", definition="mean exp(|d|)", level=1.05,
+        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|), of the sampled tokens", level=1.05,
         says="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
     ),
     Alarm(

@@ -33,7 +33,7 @@ def diagnose(
     evidence = gather(database, names, trace=os.fspath(trace), progress=progress)
     checked = judge(evidence, pair)
     sides = precisions(evidence)
-    metrics = own_metrics(database, names)
+    metrics = own_metrics(evidence)
     figures = _compared(metrics, sides)
     replays = settled(database, names, evidence.passes)
     return Diagnosis(
@@ -94,7 +94,7 @@ def _alarms(metrics: dict[str, float]) -> tuple[Sounded, ...]:
     for alarm in ALARMS:
         own = metrics.get(alarm.metric)
         if own is not None:
-            size = abs(own) if alarm.definition.startswith("|mean") else own
+            size = abs(own) if alarm.definition.startswith("|") else own
             found.append(
                 Sounded(alarm=alarm, own=own, sounds=size > alarm.level if alarm.above else size < alarm.level)
             )

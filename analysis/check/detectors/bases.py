@@ -37,6 +37,8 @@ def find_unit(evidence: Evidence) -> list[Finding]:
     gap = _typical(evidence.d)
     for name, (values, other) in sides.items():
         for unit, to_nats in UNITS.items():
+            if unit.startswith("negative") and np.median(values) < 0:
+                continue
             nats = to_nats(values)
             if not np.mean(np.isfinite(nats)) > 0.99:
                 continue

@@ -13,6 +13,7 @@ from ..thresholds import (
     MAX_CONSTANTS,
     MIN_CONSTANT_COUNT,
     MIN_CONSTANT_SPREAD,
+    MIN_CONSTANT_TOKENS,
     MIN_FAR_SHARE,
     MIN_RUN_OF_UNSAMPLED,
     UNSAMPLED_STARTS,
@@ -49,6 +50,8 @@ def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) 
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
     if value == 0.0 and _is_nucleus(gaps, rest):
         return False
+    if len(np.unique(evidence.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
+        return False  # a context that comes again gives a token the same logprob again
     far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
     return bool(far.sum() >= 2 and far.mean() > MIN_FAR_SHARE and varies)

@@ -11,6 +11,7 @@ from ..thresholds import (
     LAG_SWITCH_NATS,
     LAGS,
     MAX_ALIGNED_ROWS,
+    MAX_SHIFTED_ROWS,
     MIN_ALIGNMENT_GAIN_NATS,
     MIN_LAGGED_TOKENS,
     MIN_OFF_NATS,
@@ -30,6 +31,8 @@ def find_shift(evidence: Evidence) -> list[Finding]:
     lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
     moved, unmoved = costs[lag]
     if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < MIN_SHIFTED_ROWS:
+        return []
+    if _begins_aligned(grid):
         return []
     name = evidence.sample.b.name
     direction = "later" if lag > 0 else "earlier"
@@ -129,6 +132,13 @@ def _share_of_rows(grid: Grid, lag: int) -> float:
     moved, unmoved = row_means(grid.cost(lag)), row_means(grid.cost())
     off = np.isfinite(moved) & (unmoved > MIN_OFF_NATS)
     return float(np.mean(moved[off] < 0.6 * unmoved[off])) if off.any() else 0.0
+
+
+def _begins_aligned(grid: Grid) -> bool:
+    """Whether most rows stand right at their beginning, and only later one off."""
+    off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)[:MAX_SHIFTED_ROWS]
+    lags, _ = align(grid.rows(off))
+    return float(np.mean(lags[:, :2].any(axis=1))) < 0.5
 
 
 def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:

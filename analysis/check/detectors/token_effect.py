@@ -6,19 +6,18 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..thresholds import MIN_EFFECT_TOKENS
-from .contexts import token_keys
 
 
 def token_effect(evidence: Evidence) -> tuple[float, float]:
     """Adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in standard deviations
-    of pure noise; 0 where too few contexts tell. The largest hundredth is clipped.
+    of pure noise; 0 where too few gaps tell. The largest hundredth is clipped.
     """
     there = np.isfinite(evidence.noise)
     signed = (evidence.d / np.maximum(evidence.rest, 1e-9))[there]
     tokens = evidence.sample.tokens[evidence.keep][there]
     # Sequences of a group begin alike, and what comes again is no new evidence.
-    _, once = np.unique(token_keys(evidence)[evidence.keep][there], return_index=True)
-    signed, tokens = signed[once], tokens[once]
+    once = np.unique(np.stack([tokens, signed]), axis=1)
+    tokens, signed = once[0].astype(np.int64), once[1]
     _, place = np.unique(tokens, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(signed), len(count)
