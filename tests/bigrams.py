@@ -124,3 +124,30 @@ def _scores(values):
         "logprobs": [np.nan_to_num(row, nan=0.0) if holes else row for row in values],
         "scored_mask": [~np.isnan(row) for row in values] if holes else None,
     }
+
+
+FP32 = {"engine": "trl", "model": {"dtypes": {"float32": 1}, "class": "tests.Table"}}
+VLLM_FP32 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.float32"}}}
+VLLM_BF16 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.bfloat16"}}}
+BOTH_FP32 = {"train": FP32, "rollout": VLLM_FP32}
+
+
+def in_float32(step, number):
+    """The same table, summed in float32: an engine that rounds."""
+    wide = step.logits - step.logits.max(axis=-1, keepdims=True)
+    scores = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True, dtype=np.float32))
+    rows = zip(step.prompts, step.responses, strict=True)
+    return [scores[np.concatenate([p[-1:], r[:-1]]).astype(int), r] for p, r in rows]
+
+
+def in_bfloat16(step, number):
+    """The logits rounded to bfloat16."""
+    return step.scored(bfloat16(step.logits))
+
+
+HOT = Recording(
+    rollout=lambda step, number: step.scored(),
+    train=lambda step, number: step.scored(step.logits / 0.9),
+    sequences=lambda step, number: {"temperature": 0.9},
+)
+"""The engine divides its logits by the sampling temperature and returns raw logprobs; the trainer divides too."""

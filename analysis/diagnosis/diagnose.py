@@ -17,6 +17,8 @@ from .figures import FIGURES
 from .metrics import own_metrics
 from .settled import settled
 
+_NOT_VALID = "; but it is no matter of numerics as long as the comparison is not valid."
+
 
 def diagnose(
     trace: str | os.PathLike[str], *, pair: str = "train:rollout", progress: Progress = no_progress
@@ -109,12 +111,13 @@ def _normal(checked: Checked, metrics: dict[str, float], figures: tuple[Compared
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
     if not healthy:
-        return f"No published figure is of this pair of dtypes; the gap is {own:.3g} nats rms."
+        what = f"No published figure is of this pair of dtypes; the gap is {own:.3g} nats rms"
+        return what + ("." if checked.is_valid else _NOT_VALID)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     place = "below" if own < low else "above" if own > high else "within"
     what = f"The gap of {own:.3g} nats rms is {place} what others measured with these dtypes ({low:g} to {high:g})"
     if not checked.is_valid:
-        return f"{what}; but it is no matter of numerics as long as the comparison is not valid."
+        return what + _NOT_VALID
     return f"{what}: {'look for a cause' if place == 'above' else 'it is normal'}."
 
 

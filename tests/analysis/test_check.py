@@ -4,31 +4,25 @@ import json
 
 import numpy as np
 import pytest
-from bigrams import Recording, bfloat16, moved, sample, table
+from bigrams import (
+    BOTH_FP32,
+    FP32,
+    HOT,
+    VLLM_BF16,
+    Recording,
+    bfloat16,
+    in_bfloat16,
+    in_float32,
+    moved,
+    sample,
+    table,
+)
 from builders import tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
-
-FP32 = {"engine": "trl", "model": {"dtypes": {"float32": 1}, "class": "tests.Table"}}
-VLLM_FP32 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.float32"}}}
-VLLM_BF16 = {"engine": "vllm", "config": {"model_config": {"dtype": "torch.bfloat16"}}}
-BOTH_FP32 = {"train": FP32, "rollout": VLLM_FP32}
-
-
-def in_float32(step, number):
-    """The same table, summed in float32: an engine that rounds."""
-    wide = step.logits - step.logits.max(axis=-1, keepdims=True)
-    scores = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True, dtype=np.float32))
-    rows = zip(step.prompts, step.responses, strict=True)
-    return [scores[np.concatenate([p[-1:], r[:-1]]).astype(int), r] for p, r in rows]
-
-
-def in_bfloat16(step, number):
-    """The logits rounded to bfloat16."""
-    return step.scored(bfloat16(step.logits))
 
 
 def top_p(rows, mass):
@@ -86,12 +80,6 @@ def versions(number):
         logits = moved(logits, 50 + update, 0.03 * (1 + update % 3))
     return logits
 
-
-HOT = Recording(
-    rollout=lambda step, number: step.scored(),
-    train=lambda step, number: step.scored(step.logits / 0.9),
-    sequences=lambda step, number: {"temperature": 0.9},
-)
 
 PLANTED = {
     "temperature": HOT,

@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from bigrams import Recording, bfloat16, sample, table
+from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
-from test_check import BOTH_FP32, FP32, HOT, VLLM_BF16, in_bfloat16
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import NothingToCompare
