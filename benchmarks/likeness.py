@@ -40,7 +40,7 @@ def compare():
                 record(recorder, number, step)
         verl = _verl()
         functions = {
-            "bare": lambda: _bare(trace),
+            "bare": lambda: bare_pass(trace),
             "steps": lambda: stats(trace, by="step", like="verl"),
             "run": lambda: stats(trace, like="verl"),
         }
@@ -62,7 +62,8 @@ def compare():
             yield Comparison(what="peak memory of stats --like verl", values=gained, unit=" MB", at_most=2000)
 
 
-def _bare(trace):
+def bare_pass(trace):
+    """Read both logprob columns, pair them, and do nothing else."""
     connection = duckdb.connect()
     connection.execute(f"SET memory_limit = '{LIMIT}'")
     connection.execute(f"CREATE VIEW scores AS FROM '{trace}/scores/*.parquet'")

@@ -10,6 +10,7 @@ import platform
 import sys
 
 import demo
+import judging
 import likeness
 import memory
 import packing
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "writing": writing.compare,
     "querying": querying.compare,
     "likeness": likeness.compare,
+    "judging": judging.compare,
     "replaying": replaying.compare,
     "packing": packing.compare,
     "memory": memory.compare,

@@ -1,9 +1,11 @@
-"""Write the parts of docs/ that come from the code: every --help, and every column.
+"""Write the parts of docs/ that come from the code: every --help, every column and every threshold.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # fail when they are stale
 """
 
+import ast
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -53,10 +55,25 @@ def _type(type):
     return re.sub(r"<(element|item): ", "<", str(type)).replace(" ('entries')", "")
 
 
+def thresholds():
+    """The numbers that a check decides by, as a Markdown table: each is an assignment with a docstring after it."""
+    source = (DOCS.parent / "analysis" / "check" / "thresholds.py").read_text(encoding="utf-8")
+    body = ast.parse(source).body
+    lines = ["| threshold | value | reason |", "|---|---|---|"]
+    for assigned, said in itertools.pairwise(body):
+        if isinstance(assigned, ast.Assign) and isinstance(said, ast.Expr):
+            value = ast.get_source_segment(source, assigned.value)
+            value = value if len(value) < 40 else "see the file"
+            reason = " ".join(said.value.value.split()).replace("|", "\\|")
+            lines.append(f"| `{assigned.targets[0].id}` | {value} | {reason} |")
+    return "\n".join(lines)
+
+
 def pages():
     """Page -> marker -> generated text."""
     return {
         "cli.md": {"help": "\n\n".join(helps())},
+        "faults.md": {"thresholds": thresholds()},
         "trace-format.md": {
             "tables": "\n\n".join(table(spec) for spec in TABLES.values()),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),

@@ -163,7 +163,10 @@ def _flips(one: Decoded | Scored, other: Decoded | Scored, prompts: Tensor, ids:
     """[B, T] whether a router chose other experts at the token that a response token was drawn from."""
     if one is other or one.experts is None or other.experts is None:
         return torch.zeros(ids.shape, dtype=torch.bool)
-    return (one.experts.sort(-1).values != other.experts.sort(-1).values).any(-1).any(-1)[:, prompts.shape[1] - 1 :]
+    chosen = [scores.experts[:, prompts.shape[1] - 1 :].sort(-1).values for scores in (one, other)]
+    both = min(experts.shape[1] for experts in chosen)  # a side stops where its longest response ends
+    flips = (chosen[0][:, :both] != chosen[1][:, :both]).any(-1).any(-1)
+    return torch.nn.functional.pad(flips, (0, ids.shape[1] - both))
 
 
 def _tool_output(scene: Scene, rows: int, chance: random.Random) -> Tensor | None:

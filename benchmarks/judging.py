@@ -1,0 +1,46 @@
+"""`check` and `diagnose` next to a bare DuckDB pass over both logprob columns."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from comparison import Comparison, in_turn, ratios
+from likeness import bare_pass
+from peak import Peak, can_reset
+from steps import make_step, record
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.stats import stats
+from tim_trace.tracer.recorder import Recorder
+
+NUM_STEPS = 20
+ROUNDS = 7
+
+
+def compare():
+    """`check` and `diagnose` of 20 million tokens, without sums that the trace keeps and with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace, summed = Path(folder, "trace"), Path(folder, "summed")
+        with Recorder(trace) as recorder:
+            for number in range(1, NUM_STEPS + 1):
+                record(recorder, number, make_step(number))
+        shutil.copytree(trace, summed)
+        stats(summed, by="step")  # keeps its sums
+        taken = in_turn(
+            ROUNDS,
+            bare=lambda: bare_pass(trace),
+            check=lambda: check(trace),
+            summed=lambda: check(summed),
+            diagnose=lambda: diagnose(trace),
+        )
+        over = "time over that of a bare pass,"
+        yield Comparison(what=f"{over} check", values=ratios(taken["check"], taken["bare"]), at_most=4)
+        yield Comparison(what=f"{over} check with kept sums", values=ratios(taken["summed"], taken["bare"]), at_most=4)
+        yield Comparison(what=f"{over} diagnose", values=ratios(taken["diagnose"], taken["bare"]), at_most=4)
+        if can_reset():
+            gained = []
+            for _ in range(3):
+                peak = Peak()
+                diagnose(trace)
+                gained.append(peak.gained())
+            yield Comparison(what="peak memory of diagnose", values=gained, unit=" MB", at_most=2000)
