@@ -49,12 +49,20 @@ REALIGNED_SHARE = 0.35
 """The true partner or place leaves rounding; an unrelated one that fits by chance leaves more than half."""
 MIN_SHIFTED_ROWS = 0.8
 """Share of the rows that must agree better when moved: a shift befalls them all, other tokens some."""
+BROKEN_NATS = 1.0
+"""A gap that no numerics make in token after token: the sides look at different tokens."""
+SURPRISING_NATS = -5.0
+"""Logprob of the first token that only one side has."""
+MIN_BROKEN_ROWS = 0.4
+"""Share of the rows that are off which break at a place of their own."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Tokens by which a value may stand too late."""
 LAG_SWITCH_NATS = 2.0
 """What a change of the lag costs: two tokens' worth of disagreement, so that noise does not buy one."""
 MIN_ALIGNMENT_GAIN_NATS = 4.0
 """What alignment must save in a row after paying for the changes."""
+MIN_REALIGNED_ROWS = 0.05
+"""Share of the rows that are off which agree when moved, where only one does: that may be chance."""
 MIN_LAGGED_TOKENS = 3
 """Fewer tokens than this agree with a neighbour by chance."""
 MAX_ALIGNED_ROWS = 256
@@ -191,6 +199,8 @@ MIN_UNSAMPLED_RUN = 4
 MIN_UNSAMPLED_SEQUENCES = 0.05
 """Share of the sequences that have such a run."""
 
+MIN_LEANING = 0.7
+"""The same where rounding hides part of the gaps' signs."""
 MIN_ONE_SIDED = 0.6
 """Size of the mean of d against the mean of |d|: 1 where all gaps have one sign, 0 where they balance."""
 KEPT_VOCABULARY = 0.6
@@ -203,3 +213,5 @@ UNSAMPLED_STARTS = 5.0
 
 FEW_TOKENS = 500
 """Tokens below which only gross faults can be told."""
+MIN_CONSTANT_STEPS = 5
+"""Steps over which a gap must stay the same to be a fixed rounding: an old difference of some weights changes slowly too."""

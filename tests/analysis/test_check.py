@@ -112,7 +112,9 @@ PLANTED = {
             )
         ]
     ),
-    "quantised": Recording(rollout=lambda step, number: step.scored(quantised(step.logits)), contracts=BOTH_FP32),
+    "quantised": Recording(
+        rollout=lambda step, number: step.scored(quantised(step.logits)), contracts=BOTH_FP32, steps=6
+    ),
     "low_precision_head": Recording(rollout=in_bfloat16, contracts=BOTH_FP32),
     "stale_weights": Recording(
         weights=versions,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ..evidence import Evidence
 from ..finding import Finding
 from .bases import find_unit
+from .broken import find_broken
 from .constants import find_constants
 from .equality import find_copied_rows, find_equal
 from .missing import find_missing
@@ -20,7 +21,7 @@ from .subsets import find_group, find_subset
 from .temperature import find_temperature
 from .unsampled import find_unsampled
 
-_ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
+_ALIGNMENT = (find_shift, find_row_pairing, find_retokenised, find_broken)
 _SCALE = (find_one_sided, find_place, find_temperature)
 _PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)

@@ -50,7 +50,7 @@ def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) 
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
     if value == 0.0 and _is_nucleus(gaps, rest):
         return False
-    if len(np.unique(evidence.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
+    if value < 0 and len(np.unique(evidence.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False  # a context that comes again gives a token the same logprob again
     far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2

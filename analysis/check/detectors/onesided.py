@@ -11,6 +11,7 @@ from ..thresholds import (
     MAX_CUT_NATS,
     MAX_MINOR_SHARE,
     MIN_LARGE_SHARE,
+    MIN_LEANING,
     MIN_MASS_SCORE,
     MIN_ONE_SIDED,
     NUCLEUS_ALONE_SHARE,
@@ -28,14 +29,15 @@ def find_one_sided(evidence: Evidence) -> list[Finding]:
     # Rounding is on the minor side too; gaps beyond it must all have the other sign.
     large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
     wrong = float(np.mean((evidence.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
-    if wrong > MAX_MINOR_SHARE or squares[large].sum() < MIN_LARGE_SHARE * squares.sum():
+    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= MIN_LARGE_SHARE * squares.sum()
+    # Another scale of the logits moves the tail far one way, and everything else a little the other.
+    lean = abs(float(evidence.d.mean())) / float(size.mean())
+    if lean < (MIN_ONE_SIDED if clear else MIN_LEANING) or np.quantile(size, 0.999) > MAX_CUT_NATS:
         return []
-    if np.quantile(size, 0.999) > MAX_CUT_NATS or abs(evidence.d.mean()) < MIN_ONE_SIDED * size.mean():
-        return []  # another scale of the logits moves the tail far one way, and everything else a little the other
     raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")
-    mass = np.exp(np.minimum(evidence.d if negative > 0.5 else -evidence.d, 0.0))
+    mass = np.minimum(np.exp(evidence.d if negative > 0.5 else -evidence.d), 1.0)
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
-    if score < MIN_MASS_SCORE:
+    if score < (MIN_MASS_SCORE if clear else 2 * MIN_MASS_SCORE):
         return []
     of = _truncation if _is_cut(evidence, raised) else _padding
     return [of(evidence, raised, lowered, mass)]

@@ -23,15 +23,14 @@ def find_row_pairing(evidence: Evidence) -> list[Finding]:
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
     tried = 0
-    before = np.empty(0, np.int64)
-    for step in np.unique(evidence.sample.steps):
-        rows = np.flatnonzero((evidence.sample.steps == step) & np.isfinite(own))
+    steps = np.unique(evidence.sample.steps)
+    rows_of = [np.flatnonzero((evidence.sample.steps == step) & np.isfinite(own)) for step in steps]
+    for place, rows in enumerate(rows_of):
         off = rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS]
         tried += len(off)
-        candidates = np.concatenate([rows, before])
+        candidates = np.concatenate([rows, *rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]])
         if len(off) and len(candidates) > 1:
             _match(grid, own, off, candidates, partner)
-        before = rows
     found = np.flatnonzero(partner >= 0)
     distinct = len(np.unique(partner[found]))
     if len(found) < MIN_PAIRED_ROWS or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
@@ -43,7 +42,7 @@ def find_row_pairing(evidence: Evidence) -> list[Finding]:
         Finding(
             code="row_pairing",
             evidence=f"{len(found):,} of {tried:,} rows that are off agree with the {evidence.sample.b.name} of another row "
-            f"of their step or the one before: {_pairs(found, partner, names)}",
+            f"of their step or the one beside: {_pairs(found, partner, names)}",
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=len(found) / max(tried, 1),

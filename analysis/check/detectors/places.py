@@ -53,6 +53,7 @@ def find_place(evidence: Evidence) -> list[Finding]:
         _holds(cut, total, len(y))
         and min(len(np.unique(where[after])), len(np.unique(where[~after]))) >= MIN_SIDE_POSITIONS
         and steepness(y, where, cut) >= MIN_STEEPNESS
+        and _within_sequences(y, seq, after, cut) >= MIN_STEEPNESS
         and _low_part(evidence, there, after, cut) <= allowed_noise(precisions(evidence))
     ):
         return [_onset(evidence, name, cut, there, after)]
@@ -129,6 +130,20 @@ def own_cuts(y: np.ndarray, seq: np.ndarray, position: np.ndarray) -> tuple[dict
     score = float(more.sum() / max(np.sqrt(np.sum(more**2)), 1e-30))
     chosen, other = (ups, downs) if score > 0 else (downs, ups)
     return {row: cut for row, cut in chosen.items() if cut.explained > 2 * other[row].explained}, abs(score)
+
+
+def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: Cut) -> float:
+    """Share of a cut's change that is there within the sequences that reach over it, and not between long and short ones."""
+    num = [np.bincount(seq[part], minlength=int(seq.max()) + 1) for part in (~after, after)]
+    spanning = (num[0] >= 3) & (num[1] >= 3)
+    if spanning.sum() < 2:
+        return 0.0
+    means = [
+        np.bincount(seq[part], y[part], minlength=len(num[0])) / np.maximum(n, 1)
+        for part, n in zip((~after, after), num, strict=True)
+    ]
+    weight = np.minimum(*num)[spanning]
+    return float(np.average((means[1] - means[0])[spanning], weights=weight) / cut.change)
 
 
 def _low_part(evidence: Evidence, there: np.ndarray, after: np.ndarray, cut: Cut) -> float:

@@ -15,6 +15,7 @@ from ..thresholds import (
     MIN_ALIGNMENT_GAIN_NATS,
     MIN_LAGGED_TOKENS,
     MIN_OFF_NATS,
+    MIN_REALIGNED_ROWS,
     MIN_SHIFTED_ROWS,
     REALIGNED_SHARE,
 )
@@ -65,7 +66,7 @@ def find_retokenised(evidence: Evidence) -> list[Finding]:
     lagged = (lags != 0).sum(axis=1)
     zero = np.nansum(grid.rows(suspects).cost(), axis=1)
     moved = (gains > MIN_ALIGNMENT_GAIN_NATS) & (gains > 0.5 * zero) & (lagged >= MIN_LAGGED_TOKENS)
-    if not moved.any():
+    if moved.sum() < min(2, max(1, MIN_REALIGNED_ROWS * len(suspects))):
         return []
     rows = suspects[moved]
     onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
@@ -138,7 +139,7 @@ def _begins_aligned(grid: Grid) -> bool:
     """Whether most rows stand right at their beginning, and only later one off."""
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)[:MAX_SHIFTED_ROWS]
     lags, _ = align(grid.rows(off))
-    return float(np.mean(lags[:, :2].any(axis=1))) < 0.5
+    return float(np.mean(lags[:, :4].any(axis=1))) < 0.5
 
 
 def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:

@@ -11,6 +11,7 @@ from ..finding import Finding
 from ..thresholds import (
     ALIKE,
     MAX_LAG_LEFT,
+    MIN_CONSTANT_STEPS,
     MIN_DRIFT,
     MIN_DRIFT_SCORE,
     MIN_GROWTH_SCORE,
@@ -151,20 +152,20 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
                 evidence, "quantised", f"both sides move alike from step to step, yet {size}", 0.6, "--quantize int8"
             )
         ]
-    return [_by_drift(evidence, gap, size)]
+    return [_by_drift(evidence, size)]
 
 
-def _by_drift(evidence: Evidence, gap: Gap, size: str) -> Finding:
-    """Quantisation leaves the same gap at every step; weights that were never updated a growing one; stale ones one that
-    goes with the last updates."""
+def _by_drift(evidence: Evidence, size: str) -> Finding:
+    """Quantisation leaves the same gap at every step; weights that were never updated one that grows, the more slowly the
+    older it is; stale ones one that goes with the last updates."""
     found = drift(evidence)
     if found is None:
-        code = "quantised" if gap.is_excessive else "stale_weights"
         seen = f"{size}; with fewer than three steps that compare, staleness and quantisation cannot be told apart"
-        return _finding(
-            evidence, code, seen, 0.3, "--quantize int8" if gap.is_excessive else _stale_option(evidence, 1)
-        )
+        return _finding(evidence, "stale_weights", seen, 0.3, _stale_option(evidence, 1))
     if found.score < MIN_DRIFT_SCORE or found.spread < MIN_DRIFT:
+        if found.num_steps < MIN_CONSTANT_STEPS:
+            seen = f"{size}; it hardly changes over {found.num_steps} steps: some weights were not updated for long"
+            return _finding(evidence, "partial_sync", seen, 0.4, "")
         seen = (
             f"{size}; the gap is the same at all {found.num_steps} steps, as a fixed rounding of the weights makes it"
         )

@@ -1,0 +1,51 @@
+"""Rows that agree up to a place of their own and have nothing in common after it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..evidence import Evidence
+from ..finding import Finding
+from ..thresholds import BROKEN_NATS, MIN_BROKEN_ROWS, MIN_OFF_NATS, SURPRISING_NATS
+from .grid import Grid, row_means
+
+
+def find_broken(evidence: Evidence) -> list[Finding]:
+    """The text after a place is another one on the two sides: it begins with a token that one side finds impossible."""
+    grid = Grid.of(evidence)
+    cost = grid.cost()
+    off = np.flatnonzero(np.nan_to_num(row_means(cost)) > MIN_OFF_NATS)
+    places = {int(row): place for row in off if (place := _place(cost[row], grid.a[row], grid.b[row])) is not None}
+    if len(places) < max(2, MIN_BROKEN_ROWS * len(off)) or np.std(list(places.values())) < 1:
+        return []
+    place_of = np.full(evidence.sample.num_sequences, np.iinfo(np.int64).max)
+    place_of[list(places)] = list(places.values())
+    affected = evidence.position >= place_of[evidence.seq]
+    first = next(iter(places))
+    return [
+        Finding(
+            code="retokenised",
+            evidence=f"{len(places):,} of {len(off):,} rows that are off agree up to a place of their own (token "
+            f"{min(places.values())} to {max(places.values())}), which one side finds impossible, and differ by "
+            f"{evidence.rms(affected):.2g} nats rms from there on: the two sides scored different tokens",
+            effect=evidence.rms(affected),
+            share=float(affected.mean()),
+            weight=len(places) / len(off),
+            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob FROM tokens '
+            f"WHERE step = {int(evidence.sample.steps[first])} AND seq_id = '{evidence.sample.seq_ids[first]}'\"",
+            numbers={"num_sequences": len(places), "seq_id": evidence.sample.seq_ids[first]},
+        )
+    ]
+
+
+def _place(cost: np.ndarray, a: np.ndarray, b: np.ndarray) -> int | None:
+    """Where a row breaks: before it all agrees, from it on little does, and there one side is far more surprised."""
+    there = np.flatnonzero(np.isfinite(cost))
+    big = there[cost[there] > BROKEN_NATS]
+    if not len(big):
+        return None
+    place = int(big[0])
+    before, after = cost[there[there < place]], cost[there[there >= place]]
+    agrees = not len(before) or before.max() < BROKEN_NATS / 2
+    surprised = min(a[place], b[place]) < SURPRISING_NATS
+    return place if agrees and surprised and len(after) > 1 and np.median(after) > BROKEN_NATS / 2 else None
