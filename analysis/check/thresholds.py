@@ -71,6 +71,8 @@ MAX_SHIFTED_ROWS = 64
 """Rows that are aligned to see whether a shift holds from their beginning."""
 MAX_PAIRED_ROWS = 64
 """Rows of a step that are tried against all of its rows."""
+PAIRED_SHARE = 0.15
+"""What the true partner of a row leaves of its gap: rounding, where another row that fits by chance leaves a third."""
 MIN_PAIRED_ROWS = 2
 """One row alone cannot be swapped."""
 MIN_PAIRED_TOKENS = 4
@@ -98,6 +100,8 @@ MIN_CUT_TOKENS = 8
 
 MIN_SUBSET_R2 = 0.3
 """Share of the variance between sequences that a division of a column must explain."""
+ALIKE_R2 = 0.97
+"""Two columns that explain so nearly the same divide the sequences alike, and the plainer is named."""
 MIN_SUBSET_TOKENS = 20
 """Telling tokens of a value of a column, so that its mean is one."""
 MAX_SUBSET_SHARE = 0.95
@@ -156,11 +160,13 @@ HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 MIN_ROUNDING_SHARE = 0.02
 """Share of the gap that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
 
-MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 1e-3, "float64": 1e-3}
+MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 4e-3, "float64": 4e-3}
 """Noise of the logits that rounding gives at most, nats: twice what was measured between trainers and engines of 0.5 to 8
-billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16)."""
+billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32)."""
 EXCESS = 0.08
 """The same where no dtype is known: bfloat16 is taken for granted."""
+MIN_WEIGHTS_NOISE = 1e-3
+"""Noise of the logits, nats, below which other weights are not looked for: TensorFloat-32 alone gives so much."""
 MIN_TOKEN_EFFECT = 0.15
 """Share of the gap that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
 MIN_EFFECT_TOKENS = 400

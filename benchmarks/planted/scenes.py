@@ -74,7 +74,12 @@ class Scene:
         if self.same_engine:
             return self.rollout(version)
         numerics = NUMERICS[self.numerics][1]
-        return self.world.side(self.states[version], rows=self.trainer_rows, head=self._head, **numerics)
+        # The other kernels leave out the soft cap of attention scores, which would be a fault.
+        capped = getattr(self.world.config, "attn_logit_softcapping", None) is not None
+        attention = "eager" if capped else "sdpa"
+        return self.world.side(
+            self.states[version], attention=attention, rows=self.trainer_rows, head=self._head, **numerics
+        )
 
     @property
     def _head(self) -> Head:

@@ -14,15 +14,15 @@ from .missing import find_missing
 from .numerics import find_low_precision, find_router_flips, precisions
 from .onesided import find_one_sided
 from .pairing import find_row_pairing
-from .places import find_place
+from .places import find_onset, find_own_places
 from .shifts import find_retokenised, find_shift
 from .states import find_declared, find_other_weights, measure_gap
 from .subsets import find_group, find_subset
 from .temperature import find_temperature
 from .unsampled import find_unsampled
 
-_ALIGNMENT = (find_shift, find_row_pairing, find_retokenised, find_broken)
-_SCALE = (find_one_sided, find_place, find_temperature)
+_ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
+_SCALE = (find_one_sided, find_onset, find_temperature, find_own_places, find_broken)
 _PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
 

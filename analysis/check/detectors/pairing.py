@@ -12,7 +12,7 @@ from ..thresholds import (
     MIN_OFF_NATS,
     MIN_PAIRED_ROWS,
     MIN_PAIRED_TOKENS,
-    REALIGNED_SHARE,
+    PAIRED_SHARE,
 )
 from .grid import Grid, row_means
 
@@ -62,7 +62,7 @@ def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partn
         costs = np.where(enough, row_means(gap), np.inf)
         costs = np.where(np.isnan(costs), np.inf, costs)
         best = int(costs.argmin())
-        if rows[best] != row and costs[best] < REALIGNED_SHARE * own[row]:
+        if rows[best] != row and costs[best] < PAIRED_SHARE * own[row]:
             partner[row] = rows[best]
 
 

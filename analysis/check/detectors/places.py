@@ -33,15 +33,33 @@ class Cut:
     """Sum of squares between the two parts."""
 
 
-def find_place(evidence: Evidence) -> list[Finding]:
-    """One position for all sequences (cache, rotary embedding), or one in each (weights that changed on the way)."""
-    level = evidence.level_beyond_tokens
-    there = np.isfinite(level)
-    if there.sum() < 4 * MIN_SIDE_TOKENS:
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """[L] the tokens that show a level: that level about its mean, their sequence and position."""
+
+    y: np.ndarray
+    seq: np.ndarray
+    position: np.ndarray
+    there: np.ndarray
+    """[K] bool: which of the kept tokens they are."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Levels | None:
+        """None where there are too few to divide."""
+        level = evidence.level_beyond_tokens
+        there = np.isfinite(level)
+        if there.sum() < 4 * MIN_SIDE_TOKENS:
+            return None
+        y = level[there]
+        return cls(y - y.mean(), evidence.seq[there], evidence.position[there], there)
+
+
+def find_onset(evidence: Evidence) -> list[Finding]:
+    """One position for all sequences, from which on (cache, rotary embedding) or up to which the gap is another one."""
+    levels = Levels.of(evidence)
+    if levels is None:
         return []
-    y, seq, position = level[there], evidence.seq[there], evidence.position[there]
-    y = y - y.mean()
-    total = float(y @ y)
+    y, seq, position = levels.y, levels.seq, levels.position
     coordinates = {"of the response": position}
     if evidence.sample.prompt_lengths.any():
         coordinates["of prompt and response"] = position + evidence.sample.prompt_lengths[seq]
@@ -50,21 +68,29 @@ def find_place(evidence: Evidence) -> list[Finding]:
     cut, where = common[name], coordinates[name]
     after = where >= cut.place
     if (
-        _holds(cut, total, len(y))
+        _holds(cut, float(y @ y), len(y))
         and min(len(np.unique(where[after])), len(np.unique(where[~after]))) >= MIN_SIDE_POSITIONS
         and steepness(y, where, cut) >= MIN_STEEPNESS
         and _within_sequences(y, seq, after, cut) >= MIN_STEEPNESS
-        and _low_part(evidence, there, after, cut) <= allowed_noise(precisions(evidence))
+        and _low_part(evidence, levels.there, after, cut) <= allowed_noise(precisions(evidence))
     ):
-        return [_onset(evidence, name, cut, there, after)]
-    cuts, score = own_cuts(_detrended(y, position), seq, position)
-    changes = [each.change for each in cuts.values()]
+        return [_onset(evidence, name, cut, levels.there, after)]
+    return []
+
+
+def find_own_places(evidence: Evidence) -> list[Finding]:
+    """A place in each sequence where the gap becomes another one: weights that changed on the way."""
+    levels = Levels.of(evidence)
+    if levels is None:
+        return []
+    cuts, score = own_cuts(_detrended(levels.y, levels.position), levels.seq, levels.position)
     if len(cuts) < MIN_PLACE_SEQUENCES or score < MIN_OWN_SCORE:
         return []
+    changes = [each.change for each in cuts.values()]
     change = float(np.average(changes, weights=[each.explained for each in cuts.values()]))
     if abs(change) < np.log(MIN_LEVEL_RATIO):
         return []
-    return [_inside(evidence, cuts, change, there, seq, position)]
+    return [_inside(evidence, cuts, change, levels.there, levels.seq, levels.position)]
 
 
 def best_cut(y: np.ndarray, where: np.ndarray, margin: int, sign: int = 0) -> Cut:

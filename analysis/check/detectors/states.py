@@ -16,6 +16,7 @@ from ..thresholds import (
     MIN_DRIFT_SCORE,
     MIN_GROWTH_SCORE,
     MIN_TOKEN_EFFECT,
+    MIN_WEIGHTS_NOISE,
     STANDING_STILL,
 )
 from .contexts import Contexts
@@ -42,7 +43,7 @@ class Gap:
 
     @property
     def is_of_weights(self) -> bool:
-        return self.token_effect > MIN_TOKEN_EFFECT and self.token_score > 5
+        return self.level > MIN_WEIGHTS_NOISE and self.token_effect > MIN_TOKEN_EFFECT and self.token_score > 5
 
 
 def measure_gap(evidence: Evidence, sides: tuple[Precision, Precision]) -> Gap:

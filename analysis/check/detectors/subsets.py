@@ -11,6 +11,7 @@ from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Sample
 from ..thresholds import (
+    ALIKE_R2,
     HALF,
     MAX_GROUPS_SHARE,
     MAX_SUBSET_SHARE,
@@ -84,7 +85,7 @@ def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
         return []
     best = max(splits, key=lambda split: split.r2)
     # Of two columns that say nearly the same, the one with fewer values is the plainer.
-    best = min((s for s in splits if s.r2 >= 0.9 * best.r2), key=lambda split: _order(split))
+    best = min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
     affected = best.rows[evidence.seq]
     shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
     if best.column == SEEN_BEFORE:
