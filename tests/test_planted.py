@@ -14,8 +14,8 @@ from heads import Sampling
 from score import judge
 from splits import SMOKE
 from tim_trace.analysis.database import Database
+from training import load
 from transformers import AutoModelForCausalLM
-from worlds import load
 from writing import write
 
 ROUNDING_NATS = 1e-4

@@ -25,7 +25,6 @@ FAULTS = {
     "quantised": "one side's weights are quantised",
     "low_precision_head": "one side's head or log-softmax has low precision",
     "router_flips": "experts are chosen differently",
-    "unexplained": "the gap is larger than rounding explains, and nothing here names it",
 }
 """Code of a fault -> what it is, in words. A trace with one of these is no valid comparison of numerics alone."""
 

@@ -6,7 +6,7 @@ Shapes: B sequences, P prompt tokens, T response tokens, V vocabulary.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from engines import decode
@@ -14,9 +14,7 @@ from heads import Sampling
 from language import EOS, PAD, Language
 from sides import State
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from worlds import Recipe, World
+from worlds import Recipe, World
 
 _GROUP = 8
 _GROUPS = 4

@@ -25,7 +25,8 @@ from faults.fault import Fault
 from heads import Sampling
 from scenes import NUMERICS, Scene
 from splits import SPLITS, Split
-from worlds import World, load
+from training import load
+from worlds import World
 from writing import Recording, chosen_recording, write
 
 FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from acts import Act, ended
+from act import Act
+from acts import ended
 from contracts import NONE, rollout_contract, train_contract
 from faults.fault import Fault
 from faults.weights import replica_of

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from acts import Act
+    from act import Act
     from scenes import Scene
     from sides import Side
 
