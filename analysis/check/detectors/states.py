@@ -153,31 +153,41 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
                 evidence, "quantised", f"both sides move alike from step to step, yet {size}", 0.6, "--quantize int8"
             )
         ]
-    return [_by_drift(evidence, size)]
+    return _by_drift(evidence, size)
 
 
-def _by_drift(evidence: Evidence, size: str) -> Finding:
+def _by_drift(evidence: Evidence, size: str) -> list[Finding]:
     """Quantisation leaves the same gap at every step; weights that were never updated one that grows, the more slowly the
-    older it is; stale ones one that goes with the last updates."""
+    older it is; stale ones one that goes with the last updates. What else is possible follows the most probable."""
     found = drift(evidence)
     if found is None:
         seen = f"{size}; with fewer than three steps that compare, staleness and quantisation cannot be told apart"
-        return _finding(evidence, "stale_weights", seen, 0.3, _stale_option(evidence, 1))
+        return _ranked(evidence, seen, ("stale_weights", "partial_sync", "quantised"))
     if found.score < MIN_DRIFT_SCORE or found.spread < MIN_DRIFT:
         if found.num_steps < MIN_CONSTANT_STEPS:
             seen = f"{size}; it hardly changes over {found.num_steps} steps: some weights were not updated for long"
-            return _finding(evidence, "partial_sync", seen, 0.4, "")
+            return _ranked(evidence, seen, ("partial_sync", "quantised", "stale_weights"))
         seen = (
             f"{size}; the gap is the same at all {found.num_steps} steps, as a fixed rounding of the weights makes it"
         )
-        return _finding(evidence, "quantised", seen, 0.5, "--quantize int8")
+        return _ranked(evidence, seen, ("quantised", "partial_sync"))
     if found.growth > MIN_GROWTH_SCORE:
         seen = (
             f"{size}; it grows from step to step ({found.growth:.1f} standard errors): some weights were never updated"
         )
-        return _finding(evidence, "partial_sync", seen, 0.5, "")
+        return _ranked(evidence, seen, ("partial_sync", "adapter"))
     seen = f"{size}; it comes and goes from step to step by {found.spread:.0%}, as single updates do"
-    return _finding(evidence, "stale_weights", seen, 0.5, _stale_option(evidence, 1))
+    return _ranked(evidence, seen, ("stale_weights", "partial_sync"))
+
+
+def _ranked(evidence: Evidence, seen: str, codes: tuple[str, ...]) -> list[Finding]:
+    """The most probable fault with its evidence, and those that the same evidence leaves possible."""
+    options = {"stale_weights": _stale_option(evidence, 1), "quantised": "--quantize int8"}
+    said = [seen, *("the same evidence leaves this possible; a replay decides" for _ in codes[1:])]
+    return [
+        _finding(evidence, code, why, 0.5 / (place + 1), options.get(code, ""))
+        for place, (code, why) in enumerate(zip(codes, said, strict=True))
+    ]
 
 
 def _stale_option(evidence: Evidence, behind: int) -> str:
