@@ -221,3 +221,7 @@ FEW_TOKENS = 500
 """Tokens below which only gross faults can be told."""
 MIN_CONSTANT_STEPS = 5
 """Steps over which a gap must stay the same to be a fixed rounding: an old difference of some weights changes slowly too."""
+MIN_ALONG = 2.5
+"""Standard errors by which a gap must point along the movement of the weights: rounded weights stay below 2."""
+MOVEMENT_SHRINKAGE = 3.0
+"""Tokens' worth of doubt about the mean gap of a token after a token."""

@@ -18,8 +18,11 @@ from bigrams import (
     table,
 )
 from builders import tim_trace
-from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.check import check, gather
+from tim_trace.analysis.check.detectors.versions import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
+from tim_trace.analysis.check.thresholds import MIN_ALONG
+from tim_trace.analysis.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
@@ -174,6 +177,13 @@ def test_a_healthy_run_is_valid(tmp_path, kind):
     found = check(HEALTHY_RUNS[kind].write(tmp_path / "trace"))
     assert found.is_valid, found.findings[0]
     assert [finding.code for finding in found.findings] == ["rounding"]
+
+
+@pytest.mark.parametrize(("code", "points"), [("stale_weights", True), ("quantised", False)])
+def test_only_weights_that_are_behind_differ_along_their_movement(tmp_path, code, points):
+    database = Database(PLANTED[code].write(tmp_path / "trace"))
+    along = along_movement(gather(database, ("train", "rollout"), trace=""))
+    assert along > MIN_ALONG if points else abs(along) < MIN_ALONG
 
 
 def test_temperature_and_kept_mass_are_fitted(tmp_path):

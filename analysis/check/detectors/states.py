@@ -11,6 +11,7 @@ from ..finding import Finding
 from ..thresholds import (
     ALIKE,
     MAX_LAG_LEFT,
+    MIN_ALONG,
     MIN_CONSTANT_STEPS,
     MIN_DRIFT,
     MIN_DRIFT_SCORE,
@@ -22,7 +23,7 @@ from ..thresholds import (
 from .contexts import Contexts
 from .numerics import Precision, allowed_noise, precisions
 from .token_effect import token_effect
-from .versions import drift, followed, lagged
+from .versions import along_movement, drift, followed, lagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +160,19 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
 def _by_drift(evidence: Evidence, size: str) -> list[Finding]:
     """Quantisation leaves the same gap at every step; weights that were never updated one that grows, the more slowly the
     older it is; stale ones one that goes with the last updates. What else is possible follows the most probable."""
-    found = drift(evidence)
+    found, along = drift(evidence), along_movement(evidence)
+    behind = abs(along) > MIN_ALONG
+    if behind:
+        late, other = (evidence.sample.b, evidence.sample.a) if along > 0 else (evidence.sample.a, evidence.sample.b)
+        size += f"; it points along the movement of the weights ({abs(along):.1f} standard errors): {late.name} is behind {other.name}"
     if found is None:
         seen = f"{size}; with fewer than three steps that compare, staleness and quantisation cannot be told apart"
         return _ranked(evidence, seen, ("stale_weights", "partial_sync", "quantised"))
     if found.score < MIN_DRIFT_SCORE or found.spread < MIN_DRIFT:
-        if found.num_steps < MIN_CONSTANT_STEPS:
+        if behind or found.num_steps < MIN_CONSTANT_STEPS:
             seen = f"{size}; it hardly changes over {found.num_steps} steps: some weights were not updated for long"
-            return _ranked(evidence, seen, ("partial_sync", "quantised", "stale_weights"))
+            others = ("stale_weights", "adapter") if behind else ("quantised", "stale_weights")
+            return _ranked(evidence, seen, ("partial_sync", *others))
         seen = (
             f"{size}; the gap is the same at all {found.num_steps} steps, as a fixed rounding of the weights makes it"
         )

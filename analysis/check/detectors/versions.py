@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..evidence import Evidence
-from ..thresholds import MIN_CONTEXTS
+from ..thresholds import MIN_CONTEXTS, MOVEMENT_SHRINKAGE
 from .contexts import Contexts
 
 
@@ -87,6 +87,32 @@ class Drift:
     """Mean square of the steps' distance from their mean, in standard errors: 1 for a constant gap."""
     growth: float
     """Standard errors by which the gap rises with the steps; negative where it falls."""
+
+
+def along_movement(evidence: Evidence) -> float:
+    """Standard errors by which the gap points along the movement of pass a over the steps; 0 for fewer than three steps.
+
+    For a token after a token, the mean of d is held against how a's logprob of it goes with the steps: their product is 0
+    on average for a rounding of any kind, above it where b is behind a, and below it where a is behind b. Errors are those
+    of sums over sequences. What d owes to the size of the logprob is taken out first.
+    """
+    sample = evidence.sample
+    steps = sample.steps[evidence.seq].astype(float)
+    if len(np.unique(steps)) < 3 or not evidence.num_kept:
+        return 0.0
+    tokens = sample.tokens.astype(np.int64)
+    before = np.concatenate([[-1], tokens[:-1]])
+    before[sample.starts[:-1][sample.lengths > 0]] = -1
+    _, place = np.unique((tokens * (tokens.max() + 2) + before)[evidence.keep], return_inverse=True)
+    count = np.bincount(place)
+    d = np.clip(evidence.d, *np.array([-3.0, 3.0]) * evidence.rms())
+    bins = np.digitize(evidence.a, np.quantile(evidence.a, np.linspace(0, 1, 11)[1:-1]))
+    d = d - (np.bincount(bins, d) / np.maximum(np.bincount(bins), 1))[bins]
+    gap = np.bincount(place, d) / (count + MOVEMENT_SHRINKAGE)
+    moved = np.clip(evidence.a - (np.bincount(place, evidence.a) / count)[place], -3, 3)
+    since = steps - (np.bincount(place, steps) / count)[place]
+    products = np.bincount(evidence.seq, gap[place] * since * moved)
+    return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))
 
 
 def drift(evidence: Evidence) -> Drift | None:
