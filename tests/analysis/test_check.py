@@ -1,6 +1,7 @@
 """Faults that are planted by computing with them, and healthy traces, on a language model that is a table."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from bigrams import (
     table,
 )
 from builders import tim_trace
+from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.detectors.versions import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
@@ -139,6 +141,17 @@ def swapped(values):
     return out
 
 
+def is_understood(commands):
+    """Whether a shell and tim-trace take the commands of a finding; what asks for recording or a replay is parsed alone."""
+    for words in map(shlex.split, commands.split("  # ")[0].split(" && ")):
+        assert words[0] == "tim-trace"
+        if words[1] in ("sql", "query") or (words[1] == "stats" and "--by" in words):
+            done = tim_trace(*words[1:])
+            assert done.code == 0, done.stderr
+        else:
+            cli.main.commands[words[1]].make_context(words[1], words[2:])
+
+
 @pytest.mark.parametrize("code", PLANTED)
 def test_a_planted_fault_comes_first(tmp_path, code):
     found = check(PLANTED[code].write(tmp_path / "trace"))
@@ -148,7 +161,8 @@ def test_a_planted_fault_comes_first(tmp_path, code):
     assert not found.is_valid
     assert 0 < first.share <= 1
     assert first.evidence
-    assert first.next
+    for finding in found.findings:
+        is_understood(finding.next)
 
 
 HEALTHY_RUNS = {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import BASE_RESIDUAL, MIN_SPREAD
@@ -56,8 +57,9 @@ def find_unit(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(),
             share=1.0,
             weight=1 - residual / gap,
-            next=f'tim-trace sql {evidence.trace} "SELECT train_logprob, rollout_logprob, train_logprob / rollout_logprob '
-            'AS ratio FROM tokens WHERE mask LIMIT 20"',
+            next=commands.sql(
+                evidence, "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
+            ),
             numbers={"side": name, "unit": unit, "residual": residual},
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import BROKEN_NATS, MIN_BROKEN_ROWS, MIN_OFF_NATS, SURPRISING_NATS
@@ -31,8 +32,7 @@ def find_broken(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=len(places) / len(off),
-            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob FROM tokens '
-            f"WHERE step = {int(evidence.sample.steps[first])} AND seq_id = '{evidence.sample.seq_ids[first]}'\"",
+            next=commands.row(evidence, first),
             numbers={"num_sequences": len(places), "seq_id": evidence.sample.seq_ids[first]},
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Sample, Side
@@ -85,8 +86,11 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
         evidence=seen,
         effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
         share=share,
-        next=f'tim-trace sql {evidence.trace} "SELECT step, seq_id, position, token_id, mask, {side.name}_logprob '
-        f'FROM tokens WHERE {side.name}_logprob = {value:g} LIMIT 20"',
+        next=commands.sql(
+            evidence,
+            "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b FROM {pair} WHERE "
+            f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT LIMIT 20",
+        ),
         numbers={"side": side.name, "value": value, "num_tokens": int(where.sum()), "num_sequences": rows},
     )
 

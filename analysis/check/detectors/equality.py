@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....schemas.contract import Contract, engine_dtype
+from .. import commands
 from ..evidence import Evidence, declared
 from ..finding import Finding
 from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
@@ -26,7 +27,7 @@ def find_equal(evidence: Evidence) -> list[Finding]:
                 "one was filled in from the other",
                 effect=0.0,
                 share=1.0,
-                next=f"tim-trace replay {evidence.trace} --steps {int(evidence.sample.steps[0])}",
+                next=commands.replay(evidence, "--as-recorded", "again"),
             )
         ]
     known = "their contracts name the same numerics" if a and b else "no contract says that they should differ"
@@ -57,7 +58,7 @@ def find_copied_rows(evidence: Evidence) -> list[Finding]:
             f"others' tokens {equal_elsewhere:.1%}: those rows were filled in from the other pass",
             effect=0.0,
             share=float(affected.mean()),
-            next=f"tim-trace stats {evidence.trace} --by sequence",
+            next=commands.stats(evidence, "sequence"),
         )
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Side
@@ -40,9 +41,12 @@ def _of_side(evidence: Evidence, side: Side, other: Side) -> Finding | None:
         evidence=f"{side.name} has {what} where {other.name} has a logprob, for {missing.sum():,} tokens {where}",
         effect=float("nan"),
         share=float(share),
-        next=f'tim-trace sql {evidence.trace} "SELECT step, seq_id, num_response_tokens, len(list_filter(logprobs, '
-        f"x -> isfinite(x))) AS num_scored FROM scores JOIN sequences USING (run, step, seq_id) "
-        f'WHERE \\"pass\\" = \'{side.name}\' AND num_scored < num_response_tokens"',
+        next=commands.sql(
+            evidence,
+            "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
+            f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
+            "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
+        ),
         numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_sequences": len(rows)},
     )
 

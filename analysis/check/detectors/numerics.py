@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence, declared
 from ..finding import Finding
 from ..thresholds import (
@@ -86,8 +87,7 @@ def _head(evidence: Evidence, name: str, seen: str, part: str) -> Finding:
         evidence=f"{seen}: the {part} was computed or stored in low precision",
         effect=evidence.rms(),
         share=1.0,
-        next=f"tim-trace replay {evidence.trace} --steps {int(evidence.sample.steps[0])} --logits-dtype bf16 --name head && "
-        f"tim-trace stats {evidence.trace} --pair replay/head:{name}",
+        next=commands.replay(evidence, "--logits-dtype bf16", "head"),
         numbers={"side": name, "part": part},
     )
 
@@ -116,7 +116,7 @@ def find_router_flips(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=float(np.sum(evidence.d[affected] ** 2) / max(np.sum(evidence.d**2), 1e-30)),
-            next=f"tim-trace replay {evidence.trace} --steps {int(evidence.sample.steps[0])} --routing recorded",
+            next=commands.replay(evidence, "--routing recorded", "routed"),
             numbers={"tail_share": float(tail.mean()), "bulk": bulk},
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
@@ -77,7 +78,7 @@ def _truncation(evidence: Evidence, raised: str, lowered: str, mass: np.ndarray)
         f"{other}'s mass on average and {mass.min():.3g} at least",
         effect=evidence.rms(),
         share=float(np.mean(mass < 1 - 1e-6)),
-        next=f"tim-trace replay {evidence.trace} --steps {int(evidence.sample.steps[0])} --top-p {max(mass.min(), 0.01):.2g}",
+        next=commands.replay(evidence, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
         numbers={"kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "side": name},
     )
 
@@ -87,9 +88,13 @@ def _padding(evidence: Evidence, raised: str, lowered: str, mass: np.ndarray) ->
     return Finding(
         code="padded_vocabulary",
         evidence=f"{name} is never above {other}: {1 - mass.mean():.3g} of its probability goes to something that no token "
-        "stands for, as rows of the head beyond the vocabulary do",
+        "stands for, as rows of the head beyond the tokenizer's length do: mask these",
         effect=evidence.rms(),
         share=float(np.mean(mass < 1 - 1e-6)),
-        next="mask the rows of the head beyond the tokenizer's length, and record again",
+        next=commands.sql(
+            evidence,
+            f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if lowered == 'a' else '>'} 0 "
+            "GROUP BY step ORDER BY step",
+        ),
         numbers={"lost_mass": float(1 - mass.mean()), "side": name},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
@@ -46,8 +47,7 @@ def find_row_pairing(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=len(found) / max(tried, 1),
-            next=f'tim-trace sql {evidence.trace} "SELECT seq_id, logprobs FROM scores WHERE '
-            f"step = {int(evidence.sample.steps[first])} AND seq_id IN ('{names[first]}', '{names[partner[first]]}')\"",
+            next=commands.row(evidence, first),
             numbers={"num_sequences": len(found)} | {f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
         )
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
@@ -189,7 +190,7 @@ def _onset(evidence: Evidence, name: str, cut: Cut, there: np.ndarray, after: np
         effect=evidence.rms(affected),
         share=float(affected.mean()),
         weight=evidence.explained_by(affected),
-        next=f"tim-trace query by-position {evidence.trace}",
+        next=commands.query(evidence, "by-position"),
         numbers={"position": cut.place, "counted": name, "ratio": ratio},
     )
 
@@ -219,7 +220,6 @@ def _inside(
         effect=evidence.rms(affected),
         share=float(affected.mean()),
         weight=evidence.explained_by(affected),
-        next=f'tim-trace sql {evidence.trace} "SELECT position, d FROM tokens WHERE '
-        f"seq_id = '{evidence.sample.seq_ids[next(iter(cuts))]}' ORDER BY step, position\"",
+        next=commands.row(evidence, next(iter(cuts))),
         numbers={"num_sequences": len(cuts), "first_place": min(places), "last_place": max(places), "ratio": ratio},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
@@ -46,9 +47,12 @@ def find_shift(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(),
             share=1.0,
             weight=1 - moved / unmoved,
-            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob, '
-            f"lead(rollout_logprob, {lag}) OVER (PARTITION BY step, seq_id ORDER BY position) AS moved FROM tokens "
-            'ORDER BY step, seq_id, position LIMIT 40"',
+            next=commands.sql(
+                evidence,
+                "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, "
+                f"lead(logprob_b, {lag}) OVER (PARTITION BY step, seq_id ORDER BY position) AS moved FROM {{pair}} "
+                "ORDER BY step, seq_id, position LIMIT 40",
+            ),
             numbers={"lag": lag, "moved": moved, "unmoved": unmoved},
         )
     ]
@@ -83,8 +87,7 @@ def find_retokenised(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
-            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, train_logprob, rollout_logprob FROM tokens '
-            f"WHERE step = {int(evidence.sample.steps[first])} AND seq_id = '{evidence.sample.seq_ids[first]}'\"",
+            next=commands.row(evidence, first),
             numbers={"num_sequences": len(rows), "seq_id": evidence.sample.seq_ids[first]},
         )
     ]

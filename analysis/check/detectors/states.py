@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence, declared
 from ..finding import Finding
 from ..thresholds import (
@@ -78,8 +79,10 @@ def _versions(evidence: Evidence) -> list[Finding]:
             f"{abs(lag)} optimizer updates behind the other side's, as the recorded policy versions say",
             effect=evidence.rms(affected),
             share=float(affected.mean()),
-            next=f'tim-trace sql {evidence.trace} "SELECT step, \\"pass\\", policy_version, count(*) AS num_sequences FROM '
-            'scores GROUP BY ALL ORDER BY ALL"',
+            next=commands.sql(
+                evidence,
+                'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL',
+            ),
             numbers={"updates_behind": abs(lag), "side": older},
         )
     ]
@@ -201,18 +204,15 @@ def _stale_option(evidence: Evidence, behind: int) -> str:
 
 
 def _finding(evidence: Evidence, code: str, seen: str, weight: float, option: str) -> Finding:
-    step = int(evidence.sample.steps[-1])
-    b = evidence.sample.b.name
-    command = (
-        f"tim-trace replay {evidence.trace} --steps {step} {option} --name suspect && tim-trace stats {evidence.trace} "
-    )
     return Finding(
         code=code,
         evidence=seen,
         effect=evidence.rms(),
         share=1.0,
         weight=weight,
-        next=command + f"--pair replay/suspect:{b}" if option else f"tim-trace weights {evidence.trace} --by module",
+        next=commands.replay(evidence, option, "suspect", int(evidence.sample.steps[-1]))
+        if option
+        else commands.weights(evidence),
     )
 
 

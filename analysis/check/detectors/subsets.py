@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..sample import Sample
@@ -99,7 +100,7 @@ def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
             effect=evidence.rms(affected),
             share=float(affected.mean()),
             weight=evidence.explained_by(affected),
-            next=f'tim-trace sql {evidence.trace} "{_by_column(best.column)}"',
+            next=commands.sql(evidence, _by_column(best.column, evidence)),
             numbers={"column": best.column, "values": shown, "ratio": best.ratio},
         )
     ]
@@ -114,7 +115,7 @@ def _prefix_cache(evidence: Evidence, split: Split, affected: np.ndarray) -> Fin
         effect=evidence.rms(affected),
         share=float(affected.mean()),
         weight=evidence.explained_by(affected),
-        next=f"tim-trace query by-prompt {evidence.trace}",
+        next=commands.query(evidence, "by-prompt"),
         numbers={"column": split.column, "ratio": split.ratio},
     )
 
@@ -217,14 +218,15 @@ def _order(split: Split) -> tuple[int, int]:
     return list(_WORDS).index(split.column) if split.column in _WORDS else -1, len(split.values)
 
 
-def _by_column(column: str) -> str:
-    table, name = ("sequences", column)
+def _by_column(column: str, evidence: Evidence) -> str:
+    """A query of the gap by a column of sequences, or of one pass's scores."""
+    table, name, passed = "sequences", column, ""
     if column.endswith(("_a", "_b")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
-    passed = (
-        "" if table == "sequences" else f" WHERE \\\"pass\\\" = '{'train' if column.endswith('_a') else 'rollout'}'"
-    )
+        side = evidence.sample.a if column.endswith("_a") else evidence.sample.b
+        passed = f" WHERE \"pass\" = '{side.name}'"
+    name = "policy_version" if name == "version" else name
     return (
-        f"SELECT {name}, count(*) AS num_sequences, sqrt(sum(sum_d2) / sum(num_tokens)) AS rms_d "
-        f"FROM pair_sequences('train', 'rollout') JOIN {table} USING (run, step, seq_id){passed} GROUP BY 1 ORDER BY 3 DESC"
+        f"SELECT {table}.{name}, count(*) AS num_sequences, sqrt(sum(rms_d * rms_d * num_tokens) / sum(num_tokens)) AS rms_d "
+        f"FROM {{sequences}} JOIN {table} USING (run, step, seq_id){passed} GROUP BY 1 ORDER BY 3 DESC"
     )

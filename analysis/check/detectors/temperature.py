@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence, declared
 from ..finding import Finding
 from ..thresholds import (
@@ -45,9 +46,7 @@ def find_temperature(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(),
             share=1.0,
             weight=fit.r2,
-            next=f"tim-trace replay {evidence.trace} --steps {int(evidence.sample.steps[0])} "
-            f"--temperature {_to_try(evidence, temperature):.3g} --name temperature && tim-trace stats {evidence.trace} "
-            f"--pair replay/temperature:{b}",
+            next=commands.replay(evidence, f"--temperature {_to_try(evidence, temperature):.3g}", "temperature"),
             numbers={"temperature": temperature, "r2": fit.r2, "standard_errors": fit.score},
         )
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import (
@@ -37,8 +38,7 @@ def find_unsampled(evidence: Evidence) -> list[Finding]:
             effect=evidence.rms(runs),
             share=float(runs.mean()),
             weight=0.9,
-            next=f'tim-trace sql {evidence.trace} "SELECT position, token_id, mask, train_logprob FROM tokens WHERE '
-            f"seq_id = '{evidence.sample.seq_ids[int(rows[0])]}' ORDER BY step, position\"",
+            next=commands.row(evidence, int(rows[0])),
             numbers={"num_tokens": int(runs.sum()), "num_sequences": len(rows)},
         )
     ]
