@@ -9,23 +9,23 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
-from ...schemas.sums import SEQUENCE_SUMS
 from ...tracer.progress import Progress, no_progress
-from ..database import Database, quoted
-from ..pairs import parse_pair, quoted_pair, why_nothing
+from ..database import Database
+from ..pairs import parse_pair, why_nothing
 from ..source import Pair
 from .checked import Checked
 from .detectors import find
-from .evidence import Evidence, SequenceSums
+from .evidence import Evidence
 from .notes import notes
 from .sample import read_sample
+from .sums import read_sums
 
 
 def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progress: Progress = no_progress) -> Checked:
     """Say whether two passes may be compared, or which fault lies between them.
 
     Faults are those of FAULTS, each with its evidence, its effect in nats, the share of tokens that it affects and the
-    command that would confirm it. The sums of every sequence are looked at, and the tokens of steps spread over the run.
+    command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps.
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -33,10 +33,12 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
     return judge(evidence, pair)
 
 
-def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> Evidence:
-    """Read what a check looks at. Raises NothingToCompare when the passes share no token."""
+def gather(
+    database: Database, pair: Pair, *, trace: str, full: bool = False, progress: Progress = no_progress
+) -> Evidence:
+    """Read what a check looks at; `full` asks for all sums of the run, and not for those of d squared alone. Raises NothingToCompare when the passes share no token."""
     with progress("reading tokens", 1) as advance:
-        sums = _sums(database, pair)
+        sums = read_sums(database, pair, full=full)
         advance(1)
     sample = read_sample(database, pair, sums.worst_steps())
     if not sample.mask.any():
@@ -68,20 +70,6 @@ def judge(evidence: Evidence, pair: str) -> Checked:
         findings=tuple(findings),
         notes=tuple(notes(evidence)),
     )
-
-
-def _sums(database: Database, pair: Pair) -> SequenceSums:
-    """Sums of every sequence: those that the trace keeps, or computed from the tokens."""
-    table = (
-        f"(SELECT * FROM sequence_sums WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])})"
-        if pair in database.covered
-        else f"counted_sums({quoted_pair(pair)}, NULL, NULL, NULL)"
-    )
-    names = [column.name for column in SEQUENCE_SUMS.columns if column.name.startswith(("num_", "sum_", "max_"))]
-    chosen = ", ".join(f"coalesce({name}, 0) AS {name}" for name in names)
-    query = f"SELECT step, {chosen} FROM {table} WHERE iteration_a = 0 AND iteration_b = 0"
-    columns = {name: np.asarray(values) for name, values in database.connection.execute(query).fetchnumpy().items()}
-    return SequenceSums(steps=columns.pop("step"), columns=columns)
 
 
 def _contracts(database: Database) -> dict[str, dict[str, object]]:

@@ -17,7 +17,7 @@ class Checked:
     num_tokens: int
     """Tokens that count in the loss and have a finite logprob in both."""
     num_sampled_tokens: int
-    """Of those, so many were looked at one by one; the rest in per-sequence sums."""
+    """Of those, so many were looked at one by one; the rest in sums."""
     rms_d: float
     """Root mean square of d, nats."""
     findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-"""What the detectors look at: the sample, what is left of it once a fault is explained, contracts and per-sequence sums."""
+"""What the detectors look at: the sample, what is left of it once a fault is explained, contracts and sums of the run."""
 
 from __future__ import annotations
 
@@ -10,33 +10,8 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from .sample import Sample
+from .sums import Sums
 from .thresholds import MIN_REST, TOKEN_SHRINKAGE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSums:
-    """Per-sequence sums of the whole run, not of the sample alone: see schemas.sums."""
-
-    steps: np.ndarray
-    """[R] step of each sequence."""
-    columns: dict[str, np.ndarray]
-    """Name of a sum -> [R], 0 where a sequence has no finite token."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with a finite logprob in both passes."""
-        return int(self.columns["num_tokens"].sum())
-
-    def mean(self, name: str) -> float:
-        """A sum over all tokens, divided by their number."""
-        return float(self.columns[name].sum() / max(self.num_tokens, 1))
-
-    def worst_steps(self) -> list[int]:
-        """Steps by their mean of d squared, the largest first."""
-        steps, place = np.unique(self.steps, return_inverse=True)
-        squares = np.bincount(place, self.columns["sum_d2"])
-        mean = squares / np.maximum(np.bincount(place, self.columns["num_tokens"]), 1)
-        return [int(step) for step in steps[np.argsort(-mean, kind="stable")]]
 
 
 @dataclass(kw_only=True)
@@ -45,7 +20,7 @@ class Evidence:
 
     trace: str
     sample: Sample
-    sums: SequenceSums
+    sums: Sums
     contracts: dict[str, Contract]
     """Hash -> contract."""
     passes: list[str]

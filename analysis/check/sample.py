@@ -135,7 +135,8 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     most = int(np.clip(MAX_READ_TOKENS * len(known) / max(tokens, 1), MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS))
     if len(known) <= most:
         return known
-    firsts = np.linspace(0, len(known) - 2, most // 2).astype(int)
+    pairs = most // 2
+    firsts = np.linspace(0, len(known) - 2, pairs).astype(int) if pairs > 1 else [(len(known) - 1) // 2]
     spread = {known[index + more] for index in firsts for more in (0, 1)}
     return sorted(spread | set(worst[:MAX_WORST_STEPS]))
 

@@ -18,7 +18,7 @@ def checked_text(checked: Checked, width: int | None = None) -> str:
     looked = (
         "all of them"
         if checked.num_sampled_tokens >= checked.num_tokens
-        else f"{checked.num_sampled_tokens:,} of them one by one, the others in sums of each sequence"
+        else f"{checked.num_sampled_tokens:,} of them one by one, the others in sums"
     )
     verdict = "VALID" if checked.is_valid else "NOT VALID"
     head = f"{verdict}: {checked.pair} of {checked.trace}, {checked.num_tokens:,} tokens ({looked}), rms {checked.rms_d:.3g} nats"

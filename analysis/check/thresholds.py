@@ -2,14 +2,14 @@
 
 MAX_SAMPLED_STEPS = 16
 """Steps whose tokens are read: enough to tell a level from a trend, few enough that a long run takes seconds."""
-MIN_SAMPLED_STEPS = 4
-"""Two pairs of neighbours, however large a step is."""
-MAX_READ_TOKENS = 3_000_000
+MIN_SAMPLED_STEPS = 2
+"""A pair of neighbours, however large a step is."""
+MAX_READ_TOKENS = 2_000_000
 """Tokens of the steps that are read: a run is looked at in seconds, and a step is read as a whole."""
 MAX_WORST_STEPS = 1
 """Of the steps with the largest mean d squared, so many are read beside those."""
-MAX_SAMPLED_TOKENS = 150_000
-"""Of these so many are looked at: a share of 1e-3 of them is still 150."""
+MAX_SAMPLED_TOKENS = 100_000
+"""Of these so many are looked at: a share of 1e-3 of them is still 100."""
 
 MIN_MISSING_SHARE = 1e-4
 """Fewer values lost than this are a few cut-off sequences of a run; they are counted in `stats` as num_nan and NULL."""

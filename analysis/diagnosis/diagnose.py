@@ -32,7 +32,7 @@ def diagnose(
     """
     names = parse_pair(pair)
     database = Database(trace)
-    evidence = gather(database, names, trace=os.fspath(trace), progress=progress)
+    evidence = gather(database, names, trace=os.fspath(trace), full=True, progress=progress)
     checked = judge(evidence, pair)
     sides = precisions(evidence)
     metrics = own_metrics(evidence)
