@@ -32,11 +32,15 @@ def compare():
             check=lambda: check(trace),
             summed=lambda: check(summed),
             diagnose=lambda: diagnose(trace),
+            diagnose_summed=lambda: diagnose(summed),
         )
         over = "time over that of a bare pass,"
         yield Comparison(what=f"{over} check", values=ratios(taken["check"], taken["bare"]), at_most=4)
         yield Comparison(what=f"{over} check with kept sums", values=ratios(taken["summed"], taken["bare"]), at_most=4)
         yield Comparison(what=f"{over} diagnose", values=ratios(taken["diagnose"], taken["bare"]), at_most=4)
+        yield Comparison(
+            what=f"{over} diagnose with kept sums", values=ratios(taken["diagnose_summed"], taken["bare"]), at_most=4
+        )
         if can_reset():
             gained = []
             for _ in range(3):
