@@ -36,7 +36,10 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
 def gather(
     database: Database, pair: Pair, *, trace: str, full: bool = False, progress: Progress = no_progress
 ) -> Evidence:
-    """Read what a check looks at; `full` asks for all sums of the run, and not for those of d squared alone. Raises NothingToCompare when the passes share no token."""
+    """Read what a check looks at; `full` asks for all sums of the run, and not for those of d squared alone.
+
+    Raises NothingToCompare when the passes share no token.
+    """
     with progress("reading tokens", 1) as advance:
         sums = read_sums(database, pair, full=full)
         advance(1)

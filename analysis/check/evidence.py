@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from ...schemas.contract import Contract
 from .sample import Sample
 from .sums import Sums
 from .thresholds import MIN_REST, TOKEN_SHRINKAGE
+
+Found = TypeVar("Found")
 
 
 @dataclass(kw_only=True)
@@ -109,8 +112,8 @@ class Evidence:
         return float(between / max(y @ y, 1e-30))
 
     @cached_property
-    def memo(self) -> dict[str, Any]:
-        """What detectors work out once and share, by their own names for it."""
+    def memo(self) -> dict[Any, Any]:
+        """What is worked out once: see `once`."""
         return {}
 
     @property
@@ -126,6 +129,19 @@ class Evidence:
         """The contract of most rows of pass `a` or `b`; empty where there is none."""
         hashes = [name for name in getattr(self.sample, side).contracts if name]
         return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
+
+
+def once(work: Callable[[Evidence], Found]) -> Callable[[Evidence], Found]:
+    """Work something out of an evidence once, however many detectors ask for it."""
+
+    @wraps(work)
+    def known(evidence: Evidence) -> Found:
+        if known not in evidence.memo:
+            evidence.memo[known] = work(evidence)
+        found: Found = evidence.memo[known]
+        return found
+
+    return known
 
 
 def declared(contract: Contract, *path: str) -> Any:

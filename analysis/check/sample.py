@@ -60,8 +60,6 @@ class Sample:
     """[S] token ids of each prompt."""
     versions: np.ndarray
     """[S] policy version of the sampling weights; NaN where unknown."""
-    advantage: np.ndarray
-    """[S] NaN where unknown."""
     settings: dict[str, np.ndarray]
     """Sampling setting -> [S] values, NaN where unknown."""
 
@@ -101,6 +99,32 @@ class Sample:
         """[N] bool: counts in the loss and has a finite logprob in both."""
         return np.asarray(self.mask & np.isfinite(self.d))
 
+    @property
+    def prefix_keys(self) -> np.ndarray:
+        """[N] a number for the prompt and the response before each token; equal for equal ones."""
+        return self._keys[0]
+
+    @property
+    def token_keys(self) -> np.ndarray:
+        """[N] a number for the prompt and the response up to and with each token; equal for equal ones."""
+        return self._keys[1]
+
+    @cached_property
+    def _keys(self) -> tuple[np.ndarray, np.ndarray]:
+        starts = [hash((0, row)) if prompt is None else hash(tuple(prompt)) for row, prompt in enumerate(self.prompts)]
+        state = np.array(starts, np.int64).astype(np.uint64)
+        before, after = np.empty(len(self.tokens), np.uint64), np.empty(len(self.tokens), np.uint64)
+        factor, more, shift = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(29)
+        ids = self.tokens.astype(np.uint64)
+        for t in range(int(self.lengths.max(initial=0))):
+            rows = np.flatnonzero(self.lengths > t)
+            at = self.starts[rows] + t
+            before[at] = state[rows]
+            mixed = (state[rows] ^ (ids[at] + np.uint64(1))) * factor + more
+            state[rows] = mixed ^ (mixed >> shift)
+            after[at] = state[rows]
+        return before, after
+
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read steps spread over a run, the worst ones among them, up to a number of tokens."""
@@ -112,7 +136,7 @@ def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> S
 
 _QUERY = """
     SELECT s.step, s.seq_id, s.group_id, s.prompt_ids, s.response_ids, s.response_mask, s.num_response_tokens,
-           s.policy_version, s.advantage, s.temperature, s.top_p, s.top_k, s.min_p, s.max_tokens,
+           s.policy_version, s.temperature, s.top_p, s.top_k, s.min_p, s.max_tokens,
            a.logprobs AS logprobs_a, a.entropy AS entropy_a, a.policy_version AS version_a, a.contract AS contract_a,
            a.writer AS writer_a,
            b.logprobs AS logprobs_b, b.entropy AS entropy_b, b.policy_version AS version_b, b.contract AS contract_b,
@@ -171,7 +195,6 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
         group_ids=table["group_id"].to_pylist(),
         prompts=table["prompt_ids"].to_pylist(),
         versions=_numbers(table["policy_version"]),
-        advantage=_numbers(table["advantage"]),
         settings={name: _numbers(table[name]) for name in SETTINGS},
     )
 

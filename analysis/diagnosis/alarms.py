@@ -16,6 +16,8 @@ class Alarm:
     level: float
     above: bool = True
     """Whether values above it alarm; otherwise those below."""
+    of_size: bool = False
+    """Whether a negative value alarms like a positive one."""
     says: str
     source: str
 
@@ -26,7 +28,7 @@ ALARMS = (
         level=0.01, says="a problem (below 0.005 is normal)", source="verl FAQ",
     ),
     Alarm(
-        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1,
+        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
         says="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(

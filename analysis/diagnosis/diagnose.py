@@ -96,7 +96,7 @@ def _alarms(metrics: dict[str, float]) -> tuple[Sounded, ...]:
     for alarm in ALARMS:
         own = metrics.get(alarm.metric)
         if own is not None:
-            size = abs(own) if alarm.definition.startswith("|") else own
+            size = abs(own) if alarm.of_size else own
             found.append(
                 Sounded(alarm=alarm, own=own, sounds=size > alarm.level if alarm.above else size < alarm.level)
             )

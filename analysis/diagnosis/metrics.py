@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..check.evidence import Evidence
+from ..totals import FROM_SUMS
+
+_FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 
 
 def own_metrics(evidence: Evidence) -> dict[str, float]:
@@ -14,20 +17,15 @@ def own_metrics(evidence: Evidence) -> dict[str, float]:
     w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, does not follow from sums and is of the sampled tokens.
     """
     sums = evidence.sums
-    n = sums.num_tokens
-    if not n:
+    if not sums.num_tokens:
         return {}
-    growth, growth2 = sums.mean("sum_expm1_d"), sums.mean("sum_expm1_2d")
+    totals = {name: np.asarray(values.sum(), np.float64) for name, values in sums.columns.items()}
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = {name: float(FROM_SUMS[name](totals)) for name in _FROM_SUMS}
+    if np.isnan(found["ess_token"]):  # weights beyond what a float holds: one token carries them all
+        found["ess_token"] = 0.0
     sampled = np.abs(evidence.sample.d[evidence.sample.compared])
-    return {
-        "k1": -sums.mean("sum_d"),
-        "k3": sums.mean("sum_k3"),
-        "mean_abs_d": sums.mean("sum_abs_d"),
-        "rms_d": float(np.sqrt(sums.mean("sum_d2"))),
+    return found | {
         "max_abs_d": float(sums.columns["max_abs_d"].max()),
-        "share_outside": sums.mean("num_outside"),
-        "prob_diff_mean": sums.mean("sum_prob_diff"),
-        "chi2_token": growth2,
-        "ess_token": (1 + growth) ** 2 / (1 + growth2) if np.isfinite(growth2) else 0.0,
         "mean_exp_abs_d": float(np.mean(np.exp(np.minimum(sampled, 700.0)))) if len(sampled) else float("nan"),
     }

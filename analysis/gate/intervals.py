@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .sums import FROM_SUMS, LARGEST, Array, SequenceColumns
+from ..totals import FROM_SUMS, Array
+from .sums import LARGEST, SequenceColumns
 
 SEED = 20_260_000
 """Of every resampling: the same trace gives the same interval."""

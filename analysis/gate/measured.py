@@ -14,9 +14,10 @@ from ...tracer.progress import Progress
 from ..database import Database
 from ..pairs import parse_pair, quoted_pair
 from ..stats import stats
+from ..totals import FROM_SUMS, Array
 from .condition import OWN, Condition, metric_named
 from .intervals import Interval, bootstrap, bootstrap_share, jackknife
-from .sums import COUNTS, FROM_SUMS, LARGEST, QUANTILES, Array, SequenceColumns
+from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 
 Told = tuple[Interval | None, str]
 """An interval, and how it was found."""

@@ -11,8 +11,9 @@ from tim_trace.analysis.database import Database
 from tim_trace.analysis.gate.condition import metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.intervals import jackknife, student_quantile
-from tim_trace.analysis.gate.sums import COUNTS, FROM_SUMS, LARGEST, QUANTILES, SequenceColumns
+from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.totals import FROM_SUMS
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 

@@ -8,12 +8,12 @@ from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
 from ..thresholds import BROKEN_NATS, MIN_BROKEN_ROWS, MIN_OFF_NATS, SURPRISING_NATS
-from .grid import Grid, row_means
+from .grid import grid_of, row_means
 
 
 def find_broken(evidence: Evidence) -> list[Finding]:
     """The text after a place is another one on the two sides: it begins with a token that one side finds impossible."""
-    grid = Grid.of(evidence)
+    grid = grid_of(evidence)
     cost = grid.cost()
     off = np.flatnonzero(np.nan_to_num(row_means(cost)) > MIN_OFF_NATS)
     places = {int(row): place for row in off if (place := _place(cost[row], grid.a[row], grid.b[row])) is not None}

@@ -28,7 +28,7 @@ class Contexts:
     def of(cls, evidence: Evidence) -> Contexts:
         """The contexts that at least two steps have, of tokens that are not certain."""
         telling = evidence.rest > MIN_REST
-        keys = token_keys(evidence)[evidence.keep][telling]
+        keys = evidence.sample.token_keys[evidence.keep][telling]
         steps, step = np.unique(evidence.sample.steps[evidence.seq[telling]], return_inverse=True)
         _, context = np.unique(keys, return_inverse=True)
         num = int(context.max(initial=-1)) + 1
@@ -46,30 +46,3 @@ class Contexts:
     def num(self) -> int:
         """Contexts that come again."""
         return int(self.a.shape[1])
-
-
-def prefix_keys(evidence: Evidence) -> np.ndarray:
-    """[N] a number for the prompt and the response before each token; equal for equal ones."""
-    return _rolled(evidence)[0]
-
-
-def token_keys(evidence: Evidence) -> np.ndarray:
-    """[N] a number for the prompt and the response up to and with each token; equal for equal ones."""
-    return _rolled(evidence)[1]
-
-
-def _rolled(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
-    sample = evidence.sample
-    starts = [hash((0, row)) if prompt is None else hash(tuple(prompt)) for row, prompt in enumerate(sample.prompts)]
-    state = np.array(starts, np.int64).astype(np.uint64)
-    before, after = np.empty(len(sample.tokens), np.uint64), np.empty(len(sample.tokens), np.uint64)
-    factor, more, shift = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(29)
-    ids = sample.tokens.astype(np.uint64)
-    for t in range(int(sample.lengths.max(initial=0))):
-        rows = np.flatnonzero(sample.lengths > t)
-        at = sample.starts[rows] + t
-        before[at] = state[rows]
-        mixed = (state[rows] ^ (ids[at] + np.uint64(1))) * factor + more
-        state[rows] = mixed ^ (mixed >> shift)
-        after[at] = state[rows]
-    return before, after

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..evidence import Evidence
+from ..evidence import Evidence, once
 from ..thresholds import CAP_NATS
 
 
@@ -16,18 +16,6 @@ class Grid:
 
     a: np.ndarray
     b: np.ndarray
-
-    @classmethod
-    def of(cls, evidence: Evidence) -> Grid:
-        sample = evidence.sample
-        shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
-        seq, position = sample.seq[evidence.keep], sample.position[evidence.keep]
-        grids = []
-        for values in (evidence.a, evidence.b):
-            grid = np.full(shape, np.nan)
-            grid[seq, position] = values
-            grids.append(grid)
-        return cls(*grids)
 
     def cost(self, lag: int = 0) -> np.ndarray:
         """[S, T] |a at t - b at t + lag|, at most CAP_NATS; NaN where one is not there."""
@@ -40,6 +28,19 @@ class Grid:
     def rows(self, chosen: np.ndarray) -> Grid:
         """Some sequences."""
         return Grid(self.a[chosen], self.b[chosen])
+
+
+@once
+def grid_of(evidence: Evidence) -> Grid:
+    """The kept tokens of every sequence."""
+    sample = evidence.sample
+    shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
+    grids = []
+    for values in (evidence.a, evidence.b):
+        grid = np.full(shape, np.nan)
+        grid[evidence.seq, evidence.position] = values
+        grids.append(grid)
+    return Grid(*grids)
 
 
 def mean(costs: np.ndarray) -> float:

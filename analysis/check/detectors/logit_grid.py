@@ -11,7 +11,6 @@ import numpy as np
 
 from ..evidence import Evidence
 from ..thresholds import GRID_CHANCE, GRID_TOLERANCE, MIN_GRID_PAIRS, MIN_GRID_SHARE, TEMPERATURES
-from .contexts import prefix_keys
 
 GRIDS = {"bfloat16": 2.0**7, "float16": 2.0**12}
 """dtype -> steps of its grid in a nat, for logits above 1 (bfloat16) or above 1/4 (float16)."""
@@ -51,7 +50,7 @@ def _chance(share: float, by_chance: float, num: int) -> float:
 
 def _pairs(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """Indices into the kept tokens: neighbours that stand in one context of one step and are different tokens."""
-    keys = prefix_keys(evidence)[evidence.keep]
+    keys = evidence.sample.prefix_keys[evidence.keep]
     steps = evidence.sample.steps[evidence.seq]
     tokens = evidence.sample.tokens[evidence.keep]
     order = np.lexsort((tokens, keys, steps))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence, declared
+from ..evidence import Evidence, declared, once
 from ..finding import Finding
 from ..thresholds import (
     EXCESS,
@@ -44,16 +44,14 @@ class Precision:
         return max(seen, key=lambda dtype: MAX_HEALTHY_NOISE.get(dtype, 0.0)) if seen else None
 
 
+@once
 def precisions(evidence: Evidence) -> tuple[Precision, Precision]:
     """Of pass a and of pass b."""
-    if "precisions" not in evidence.memo:
-        grids = logit_precision(evidence)
-        evidence.memo["precisions"] = tuple(
-            Precision(dtype_of(evidence.contract(side)), grid, value_precision(getattr(evidence, side)))
-            for side, grid in zip("ab", grids, strict=True)
-        )
-    found: tuple[Precision, Precision] = evidence.memo["precisions"]
-    return found
+    a, b = (
+        Precision(dtype_of(evidence.contract(side)), grid, value_precision(getattr(evidence, side)))
+        for side, grid in zip("ab", logit_precision(evidence), strict=True)
+    )
+    return a, b
 
 
 def allowed_noise(sides: tuple[Precision, Precision]) -> float:

@@ -15,12 +15,12 @@ from ..thresholds import (
     MIN_PAIRED_TOKENS,
     PAIRED_SHARE,
 )
-from .grid import Grid, row_means
+from .grid import Grid, grid_of, row_means
 
 
 def find_row_pairing(evidence: Evidence) -> list[Finding]:
     """Rows of a step that agree with the other side of another row."""
-    grid = Grid.of(evidence)
+    grid = grid_of(evidence)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
     tried = 0

@@ -20,12 +20,12 @@ from ..thresholds import (
     MIN_SHIFTED_ROWS,
     REALIGNED_SHARE,
 )
-from .grid import Grid, mean, row_means
+from .grid import Grid, grid_of, mean, row_means
 
 
 def find_shift(evidence: Evidence) -> list[Finding]:
     """Nearly every row agrees once one side is moved by a token, or by two."""
-    grid = Grid.of(evidence)
+    grid = grid_of(evidence)
     plain = mean(grid.cost())
     if plain < MIN_OFF_NATS:
         return []
@@ -60,7 +60,7 @@ def find_shift(evidence: Evidence) -> list[Finding]:
 
 def find_retokenised(evidence: Evidence) -> list[Finding]:
     """Rows that agree up to a place and, moved by some tokens, after it: the text was cut into other tokens there."""
-    grid = Grid.of(evidence)
+    grid = grid_of(evidence)
     costs = row_means(grid.cost())
     suspects = np.argsort(-np.nan_to_num(costs), kind="stable")[:MAX_ALIGNED_ROWS]
     suspects = suspects[np.nan_to_num(costs[suspects]) > MIN_OFF_NATS]

@@ -31,18 +31,10 @@ CHANGING = (*ORDERED, "group_id")
 """Columns along which the gap changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
 than rounding explains."""
 
-_WORDS = {
-    SEEN_BEFORE: "prompt",
-    "writer_a": "process that recorded it",
-    "writer_b": "process that recorded it",
-    "contract_a": "contract",
-    "contract_b": "contract",
-    "version_a": "policy version of the scoring weights",
-    "version_b": "policy version of the scoring weights",
-    "version": "policy version of the sampling weights",
-    "group_id": "prompt group",
-    "step": "step",
-}
+_NAMED_FIRST = (
+    SEEN_BEFORE, "writer_a", "writer_b", "contract_a", "contract_b", "version_a", "version_b", "version", "group_id", "step",
+)  # fmt: skip
+"""Columns in the order in which they are named where several divide the sequences alike; sampling settings come before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +207,8 @@ def _best_division(means: np.ndarray, tokens: np.ndarray) -> tuple[float, int]:
 
 
 def _order(split: Split) -> tuple[int, int]:
-    return list(_WORDS).index(split.column) if split.column in _WORDS else -1, len(split.values)
+    known = split.column in _NAMED_FIRST
+    return _NAMED_FIRST.index(split.column) if known else -1, len(split.values)
 
 
 def _by_column(column: str, evidence: Evidence) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..evidence import Evidence
+from ..evidence import Evidence, once
 from ..thresholds import MIN_EFFECT_TOKENS
 
 
+@once
 def token_effect(evidence: Evidence) -> tuple[float, float]:
     """Adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in standard deviations
     of pure noise; 0 where too few gaps tell. The largest hundredth is clipped.
