@@ -21,6 +21,7 @@ from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES, TOKENIZER
+from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
@@ -350,6 +351,15 @@ class Recorder:
     def add_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Record the run's settings: metrics of step 0 under `hyperparameter/`."""
         self._add_metrics(0, {HYPERPARAMETER + name: value for name, value in values.items()})
+
+    def add_loss(self, loss: Loss) -> None:
+        """Record how the loss is made, so that `objective` and `gradient` can make it again.
+
+        >>> import tempfile
+        >>> with Recorder(tempfile.mkdtemp()) as recorder:
+        ...     recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean"))
+        """
+        self.add_hyperparameters(loss.hyperparameters)
 
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         if not values:

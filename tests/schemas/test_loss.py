@@ -1,0 +1,77 @@
+"""The loss of a run, from what was recorded of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tim_trace.schemas.errors import InvalidRecord
+from tim_trace.schemas.loss import AGGREGATIONS, CORRECTIONS, DENOMINATORS, KINDS, LEVELS, Loss, read_loss
+
+GRPO = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": "None",
+    "delta": "None",
+    "beta": 0.0,
+    "use_vllm": 1.0,
+    "vllm_importance_sampling_correction": 1.0,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": "None",
+    "max_completion_length": 64.0,
+}
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    level=st.sampled_from(LEVELS),
+    denominator=st.sampled_from(DENOMINATORS),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    correction=st.sampled_from(CORRECTIONS),
+    clip_hard=st.none() | st.floats(1.0, 10.0),
+    max_tokens=st.none() | st.integers(1, 10_000),
+)
+def test_a_loss_comes_back_as_it_was_recorded(**given):
+    loss = Loss(**given)
+    assert read_loss(loss.hyperparameters) == loss
+
+
+def test_trl_says_its_clip_and_its_correction():
+    loss = read_loss(GRPO)
+    assert loss == Loss(max_tokens=64, correction="sequence_mask", correction_high=3.0)
+
+
+def test_trl_without_its_engine_corrects_nothing():
+    assert read_loss(GRPO | {"use_vllm": 0.0}) == Loss(max_tokens=64)
+
+
+def test_gspo_is_a_ratio_of_sequences():
+    assert read_loss(GRPO | {"importance_sampling_level": "sequence"}).level == "sequence_mean"
+
+
+def test_cispo_clips_the_weight_itself():
+    loss = read_loss(GRPO | {"loss_type": "cispo", "epsilon_high": 5.0})
+    assert (loss.kind, loss.clip_high) == ("cispo", 5.0)
+
+
+def test_what_changes_the_loss_and_is_not_said_here_is_named():
+    assert read_loss(GRPO | {"top_entropy_quantile": 0.2}).unknown == ("top_entropy_quantile",)
+
+
+def test_rloo_has_one_term_a_sequence():
+    loss = read_loss({"normalize_advantages": 0.0, "epsilon": 0.2, "epsilon_high": "None"})
+    assert loss == Loss(level="sequence_sum", aggregation="sequence")
+
+
+@pytest.mark.parametrize("values", [{}, {"learning_rate": 1e-6}, GRPO | {"loss_type": "sapo"}])
+def test_a_loss_that_we_do_not_know_is_none(values):
+    assert read_loss(values) is None
+
+
+def test_a_word_that_there_is_not_names_those_that_there_are():
+    with pytest.raises(InvalidRecord, match="ppo_clip, reinforce, cispo"):
+        replace(Loss(), kind="ppo")
