@@ -1,0 +1,130 @@
+"""Whether a run fell: its reward, or better its evaluation, rose or stood and then went down for good."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import thresholds as t
+
+_EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
+_OUTCOME = re.compile(r"reward|score|acc|pass@|success|solve|mean@", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How well a run did, by step."""
+
+    name: str
+    """The metric, or `reward` of the recorded sequences."""
+    steps: np.ndarray
+    """[n] int64"""
+    values: np.ndarray
+    """[n] float64, finite; higher is better."""
+    is_evaluation: bool
+    """Whether it is of held-out data, so that a wrong reward cannot move it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fall:
+    """A fall of an outcome."""
+
+    outcome: str
+    kind: str
+    """`collapse`: most of it within a tenth of the run; else `rot`."""
+    step: int
+    """Where it begins: the last step before the values leave what they were for good."""
+    low: int
+    high: int
+    """Steps between which it begins, with 90 % confidence over resampled noise."""
+    before: float
+    """The level that it fell from."""
+    after: float
+    """The mean of the run's last tenth."""
+    size_in_sd: float
+    """before - after, over the standard error of both."""
+
+    @property
+    def share(self) -> float:
+        """Lost share of what was there before; above 1 where the outcome went below 0."""
+        return (self.before - self.after) / max(abs(self.before), 1e-12)
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a metric's name says that it is an outcome on held-out data."""
+    return bool(_EVALUATION.search(name)) and bool(_OUTCOME.search(name))
+
+
+def find_fall(outcome: Outcome) -> Fall | None:
+    """The fall of an outcome; None where there is none that its noise does not explain.
+
+    The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
+    last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors; the errors are those
+    of the residuals around a running median, times the number of windows that the best was chosen from.
+    """
+    values, steps = outcome.values, outcome.steps
+    width = max(3, len(values) // 10)
+    if len(values) < 3 * width:
+        return None
+    means = np.convolve(values, np.ones(width) / width, mode="valid")
+    best = int(np.argmax(means[: len(means) - width + 1]))
+    before, after = float(means[best]), float(means[-1])
+    noise = _noise(values, width)
+    # The largest of m means of pure noise lies about sqrt(2 ln m) errors above their mean.
+    chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
+    error = max(noise / np.sqrt(width), 1e-12)
+    excess = (before - after) / error - chosen
+    if before - after < t.FALL_SHARE * max(abs(before), 1e-12) or excess < t.FALL_SD * np.sqrt(2.0):
+        return None
+    low, step, high = _onset(values, best, width, before, after)
+    lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
+    quick = lost_at - step <= max(width, len(values) // 10)
+    return Fall(
+        outcome=outcome.name,
+        kind="collapse" if quick else "rot",
+        step=int(steps[step]),
+        low=int(steps[low]),
+        high=int(steps[high]),
+        before=before,
+        after=after,
+        size_in_sd=float((before - after) / error),
+    )
+
+
+def _noise(values: np.ndarray, width: int) -> float:
+    """Standard deviation around a running median of `width` values, by its robust estimate."""
+    padded = np.pad(values, width // 2, mode="edge")
+    smooth = np.array([np.median(padded[i : i + width]) for i in range(len(values))])
+    residual = values - smooth
+    # A median of `width` values follows each of them a little.
+    return float(1.4826 * np.median(np.abs(residual)) * np.sqrt(width / max(width - 1, 1)))
+
+
+def _onset(values: np.ndarray, best: int, width: int, before: float, after: float) -> tuple[int, int, int]:
+    """First index of the fall with the indices between which it lies: a broken line, level then falling then level.
+
+    The break is where a level up to it and a straight line to the end's level fit best; the interval holds the breaks
+    whose sum of squares is within that of chance (F, 90 %).
+    """
+    start = max(best, 0)
+    part = values[start:]
+    n = len(part)
+    costs = np.full(n, np.inf)
+    for i in range(n - 2):
+        for end in np.unique(np.linspace(i + 1, n - 1, min(n - 1 - i, 12)).round().astype(int)):
+            line = np.interp(np.arange(n), [i, end], [before, after])
+            costs[i] = min(costs[i], float(np.square(part - line).sum()))
+    first = int(np.argmin(costs))
+    allowed = costs[first] * (1 + 2.71 / max(n - 3, 1))
+    held = np.flatnonzero(costs <= allowed)
+    return start + int(held[0]), start + first, start + int(held[-1])
+
+
+def _first_below(values: np.ndarray, start: int, width: int, level: float) -> int:
+    half = max(width // 2, 1)
+    for i in range(start, len(values)):
+        if values[max(start, i - half) : i + half + 1].mean() <= level:
+            return i
+    return len(values) - 1

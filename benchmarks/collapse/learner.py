@@ -1,0 +1,144 @@
+"""The trainer: advantages, the loss, and one optimizer update after another.
+
+Shapes: B rows, P prompt tokens, T response tokens, L = P + T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from engine import Rollout
+from switches import Switches
+from tim_trace.schemas.loss import Loss
+from torch import Tensor
+
+GROUP = 8
+_LARGEST_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """How rewards become updates."""
+
+    name: str
+    loss: Loss
+    divides_by_spread: bool
+    num_minibatches: int
+    """Optimizer updates of one step's rows."""
+
+
+ALGORITHMS = {
+    "reinforce": Algorithm(name="reinforce", loss=Loss(kind="reinforce"), divides_by_spread=False, num_minibatches=1),
+    "grpo": Algorithm(name="grpo", loss=Loss(kind="ppo_clip"), divides_by_spread=True, num_minibatches=2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer update saw and did."""
+
+    rows: Tensor
+    logprobs: Tensor
+    """[rows, T] of the pass `current`."""
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    entropy: float
+
+
+class Learner:
+    """Holds the weights that are trained, and their optimizer."""
+
+    def __init__(self, model: Any, algorithm: Algorithm, switches: Switches, rate: float):
+        self.model = model
+        self.algorithm = algorithm
+        self.switches = switches
+        self.rate = rate * switches.rate_factor
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.rate, betas=switches.betas, eps=switches.epsilon, weight_decay=0.0
+        )
+        self.version = 0
+
+    def set_rate(self, progress: float) -> float:
+        """The learning rate at a share of the run, the spike with it."""
+        spiked = self.switches.rate_spike != 1.0 and 0.5 <= progress < 0.6
+        rate = self.rate * (self.switches.rate_spike if spiked else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    @torch.no_grad()
+    def score(self, prompt_BP: Tensor, rollout: Rollout) -> Tensor:
+        """[B, T] logprobs of the weights as they are: the pass `train`."""
+        return self._forward(prompt_BP, rollout.ids)[0]
+
+    def learn(self, prompt_BP: Tensor, rollout: Rollout, train_BT: Tensor, advantage_B: Tensor) -> list[Update]:
+        """The optimizer updates of one step."""
+        rows = torch.arange(len(prompt_BP)).view(self.algorithm.num_minibatches, -1)
+        weight_BT = self.correction(train_BT, rollout)
+        return [self._update(part, prompt_BP, rollout, train_BT, advantage_B, weight_BT) for part in rows]
+
+    def correction(self, train_BT: Tensor, rollout: Rollout) -> Tensor:
+        """[B, T] what multiplies each token's loss."""
+        kind, cap = self.switches.correction, self.switches.correction_cap
+        d_BT = torch.where(rollout.mask, train_BT - rollout.logprobs, 0.0)
+        if kind == "none":
+            return torch.ones_like(d_BT)
+        if kind == "token_truncate":
+            return d_BT.exp().clamp(max=cap)
+        if kind == "token_mask":
+            return torch.where(d_BT.exp() <= cap, d_BT.exp(), 0.0)
+        ratio_B1 = d_BT.sum(1, keepdim=True).exp()
+        return torch.where(ratio_B1 <= cap, ratio_B1, 0.0).expand_as(d_BT)
+
+    def _update(
+        self,
+        rows: Tensor,
+        prompt_BP: Tensor,
+        rollout: Rollout,
+        train_BT: Tensor,
+        advantage_B: Tensor,
+        weight_BT: Tensor,
+    ) -> Update:
+        mask = rollout.mask[rows]
+        logprobs, entropy = self._forward(prompt_BP[rows], rollout.ids[rows])
+        ratio = (logprobs - train_BT[rows]).exp()
+        advantage = advantage_B[rows, None]
+        terms = ratio * advantage
+        if self.algorithm.loss.kind == "ppo_clip":
+            low, high = 1 - self.algorithm.loss.clip_low, 1 + self.algorithm.loss.clip_high
+            terms = torch.minimum(terms, ratio.clamp(low, high) * advantage)
+        loss = -(terms * weight_BT[rows])[mask].sum() / mask.sum()
+        mean_entropy = entropy[mask].mean()
+        total = loss - self.switches.entropy_coefficient * mean_entropy
+        self.optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+        self.optimizer.step()
+        self.version += 1
+        return Update(
+            rows=rows,
+            logprobs=logprobs.detach(),
+            loss=float(loss.detach()),
+            grad_norm=float(norm),
+            entropy=float(mean_entropy.detach()),
+        )
+
+    def _forward(self, prompt_BP: Tensor, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] logprobs and entropies of a response."""
+        ids_BL = torch.cat([prompt_BP, ids_BT], 1)
+        logits_BTV = self.model(input_ids=ids_BL[:, :-1], use_cache=False).logits[:, prompt_BP.shape[1] - 1 :]
+        logprobs_BTV = logits_BTV.log_softmax(-1)
+        entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        return logprobs_BTV.gather(-1, ids_BT[..., None])[..., 0], entropy_BT
+
+
+def advantages(reward_B: Tensor, algorithm: Algorithm) -> Tensor:
+    """[B] each reward less its group's mean, over the group's spread where the algorithm asks for it."""
+    by_group = reward_B.view(-1, GROUP)
+    centred = by_group - by_group.mean(1, keepdim=True)
+    if algorithm.divides_by_spread:
+        centred = centred / (by_group.std(1, keepdim=True) + 1e-4)
+    return centred.flatten()
