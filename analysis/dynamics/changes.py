@@ -1,0 +1,107 @@
+"""When a series changed: steps at which its level jumps or its slope breaks, each with an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .location import Located, locate
+from .noise import tamed
+from .quantities import LINEAR, LOG, Series
+from .segments import cut, residuals, shortest, tail
+
+MOST = 1500
+"""Steps that are worked on at once: of longer series neighbours are averaged."""
+
+FEWEST = 12
+"""Steps with a value below which no change is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePoint:
+    """A step at which a series began to do something else."""
+
+    step: int
+    """The first step that the change moved."""
+    low: int
+    high: int
+    """The 95 % confidence interval of the step."""
+    before: float
+    """The fitted value just before, in the series' own unit."""
+    after: float
+    """The fitted value at the end of what follows: before the next change, or at the end of the run."""
+    size_in_sd: float
+    """after - before on the series' scale, over the standard deviation of its scatter."""
+    p: float
+    """Bound of the chance that scatter alone gives this change somewhere in the series."""
+    kind: str = "shift"
+    """`shift`: the level jumps; `ramp`: the slope breaks, as when a slow rot sets in or a rise ends."""
+
+
+def change_points(series: Series) -> list[ChangePoint]:
+    """Find the steps at which a series changed, in order, on its own scale.
+
+    The series is cut into straight stretches by the exact least-cost cut (penalty `segments.penalty`), so that a trend
+    is no change and a ramp is one; the cost is in units of the long-run variance, which autocorrelation enters. Single
+    outliers do not count. Then each cut is placed anew, as a jump or as a break of slope. Steps without a value are
+    passed over; there is no answer for fewer than 12 with one.
+    """
+    known = series.known
+    steps, values = series.steps[known], series.scaled[known]
+    if len(steps) < FEWEST:
+        return []
+    first, last, values = _thinned(steps, values)
+    values = tamed(values)
+    places, variance = cut(values)
+    if not places:
+        return []
+    scatter = float(np.std(residuals(values, places))) or math.sqrt(variance)
+    return [
+        _change(series, located, first, last, scatter, len(values)) for located in _located(values, places, variance)
+    ]
+
+
+def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
+    """Each change, between those beside it."""
+    margin, ends = shortest(len(values)), [0, *places, len(values)]
+    found = []
+    for index in range(1, len(ends) - 1):
+        start, end = ends[index - 1], ends[index + 1]
+        one = locate(values[start:end], variance, margin)
+        moved = {name: getattr(one, name) + start for name in ("place", "low", "high")}
+        found.append(Located(**moved, kind=one.kind, before=one.before, after=one.after, gain=one.gain))
+        ends[index] = moved["place"]
+    return found
+
+
+def _change(
+    series: Series, located: Located, first: np.ndarray, last: np.ndarray, scatter: float, n: int
+) -> ChangePoint:
+    return ChangePoint(
+        step=int(first[located.place]),
+        low=int(first[located.low]),
+        high=int(last[min(located.high, n - 1)]),
+        before=_unscaled(located.before, series.scale),
+        after=_unscaled(located.after, series.scale),
+        size_in_sd=(located.after - located.before) / scatter,
+        p=tail(located.gain, n),
+        kind=located.kind,
+    )
+
+
+def _unscaled(value: float, scale: str) -> float:
+    if scale == LINEAR:
+        return value
+    if scale == LOG:
+        return math.exp(min(value, 700.0))
+    return 1.0 / (1.0 + math.exp(-max(min(value, 700.0), -700.0)))
+
+
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First and last step and mean value of each bin of neighbours."""
+    width = -(-len(steps) // MOST)
+    starts = np.arange(0, len(steps), width)
+    counts = np.diff([*starts, len(steps)])
+    return steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts

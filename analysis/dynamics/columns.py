@@ -1,0 +1,41 @@
+"""Values by step, as one query gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..database import Database
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Values of one series at the steps that have one."""
+
+    name: str
+    steps: np.ndarray
+    """[m] int64, ascending."""
+    values: np.ndarray
+    """[m] float64"""
+    source: str
+    not_finite: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Steps at which NaN or an infinity was recorded."""
+
+
+def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """A query's columns with NULL as NaN; `step`, as int64, says what each row is of."""
+    rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
+    found = {name: np.ma.filled(np.ma.asarray(column, np.float64), np.nan) for name, column in rows.items()}
+    return found | {"step": found["step"].astype(np.int64)}
+
+
+def columns_of(rows: dict[str, np.ndarray], sources: Mapping[str, str]) -> list[Column]:
+    """The columns of a query that have a value at all, each with what its values are of."""
+    return [
+        Column(name, rows["step"][there], rows[name][there], source)
+        for name, source in sources.items()
+        if name in rows and (there := ~np.isnan(rows[name])).any()
+    ]

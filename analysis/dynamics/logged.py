@@ -1,0 +1,46 @@
+"""What the trainer logged, by step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..database import Database, quoted
+from .columns import Column
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "optim/grad_norm"),
+    "loss": ("loss", "actor/pg_loss", "train/loss", "loss/mean"),
+    "learning_rate": ("learning_rate", "actor/lr", "train/learning_rate", "optim/lr", "lr"),
+    "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "train/entropy", "entropy/mean"),
+    "update_to_weight": ("optimizer/update_to_weight",),
+    "adam_second_moment": ("optimizer/second_moment",),
+}
+"""Series -> the names that frameworks and the recorder log it under, the first that a trace has counts."""
+
+_METRICS = """
+SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
+FROM metrics
+WHERE run = $run AND step > 0 AND value IS NOT NULL AND name IN ({names})
+GROUP BY step, name ORDER BY step
+"""
+
+
+def read_logged(database: Database, run: str) -> list[Column]:
+    """Read the logged series; where several processes logged one, the mean of theirs."""
+    names = ", ".join(quoted(name) for names in NAMES.values() for name in names)
+    rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
+    by_name: dict[str, list[tuple[int, float, int]]] = {}
+    for step, name, value, num_not_finite in rows:
+        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
+    found = []
+    for series, names_of in NAMES.items():
+        name = next((name for name in names_of if name in by_name), None)
+        if name is not None:
+            found.append(_column(series, name, by_name[name]))
+    return found
+
+
+def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Column:
+    steps = np.array([step for step, _, _ in rows], np.int64)
+    broken = np.array([count > 0 for _, _, count in rows], bool)
+    return Column(series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken])

@@ -1,0 +1,80 @@
+"""How much a series scatters by itself: its long-run variance, which autocorrelation makes larger than its variance.
+
+Shapes: n values, one a step, without gaps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_WINDOW = 7
+_OUTLIER = 4.0
+_CLIP = 3.0
+_CORRELATION_MARGIN = 1.2
+_LAGS = 3.0
+_MOST_CORRELATED = 0.97
+
+
+def tamed(values: np.ndarray) -> np.ndarray:
+    """The series with single outliers, beyond 4 robust deviations from the median of 7 neighbours, moved in to there."""
+    if len(values) < _WINDOW + 2:
+        return values
+    middle = _running_median(values)
+    apart = values - middle
+    reach = _OUTLIER * robust_sd(apart)
+    return np.asarray(middle + np.clip(apart, -reach, reach))
+
+
+def robust_sd(values: np.ndarray) -> float:
+    """The standard deviation by the median absolute one; the plain one where more than half of the values are equal."""
+    spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    return spread if spread > 0 else float(np.std(values))
+
+
+def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
+    """n times the variance of the mean of a stationary series, of which `num_fitted` parameters were taken out.
+
+    The larger of two estimates. As of a first-order autoregression, variance (1 + phi) / (1 - phi), where differences
+    give variance (1 - phi) and phi, which a change of level leaves alone (Chakar et al., Bernoulli 23, 2017: the ratio
+    of the squared differences at lags 2 and 1 less 1), or the residuals of a line if that phi is smaller. And as the
+    variance plus twice the autocovariances up to lag 3 n^(1/3), as differences at these lags give them, which sees
+    correlation that no autoregression of first order has.
+    """
+    n = len(values)
+    first = half_square_difference(values, 1)
+    if first == 0.0:
+        return 0.0
+    from_differences = half_square_difference(values, 2) / first - 1 + _CORRELATION_MARGIN / math.sqrt(n)
+    phi = max(0.0, min(_autocorrelation(values, num_fitted), from_differences, _MOST_CORRELATED))
+    num_lags = int(min(n // 4, math.ceil(_LAGS * n ** (1 / 3))))
+    differences = np.array([half_square_difference(values, lag) for lag in range(1, num_lags + 1)])
+    variance = differences[-max(2, num_lags // 3) :].mean()
+    return float(max(first * (1 + phi) / (1 - phi) ** 2, variance + 2 * np.sum(variance - differences)))
+
+
+def without_line(values: np.ndarray) -> np.ndarray:
+    """The residuals of a straight line."""
+    t = np.arange(len(values)) - (len(values) - 1) / 2
+    return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
+
+
+def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
+    """Of lag 1 after a straight line, with the first-order correction of its bias."""
+    left = without_line(values)
+    phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300)
+    return phi + (num_fitted + 4 * phi) / len(values)
+
+
+def half_square_difference(values: np.ndarray, lag: int) -> float:
+    """Half of the mean squared difference at a lag: variance less autocovariance; differences beyond 3 sd are cut."""
+    apart = values[lag:] - values[:-lag]
+    apart = apart - np.median(apart)
+    reach = _CLIP * robust_sd(apart)
+    return float(np.mean(np.clip(apart, -reach, reach) ** 2)) / 2
+
+
+def _running_median(values: np.ndarray) -> np.ndarray:
+    padded = np.pad(values, _WINDOW // 2, mode="reflect")
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=-1))

@@ -1,0 +1,155 @@
+"""The policy by step: its entropy, how far it ran ahead of what sampled, and how much of it the loss clips."""
+
+from __future__ import annotations
+
+import math
+
+from ...schemas import loss as losses
+from ...schemas.loss import Loss, read_loss
+from ...tracer.recorder import HYPERPARAMETER
+from ..database import Database, quoted
+from ..source import Pair
+from .columns import Column, by_step, columns_of
+from .gap import held
+
+_ENTROPY = """
+SELECT step, avg({value}) AS entropy
+FROM (
+    SELECT s.step, unnest(p.{column})::DOUBLE AS x{mask}
+    FROM sequences AS s JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
+    WHERE s.run = $run AND p.run = $run AND p."pass" = $name AND p.iteration = 0
+)
+WHERE isfinite(x){masked}
+GROUP BY step ORDER BY step
+"""
+
+_LAGS = """
+SELECT s.step,
+       avg(p.policy_version - s.policy_version) FILTER (p."pass" = $loss) AS policy_lag,
+       avg(p.policy_version - coalesce(b.policy_version, {sampled}))
+           FILTER (p."pass" = {a} AND p.iteration = 0) AS version_lag
+FROM sequences AS s
+JOIN (SELECT run, step, seq_id, "pass", iteration, policy_version FROM scores WHERE "pass" IN ($loss, {a})) AS p
+  ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
+LEFT JOIN (
+    SELECT run, step, seq_id, policy_version FROM scores WHERE "pass" = {b} AND iteration = 0
+) AS b ON b.run = s.run AND b.step = s.step AND b.seq_id = s.seq_id
+WHERE s.run = $run
+GROUP BY s.step ORDER BY s.step
+"""
+
+_CLIPPED = """
+SELECT step, sum(num_cut) / sum(n) AS clip_share
+FROM (
+    SELECT step, {counted}
+    FROM (
+        SELECT s.step, s.seq_id, p.iteration, {advantage} AS advantage,
+               unnest(p.logprobs)::DOUBLE AS above, unnest(q.logprobs)::DOUBLE AS below{mask}
+        FROM sequences AS s
+        JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
+        JOIN scores AS q ON q.run = s.run AND q.step = s.step AND q.seq_id = s.seq_id
+        WHERE s.run = $run AND p.run = $run AND q.run = $run
+          AND p."pass" = 'current' AND q."pass" = $below AND q.iteration = 0
+    )
+    WHERE isfinite(above) AND isfinite(below){masked}
+    GROUP BY ALL
+)
+GROUP BY step ORDER BY step
+"""
+
+_MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
+_ADVANTAGES = "unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))"
+
+
+def read_entropy(
+    database: Database, run: str, pass_a: str, metrics: list[Column], estimate: Column | None
+) -> list[Column]:
+    """Read the entropy of tokens of `train` or `current`; else what was logged, which `metrics` has; else estimate it.
+
+    The estimate is -mean logprob of pass a: its expectation over samples of the policy is the entropy.
+    """
+    for name in ("train", "current"):
+        if name in _with(database, run, "entropy"):
+            what = f"mean entropy of the tokens of {name}, nats"
+            return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
+    if any(column.name == "entropy" for column in metrics):
+        return []
+    if estimate is not None:
+        return [estimate]
+    if pass_a not in _with(database, run, "logprobs"):
+        return []
+    what = f"estimated by -mean logprob of {pass_a}, nats"
+    return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
+
+
+def read_lags(database: Database, pair: Pair, run: str) -> list[Column]:
+    """Read how many updates lie between sampling and the loss, and between pass b and pass a."""
+    loss = "current" if "current" in _with(database, run, "policy_version") else "train"
+    # What the engine returned has the sequence's own version, where its scores say none.
+    sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
+    query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
+    sources = {
+        "policy_lag": f"updates of the weights of {loss} beyond those that sampled",
+        "version_lag": f"updates of the weights of {pair[0]} beyond those of {pair[1]}",
+    }
+    return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
+
+
+def read_clipping(database: Database, run: str) -> list[Column]:
+    """Read the share of tokens whose term the recorded loss cuts; nothing where no loss that clips was recorded."""
+    query = "SELECT name, coalesce(text, value) FROM (SELECT name, text, value::VARCHAR AS value FROM metrics WHERE run = $run AND starts_with(name, $prefix))"
+    rows = database.connection.execute(query, {"run": run, "prefix": HYPERPARAMETER}).fetchall()
+    loss = read_loss({name.removeprefix(HYPERPARAMETER): _plain(value) for name, value in rows})
+    if loss is None or loss.denominator == losses.CURRENT or loss.kind == losses.REINFORCE:
+        return []
+    has = held(database, run)
+    query = _CLIPPED.format(
+        counted=_counted(loss),
+        advantage=_ADVANTAGES if has.advantages else "s.advantage",
+        mask=_MASK if has.masks else "",
+        masked=" AND mask" if has.masks else "",
+    )
+    source = f"share of tokens that {loss.kind} cut, by current / {loss.denominator}"
+    return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
+
+
+def _counted(loss: Loss) -> str:
+    """The tokens that the loss cuts, and all of them: of each token's ratio, or of a sequence's."""
+    if loss.level == losses.TOKEN:
+        return f"count(*) FILTER ({_cut(loss, 'above - below')}) AS num_cut, count(*) AS n"
+    ratio = "avg(above - below)" if loss.level == losses.SEQUENCE_MEAN else "sum(above - below)"
+    cut = _cut(loss, ratio).replace("advantage", "any_value(advantage)")
+    return f"seq_id, iteration, CASE WHEN {cut} THEN count(*) ELSE 0 END AS num_cut, count(*) AS n"
+
+
+def _cut(loss: Loss, log_ratio: str) -> str:
+    """The condition under which a term has no gradient."""
+    if loss.kind == losses.CISPO:
+        return f"{log_ratio} > {math.log(loss.clip_high)}"
+    low = f"advantage < 0 AND {log_ratio} < {math.log(1 - loss.clip_low)}" if loss.clip_low < 1 else "false"
+    hard = "" if loss.clip_hard is None else f" OR advantage < 0 AND {log_ratio} > {math.log(loss.clip_hard)}"
+    return f"(advantage > 0 AND {log_ratio} > {math.log(1 + loss.clip_high)} OR {low}{hard})"
+
+
+def _with(database: Database, run: str, column: str) -> set[str]:
+    """Passes that have a value of a column."""
+    query = f'SELECT "pass" FROM scores WHERE run = $run GROUP BY "pass" HAVING count({column}) > 0'
+    return {name for (name,) in database.connection.execute(query, {"run": run}).fetchall()}
+
+
+def _mean(database: Database, run: str, name: str, column: str) -> dict:
+    has = held(database, run)
+    query = _ENTROPY.format(
+        column=column,
+        value="x" if column == "entropy" else "-x",
+        mask=_MASK if has.masks else "",
+        masked=" AND mask" if has.masks else "",
+    )
+    return by_step(database, query, {"run": run, "name": name})
+
+
+def _plain(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value

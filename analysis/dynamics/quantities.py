@@ -1,0 +1,101 @@
+"""A run by step: one series a quantity.
+
+Shapes: n steps, the same for every series of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Array = np.ndarray
+
+LINEAR, LOG, LOGIT = "linear", "log", "logit"
+MISMATCH, OPTIMIZER, REWARD, LENGTH, ENTROPY, POLICY, WEIGHTS = (
+    "mismatch", "optimizer", "reward", "length", "entropy", "policy", "weights",
+)  # fmt: skip
+
+KINDS: dict[str, tuple[str, str]] = {
+    "k3": (MISMATCH, LOG),
+    "mean_abs_d": (MISMATCH, LOG),
+    "p99_abs_d": (MISMATCH, LOG),
+    "max_abs_d": (MISMATCH, LOG),
+    "mean_d": (MISMATCH, LINEAR),
+    "k3_positive": (MISMATCH, LOG),
+    "k3_negative": (MISMATCH, LOG),
+    "ess": (MISMATCH, LOGIT),
+    "reward": (REWARD, LINEAR),
+    "reward_std_within_groups": (REWARD, LINEAR),
+    "share_groups_without_spread": (REWARD, LOGIT),
+    "length": (LENGTH, LOG),
+    "share_length_limited": (LENGTH, LOGIT),
+    "entropy": (ENTROPY, LOG),
+    "grad_norm": (OPTIMIZER, LOG),
+    "loss": (OPTIMIZER, LINEAR),
+    "learning_rate": (OPTIMIZER, LINEAR),
+    "update_to_weight": (OPTIMIZER, LOG),
+    "adam_second_moment": (OPTIMIZER, LOG),
+    "policy_lag": (POLICY, LINEAR),
+    "version_lag": (POLICY, LINEAR),
+    "clip_share": (POLICY, LOGIT),
+    "changed_weights": (WEIGHTS, LOGIT),
+}
+"""Series -> its kind, and the scale that its changes are looked for on."""
+
+
+def _no_steps() -> Array:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One quantity over the steps of a run."""
+
+    name: str
+    steps: Array
+    """[n] int64, ascending."""
+    values: Array
+    """[n] float64 in the quantity's own unit; NaN where no finite value was recorded."""
+    scale: str
+    """`linear`, `log` or `logit`: where changes are looked for."""
+    kind: str
+    """`mismatch`, `optimizer`, `reward`, `length`, `entropy`, `policy` or `weights`."""
+    source: str = ""
+    """What the values are of, in words."""
+    not_finite: Array = field(default_factory=_no_steps)
+    """Steps at which NaN or an infinity was recorded in its place."""
+
+    @property
+    def known(self) -> Array:
+        """[n] bool: steps that have a value."""
+        return np.isfinite(self.values)
+
+    @property
+    def scaled(self) -> Array:
+        """[n] values on the series' scale; NaN stays NaN.
+
+        A logarithm needs a floor for 0: half of the smallest value above 0, but no less than a billionth of the median
+        one. Shares are kept as far from 0 and 1 as half of the nearest one that is neither.
+        """
+        if self.scale == LINEAR or not self.known.any():
+            return self.values.copy()
+        if self.scale == LOG:
+            return np.log(_off_zero(self.values))
+        return np.log(_off_zero(self.values)) - np.log(_off_zero(1.0 - self.values))
+
+
+def _off_zero(values: Array) -> Array:
+    """Values with a floor above 0; all of them 1 where none is above 0."""
+    above = values[values > 0]
+    if not len(above):
+        return np.where(np.isfinite(values), 1.0, np.nan)
+    return np.maximum(values, max(above.min() / 2, 1e-9 * float(np.median(above))))
+
+
+def named(name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None) -> Series:
+    """A series of the catalogue above, its infinities noted and taken out."""
+    kind, scale = KINDS[name]
+    infinite = np.isinf(values)
+    told = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
+    return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, told)

@@ -1,0 +1,47 @@
+"""What was sampled, by step: rewards, their spread within groups, and lengths."""
+
+from __future__ import annotations
+
+from ..database import Database
+from .columns import Column, by_step, columns_of
+
+_SEQUENCES = """
+SELECT step, avg(reward) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
+       avg((finish_reason = 'length')::INTEGER) AS share_length_limited
+FROM sequences WHERE run = $run GROUP BY step ORDER BY step
+"""
+
+_GROUPS = """
+SELECT step, avg(spread) AS reward_std_within_groups, avg((spread = 0)::INTEGER) AS share_groups_without_spread
+FROM (
+    SELECT step, CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward) END AS spread
+    FROM sequences
+    WHERE run = $run AND group_id IS NOT NULL AND isfinite(reward)
+    GROUP BY step, group_id
+    HAVING count(*) > 1
+)
+GROUP BY step ORDER BY step
+"""
+
+
+def read_rollouts(database: Database, run: str) -> list[Column]:
+    """Read rewards and lengths by step."""
+    sequences = by_step(database, _SEQUENCES, {"run": run})
+    groups = by_step(database, _GROUPS, {"run": run})
+    return [
+        *columns_of(
+            sequences,
+            {
+                "reward": "mean reward of the sequences",
+                "length": "mean response length, tokens",
+                "share_length_limited": "share of responses that ended at the limit of tokens",
+            },
+        ),
+        *columns_of(
+            groups,
+            {
+                "reward_std_within_groups": "standard deviation of the reward within a group, mean over groups",
+                "share_groups_without_spread": "share of groups in which all rewards are equal",
+            },
+        ),
+    ]
