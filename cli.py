@@ -22,7 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("diagnose", "check", "corrections"),
+    "judge": ("diagnose", "check", "corrections", "attribute"),
     "replay": ("replay", "triangulate", "weights"),
     "share": ("gate",),
 }
@@ -524,6 +524,32 @@ def weights(
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
+
+
+@_example("tim-trace attribute runs/demo")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--control", default=None, metavar="RUN2",
+    help="A run with the same seeds that differs in one thing, best with an exact engine.",
+)  # fmt: skip
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None:
+    """Say whether a run collapsed or rots slowly, where that begins, what moved first, and what caused it.
+
+    Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
+    probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
+    an intervention.
+    """
+    from dataclasses import asdict
+
+    from .analysis.attribution.attribute import attribute as who
+    from .analysis.attribution.text import attribution_text
+    from .analysis.rows import to_json
+
+    found = who(trace, control=control, pair=pair, progress=_progress)
+    click.echo(to_json(asdict(found) | {"cause": found.cause}) if as_json else attribution_text(found))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")

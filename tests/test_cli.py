@@ -10,6 +10,7 @@ import click
 import pytest
 from builders import ROOT, make_trace, run, tim_trace
 from tim_trace import cli
+from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.corrections import corrections
@@ -39,6 +40,7 @@ TWINS = {
     "diagnose": diagnose,
     "check": check,
     "corrections": corrections,
+    "attribute": attribute,
     "weights": weights,
     "triangulate": triangulate,
     "replay": replay,

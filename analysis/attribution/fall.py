@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Fall:
     """Where it begins: the last step before the values leave what they were for good."""
     low: int
     high: int
-    """Steps between which it begins, with 90 % confidence over resampled noise."""
+    """Steps between which it begins: breaks of a level that fit as well as the best one, up to the value after it."""
     before: float
     """The level that it fell from."""
     after: float
@@ -86,11 +86,20 @@ def find_fall(outcome: Outcome) -> Fall | None:
         kind="collapse" if quick else "rot",
         step=int(steps[step]),
         low=int(steps[low]),
-        high=int(steps[high]),
+        high=int(steps[min(high + 1, len(steps) - 1)]),
         before=before,
         after=after,
         size_in_sd=float((before - after) / error),
     )
+
+
+def refined(fall: Fall, finer: Fall | None) -> Fall:
+    """A fall with the onset of another outcome's, where that one is seen at more steps and lies within its interval."""
+    if finer is None or finer.high < fall.low or finer.low > fall.high:
+        return fall
+    if finer.high - finer.low >= fall.high - fall.low:
+        return fall
+    return replace(fall, step=finer.step, low=finer.low, high=finer.high)
 
 
 def _noise(values: np.ndarray, width: int) -> float:

@@ -81,6 +81,8 @@ class Engine:
             alive.append(running_B)
             running_B = running_B & (chosen_B != EOS)
             token_B = chosen_B[:, None]
+            if not running_B.any() and not switches.exact:  # the exact engine is as wide as the trainer
+                break
         self.model.float()
         return Rollout(
             ids=torch.stack(ids, 1),
@@ -129,7 +131,9 @@ def _exact_logits(model: Any, prompt_BP: Tensor, max_tokens: int) -> Any:
     return step
 
 
-_CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_coarse": torch.float8_e5m2}
+_FLOATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_LARGEST = {"int4": 7, "int2": 1}
+"""Integer grids -> their largest magnitude."""
 
 
 class _Rounding(DynamicCache):  # type: ignore[misc]
@@ -137,8 +141,13 @@ class _Rounding(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, name: str):
         super().__init__()
-        self._dtype = _CACHE_DTYPES[name]
+        self._name = name
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys, values = (states.to(self._dtype).to(states.dtype) for states in (keys, values))
-        return super().update(keys, values, *args, **kwargs)
+        return super().update(self._rounded(keys), self._rounded(values), *args, **kwargs)
+
+    def _rounded(self, states: Tensor) -> Tensor:
+        if self._name in _FLOATS:
+            return states.to(_FLOATS[self._name]).to(states.dtype)
+        scale = (states.abs().amax(-1, keepdim=True) / _LARGEST[self._name]).clamp(min=1e-12)
+        return (states / scale).round() * scale

@@ -54,7 +54,7 @@ class Plan:
 
 
 def perform(plan: Plan, folder: Path, models: Path) -> list[float]:
-    """Run a plan and record it as `folder`/trace, with `plan.json` beside; the evaluations, one each ten steps."""
+    """Run a plan and record it as `folder`/trace, with `plan.json` beside; the evaluations, before the run and every ten steps."""
     folder.mkdir(parents=True, exist_ok=True)
     task = TASKS[plan.task]
     model = taught(plan.architecture, task, plan.seed, models)
@@ -63,8 +63,11 @@ def perform(plan: Plan, folder: Path, models: Path) -> list[float]:
         recorder.describe(model={"class": type(model).__name__, "config": model.config.to_dict()})
         recorder.add_loss(run.learner.algorithm.loss)
         recorder.add_hyperparameters(run.hyperparameters)
+        run.evaluate(0, recorder)
         for step in range(1, plan.steps + 1):
             run.step(step, recorder)
+            if step % EVALUATED_EVERY == 0:
+                run.evaluate(step, recorder)
     said = asdict(plan) | {"evaluations": run.evaluations}
     (folder / "plan.json").write_text(json.dumps(said, indent=1))
     return run.evaluations
@@ -134,10 +137,12 @@ class _Run:
             "loss": sum(update.loss for update in updates) / len(updates),
             "entropy": sum(update.entropy for update in updates) / len(updates),
         }
-        if step % EVALUATED_EVERY == 0:
-            self.evaluations.append(self._evaluate())
-            metrics[EVALUATION] = self.evaluations[-1]
         recorder.add_metrics(step, metrics)
+
+    def evaluate(self, step: int, recorder: Recorder) -> None:
+        """Log how well the weights do; of step 0 before any update."""
+        self.evaluations.append(self._evaluate())
+        recorder.add_metrics(step, {EVALUATION: self.evaluations[-1]})
 
     def _noise(self, salt: int, rows: int) -> Tensor:
         """[T, B, V] Gumbel noise; of one seed and step always the same."""

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
 
 from runs import Plan
 from switches import Switches
 
 CAUSES: dict[str, tuple[Switches, ...]] = {
-    "quantised": (
-        Switches(weight_bits=3), Switches(weight_bits=3, begins=0.35), Switches(weight_bits=4, begins=0.35),
-    ),
-    "cache": (Switches(cache="fp8_coarse"), Switches(cache="fp8_coarse", begins=0.35)),
-    "truncation": (Switches(top_p=0.6), Switches(top_p=0.5, begins=0.35)),
-    "temperature": (Switches(temperature=1.6), Switches(temperature=1.8, begins=0.35), Switches(temperature=0.5)),
+    "quantised": (Switches(weight_bits=3), Switches(weight_bits=3, begins=0.35)),
+    "cache": (Switches(cache="int2"), Switches(cache="int2", begins=0.35)),
+    "truncation": (Switches(top_p=0.5), Switches(top_p=0.5, begins=0.35)),
+    "temperature": (Switches(temperature=2.5), Switches(temperature=3.0, begins=0.35), Switches(temperature=0.3)),
     "partial_sync": (Switches(unsynchronised=0.5), Switches(unsynchronised=0.7)),
-    "stale": (Switches(stale=4), Switches(stale=8), Switches(stale=6, declares_stale=False)),
+    "stale": (Switches(stale=12), Switches(stale=16), Switches(stale=16, declares_stale=False)),
     "rate": (Switches(rate_spike=20.0), Switches(rate_factor=8.0), Switches(rate_spike=40.0)),
-    "adam": (Switches(betas=(0.0, 0.1)), Switches(betas=(0.9, 0.05)), Switches(betas=(0.0, 0.0))),
-    "noisy_reward": (Switches(noisy_reward=1.0), Switches(noisy_reward=0.8, begins=0.35)),
+    "adam": (Switches(betas=(0.99, 0.3)), Switches(betas=(0.995, 0.5)), Switches(betas=(0.98, 0.0))),
+    "noisy_reward": (Switches(noisy_reward=1.0), Switches(noisy_reward=0.9, begins=0.35)),
     "inverted_reward": (Switches(inverted_reward=0.7), Switches(inverted_reward=0.6, begins=0.35)),
-    "length": (Switches(length_reward=1.0), Switches(length_reward=2.0, begins=0.35)),
+    "length": (Switches(length_reward=3.0), Switches(length_reward=3.0, begins=0.35)),
     "pairing": (
         Switches(pairing=1), Switches(pairing=3, begins=0.35), Switches(pairing=1, pairs_advantages=True),
     ),
-    "entropy": (Switches(entropy_coefficient=-0.2), Switches(entropy_coefficient=0.3)),
+    "entropy": (Switches(entropy_coefficient=-2.0), Switches(entropy_coefficient=1.0)),
     "harmless": (
-        Switches(weight_bits=8), Switches(cache="bf16"), Switches(engine_dtype="bf16"), Switches(epsilon=1e-6),
+        Switches(weight_bits=8), Switches(cache="fp8"), Switches(engine_dtype="bf16"), Switches(stale=2),
     ),
 }  # fmt: skip
 """Cause -> its switches, from which each seed takes one; `harmless` is wrong in name and does no harm."""
+
+OF_ENGINE = ("quantised", "cache", "truncation", "temperature", "partial_sync", "stale", "harmless")
+"""Causes in the engine: against an exact twin the engine is what differs."""
 
 FAMILIES = {
     "quantised": "mismatch",
@@ -58,7 +58,7 @@ class Split:
     architectures: tuple[str, ...]
     first_seed: int
     steps: int = 200
-    rate: float = 5e-4
+    rate: float = 2e-4
 
 
 SPLITS = {
@@ -77,21 +77,26 @@ class Member:
 
 
 def members(split: Split, num_seeds: int) -> list[Member]:
-    """The runs of a split: for each seed a sound one (exact on every third seed), and one for each cause."""
+    """The runs of a split: for each seed a sound one, and one for each cause that differs from it in that switch alone.
+
+    The engines of the sound runs take turns: float32 with a KV cache, exact, bfloat16.
+    """
     found = []
-    tasks, architectures = cycle(split.tasks), cycle(split.architectures)
     for number in range(num_seeds):
+        engine = ({}, {"exact": True}, {"engine_dtype": "bf16"})[number % 3]
         base = Plan(
-            task=next(tasks),
-            architecture=next(architectures) if number % len(split.tasks) == 0 else found[-1].plan.architecture,
+            task=split.tasks[number % len(split.tasks)],
+            architecture=split.architectures[number // len(split.tasks) % len(split.architectures)],
             algorithm=("grpo", "reinforce")[(number + number // 2) % 2],
             rate=split.rate,
             steps=split.steps,
             seed=split.first_seed + number,
+            switches=Switches(**engine),
         )
-        twin = base.twin(exact=number % 3 == 1)
-        found.append(Member(plan=twin, cause="sound", twin=twin.name))
+        found.append(Member(plan=base, cause="sound", twin=base.name))
         for cause, options in CAUSES.items():
-            plan = base.twin(**options[number % len(options)].said)
-            found.append(Member(plan=plan, cause=cause, twin=twin.name))
+            said = options[number % len(options)].said
+            sound_engine = {} if cause in OF_ENGINE and "exact" in engine else engine
+            plan = replace(base, switches=Switches(**sound_engine | said))
+            found.append(Member(plan=plan, cause=cause, twin=base.name))
     return found

@@ -13,7 +13,7 @@ class Switches:
     weight_bits: int | None = None
     """Bits that the engine rounds every weight matrix to, with one scale each; None: none."""
     cache: str | None = None
-    """What the engine's KV cache is rounded to: `bf16`, `fp8` or `fp8_coarse` (e5m2)."""
+    """What the engine's KV cache is rounded to: `bf16`, `fp8` (e4m3), or `int4`, `int2` (a scale each token and head)."""
     engine_dtype: str | None = None
     """`bf16`: the whole engine computes in bfloat16."""
     top_p: float = 1.0

@@ -70,10 +70,10 @@ def _running_sum(question: Digits) -> Digits:
 TASKS = {
     task.name: task
     for task in (
-        Task(name="sort", question=_digits(10), solve=sorted, max_tokens=12),
-        Task(name="mirror", question=_digits(10), solve=_mirrored, max_tokens=12),
-        Task(name="sum", question=_sum_question, solve=_sum, max_tokens=8),
-        Task(name="unique", question=_digits(12), solve=_unique, max_tokens=14),
-        Task(name="running-sum", question=_digits(8), solve=_running_sum, max_tokens=10),
+        Task(name="sort", question=_digits(10), solve=sorted, max_tokens=16),
+        Task(name="mirror", question=_digits(10), solve=_mirrored, max_tokens=16),
+        Task(name="sum", question=_sum_question, solve=_sum, max_tokens=12),
+        Task(name="unique", question=_digits(12), solve=_unique, max_tokens=18),
+        Task(name="running-sum", question=_digits(8), solve=_running_sum, max_tokens=14),
     )
 }

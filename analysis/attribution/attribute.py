@@ -1,0 +1,110 @@
+"""The cause of a collapse or a slow rot, from one run or from two."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+from ...tracer.progress import Progress, no_progress
+from ..pairs import parse_pair
+from . import thresholds as t
+from .attribution import INTERVENTION, OBSERVATION, SUSPECTS, Attribution, Onset, Suspect
+from .control import compare
+from .facts import Facts, read_facts
+from .suspects import ALL
+from .suspects.timing import order
+from .verdict import sentence
+
+
+def attribute(
+    trace: str | os.PathLike[str],
+    *,
+    control: str | os.PathLike[str] | None = None,
+    pair: str = "train:rollout",
+    progress: Progress = no_progress,
+) -> Attribution:
+    """Say whether a run collapsed or rots, where that begins, what moved first, and which suspect caused it.
+
+    An evaluation is judged where one was logged, else the reward of the sequences. Each suspect has its evidence for and
+    against, a probability, and the cheapest replay or rerun that would decide. Of one run this is an observation: what
+    came first need not be the cause. `control` is a run with the same seeds that differs in one thing, best with an
+    exact engine; what both differ in first is then an intervention. Mismatch that follows a fall is never its cause.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    with progress("reading the run", 1 if control is None else 2) as advance:
+        facts = read_facts(trace, names)
+        advance(1)
+        other = None
+        if control is not None:
+            other = read_facts(control, names)
+            advance(1)
+    if other is not None:
+        return _intervened(facts, other)
+    suspects = _ranked(facts) if facts.fall else ()
+    return _attribution(facts, suspects=suspects)
+
+
+def _ranked(facts: Facts) -> tuple[Suspect, ...]:
+    """Suspects with probabilities that sum to 1, the most probable first."""
+    found = [suspect(facts) for suspect in ALL]
+    found.append(Suspect(code="unknown", evidence=(t.prior("unknown"),)))
+    highest = max(suspect.points for suspect in found)
+    odds = [math.exp(suspect.points - highest) for suspect in found]
+    total = sum(odds)
+    with_odds = [replace(suspect, probability=each / total) for suspect, each in zip(found, odds, strict=True)]
+    return tuple(sorted(with_odds, key=lambda suspect: -suspect.probability))
+
+
+def _attribution(facts: Facts, *, suspects: tuple[Suspect, ...]) -> Attribution:
+    found = Attribution(
+        trace=facts.trace,
+        control=None,
+        kind=OBSERVATION,
+        num_steps=len(facts.steps),
+        outcome=facts.outcome.name if facts.outcome else "",
+        fall=facts.fall,
+        onsets=_onsets(facts),
+        suspects=suspects,
+        sentence="",
+        notes=facts.notes,
+    )
+    return replace(found, sentence=sentence(found))
+
+
+def _onsets(facts: Facts) -> tuple[Onset, ...]:
+    """Of each series its change that lies nearest to the fall, ordered by step."""
+    if facts.fall is None:
+        return ()
+    found = []
+    for name, changes in facts.changes.items():
+        if not changes or (facts.outcome and name == facts.outcome.name):
+            continue
+        nearest = min(changes, key=lambda change: abs(change.step - facts.fall.step))  # type: ignore[union-attr]
+        found.append(
+            Onset(
+                series=name, step=nearest.step, low=nearest.low, high=nearest.high, before=nearest.before,
+                after=nearest.after, order=order(facts, nearest),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda onset: onset.step))
+
+
+def _intervened(facts: Facts, control: Facts) -> Attribution:
+    """What a control says: whether it fell too, and what the two differ in first."""
+    own = _ranked(facts) if facts.fall else ()
+    compared = compare(facts, control, own)
+    found = replace(
+        _attribution(facts, suspects=compared.suspects),
+        control=control.trace,
+        kind=INTERVENTION if compared.is_intervention else OBSERVATION,
+        fall=compared.fall,
+        differences=compared.differences,
+        notes=(*facts.notes, *compared.notes),
+    )
+    return replace(found, sentence=sentence(found))
+
+
+__all__ = ["SUSPECTS", "attribute"]

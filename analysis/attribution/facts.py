@@ -1,0 +1,129 @@
+"""Everything that a judgement looks at, read from a trace once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import NothingToCompare, TimTraceError
+from ...schemas.loss import Loss, read_loss
+from ..check.check import gather, judge
+from ..check.checked import Checked
+from ..database import Database
+from ..dynamics.changes import ChangePoint, change_points
+from ..dynamics.series import Series, read_series
+from .fall import Fall, Outcome, find_fall, is_evaluation, refined
+from .gap import Gap, read_gap
+from .rollouts import Rollouts, read_rollouts
+
+_METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
+_SETTINGS = """
+SELECT replace(name, 'hyperparameter/', '') AS name, any_value(value) AS value, any_value(text) AS text
+FROM metrics WHERE name LIKE 'hyperparameter/%' GROUP BY 1
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one trace says."""
+
+    trace: str
+    series: Mapping[str, Series]
+    changes: Mapping[str, list[ChangePoint]]
+    """Of each series, where it changed."""
+    outcomes: tuple[Outcome, ...]
+    """Evaluations first, then the reward."""
+    outcome: Outcome | None
+    """The one that is judged: an evaluation if there is one, else the reward."""
+    fall: Fall | None
+    gap: Gap | None
+    checked: Checked | None
+    """What `check` says of train:rollout; None where nothing compares."""
+    rollouts: Rollouts
+    settings: Mapping[str, Any]
+    """Hyperparameters by name: numbers, or texts."""
+    loss: Loss | None
+    notes: tuple[str, ...]
+
+    @property
+    def steps(self) -> np.ndarray:
+        """[n] int64: the steps of the run."""
+        found = next(iter(self.series.values()), None)
+        return np.empty(0, np.int64) if found is None else found.steps
+
+    def values(self, name: str) -> np.ndarray:
+        """[n] of a series, NaN where it has none; all NaN where it was not recorded."""
+        found = self.series.get(name)
+        return np.full(len(self.steps), np.nan) if found is None else found.values
+
+
+def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
+    """Read a trace. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+    database = Database(trace)
+    notes: list[str] = []
+    series = read_series(database, pair=pair)
+    outcomes = _outcomes(database, series)
+    falls = [find_fall(outcome) for outcome in outcomes]
+    outcome = outcomes[0] if outcomes else None
+    fall = falls[0] if falls else None
+    if fall is not None and outcome is not None and outcome.is_evaluation and not outcomes[-1].is_evaluation:
+        fall = refined(fall, falls[-1])
+    if outcome is None:
+        notes.append("no reward and no evaluation was recorded, so that no fall can be seen")
+    elif not outcome.is_evaluation:
+        notes.append("no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the "
+                     "reward that was recorded is the wrong one")  # fmt: skip
+    settings = _settings(database)
+    return Facts(
+        trace=os.fspath(trace),
+        series=series,
+        changes={name: change_points(one) for name, one in series.items()},
+        outcomes=outcomes,
+        outcome=outcome,
+        fall=fall,
+        gap=read_gap(series, fall),
+        checked=_checked(database, pair, os.fspath(trace), notes),
+        rollouts=read_rollouts(database, pair[0]),
+        settings=settings,
+        loss=read_loss(settings),
+        notes=tuple(notes),
+    )
+
+
+def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:
+    table = database.connection.execute(_METRICS).to_arrow_table()
+    names, steps, values = (table[name].to_numpy() for name in ("name", "step", "value"))
+    names = names.astype(str)
+    found = []
+    for name in np.unique(names):
+        if is_evaluation(str(name)):
+            of_name = names == name
+            found.append(_outcome(str(name), steps[of_name], values[of_name], is_evaluation=True))
+    reward = series.get("reward")
+    if reward is not None:
+        found.append(_outcome("reward", reward.steps, reward.values, is_evaluation=False))
+    return tuple(sorted((each for each in found if len(each.steps)), key=lambda each: not each.is_evaluation))
+
+
+def _outcome(name: str, steps: np.ndarray, values: np.ndarray, *, is_evaluation: bool) -> Outcome:
+    known = np.isfinite(values)
+    return Outcome(name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation)
+
+
+def _settings(database: Database) -> dict[str, Any]:
+    rows = database.connection.execute(_SETTINGS).fetchall()
+    return {name: text if value is None else value for name, value, text in rows}
+
+
+def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[str]) -> Checked | None:
+    try:
+        return judge(gather(database, pair, trace=trace), ":".join(pair))
+    except NothingToCompare:
+        notes.append(f"the passes {pair[0]} and {pair[1]} share no token, so that nothing can be said of a mismatch")
+    except TimTraceError as error:
+        notes.append(f"check could not be asked: {error}")
+    return None

@@ -1,0 +1,112 @@
+"""Suspect: the sampling engine and the trainer disagree under the same weights."""
+
+from __future__ import annotations
+
+from .. import thresholds as t
+from ..attribution import Suspect
+from ..evidence import Evidence
+from ..facts import Facts
+from ..gap import FROM_START, FROM_UPDATES
+from .lag import declared_lag
+from .timing import AFTER, FIRST, order, rises
+
+_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence")
+
+
+def mismatch(facts: Facts) -> Suspect:
+    """What speaks for training-inference mismatch, and which class of it."""
+    if facts.gap is None:
+        missing = Evidence(sentence="no two passes were recorded, so that no mismatch can be seen", points=0.0)
+        return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=_RECORD)
+    evidence = [_size(facts), *_order(facts), *_semantics(facts), *_lag(facts)]
+    return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
+
+
+_RECORD = "tim-trace record -o RUN -- COMMAND   (with an engine that returns logprobs)"
+
+
+def kind(facts: Facts) -> str:
+    """The class of the mismatch: check's finding, corrected by how the gap went along with the run."""
+    code = facts.checked.findings[0].code if facts.checked else ""
+    gap = facts.gap
+    if gap is None or code not in _OF_WEIGHTS:
+        return code
+    # Weights that no update has seen are alike on both sides, unless one side holds them in fewer bits.
+    if gap.begins == FROM_START:
+        return "quantised" if code != "change_inside_sequence" else code
+    if gap.begins == FROM_UPDATES:
+        return "partial_sync" if gap.grows else "stale_weights"
+    return code
+
+
+def _size(facts: Facts) -> Evidence:
+    gap = facts.gap
+    assert gap is not None
+    points = t.of_size(gap.size)
+    said = (
+        "too small to bend a run"
+        if points < 0
+        else "large enough to bend a run"
+        if points > 0
+        else "of a size that may matter"
+    )
+    return Evidence(
+        sentence=f"before the fall mean |d| is {gap.size:.2g} nats (effective sample size {gap.ess:.0%}): {said}",
+        points=points,
+    )
+
+
+def _order(facts: Facts) -> list[Evidence]:
+    changes = rises(facts, "mean_abs_d", 3.0)
+    if not changes or facts.fall is None:
+        return []
+    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12))
+    factor = largest.after / max(largest.before, 1e-12)
+    if factor < t.GAP_JUMPS:
+        return []
+    said = f"the gap grows {factor:.3g}-fold from step {largest.step} on ({largest.low} to {largest.high})"
+    when = order(facts, largest)
+    gap = facts.gap
+    assert gap is not None
+    if when == AFTER:
+        # What was large before may have done it, whatever followed.
+        return [
+            Evidence(sentence=f"{said}, after the fall began: it follows", points=-t.STRONG * (gap.size < t.LARGE_GAP))
+        ]
+    if when == FIRST:
+        return [Evidence(sentence=f"{said}, before the fall", points=t.WEAK)]
+    return []
+
+
+def _semantics(facts: Facts) -> list[Evidence]:
+    if facts.checked is None:
+        return []
+    finding = facts.checked.findings[0]
+    if not finding.fails:
+        return [Evidence(sentence=f"check finds {finding.title}", points=-t.WEAK)]
+    if finding.code in ("row_pairing", "stale_weights"):
+        return []
+    return [Evidence(sentence=f"check finds: {finding.title}", points=t.WEAK)]
+
+
+def _lag(facts: Facts) -> list[Evidence]:
+    """What staleness explains is not the engine's."""
+    lag, gap = declared_lag(facts), facts.gap
+    assert gap is not None
+    if lag >= 1 and gap.begins != FROM_START:
+        return [
+            Evidence(
+                sentence=f"sequences were sampled {lag:g} updates before they were scored, and the gap begins with the "
+                "first updates: that is staleness, which this gap is made of",
+                points=-t.STRONG,
+            )
+        ]
+    return []
+
+
+def _next(facts: Facts) -> str:
+    finding = facts.checked.findings[0] if facts.checked else None
+    if finding is not None and finding.next:
+        return finding.next
+    steps = facts.fall.step if facts.fall else "all"
+    return f"tim-trace triangulate {facts.trace} --steps {steps}"

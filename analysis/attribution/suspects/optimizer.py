@@ -1,0 +1,79 @@
+"""Suspect: the learning rate, or the optimizer's other settings."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import thresholds as t
+from ..attribution import Suspect
+from ..evidence import Evidence
+from ..facts import Facts
+from .timing import AFTER, FIRST, order, rises
+
+
+def optimizer(facts: Facts) -> Suspect:
+    """What speaks for the optimizer."""
+    evidence = [*_spike(facts), *_settings(facts), *_steps(facts), *_norm(facts)]
+    return Suspect(
+        code="optimizer",
+        evidence=(*evidence, t.prior("optimizer")),
+        next="rerun from the last version before the fall with a tenth of the learning rate, all else alike",
+    )
+
+
+def _spike(facts: Facts) -> list[Evidence]:
+    values = facts.values("learning_rate")
+    known = np.isfinite(values) & (values > 0)
+    if known.sum() < 3 or facts.fall is None:
+        return []
+    usual = float(np.median(values[known]))
+    high = known & (values > t.RATE_SPIKE * usual)
+    if not high.any():
+        return []
+    first = int(facts.steps[np.flatnonzero(high)[0]])
+    said = f"the learning rate is {np.nanmax(values) / usual:.3g} times its usual value from step {first} on"
+    if first > facts.fall.high:
+        return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK)]
+    near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
+    return [
+        Evidence(
+            sentence=f"{said}, {'where' if near else 'before'} the fall begins", points=t.DECISIVE if near else t.MEDIUM
+        )
+    ]
+
+
+def _settings(facts: Facts) -> list[Evidence]:
+    found = []
+    for name, (low, high, reason) in t.CUSTOMARY.items():
+        value = facts.settings.get(name)
+        if isinstance(value, float) and not low <= value <= high:
+            found.append(Evidence(sentence=f"{name} is {value:g}; {reason}", points=t.STRONG))
+    return found
+
+
+def _steps(facts: Facts) -> list[Evidence]:
+    """How far each update moves the weights."""
+    values = facts.values("update_to_weight")
+    known = values[np.isfinite(values)]
+    if not len(known) or facts.fall is None:
+        return []
+    end = int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.high, side="right"))
+    size = float(np.median(known[: max(end, 1)]))
+    if size > t.LARGE_UPDATE:
+        return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=t.MEDIUM)]
+    return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=-t.WEAK)]
+
+
+def _norm(facts: Facts) -> list[Evidence]:
+    changes = rises(facts, "grad_norm", 3.0)
+    if not changes or facts.fall is None:
+        return []
+    first = changes[0]
+    factor = first.after / max(first.before, 1e-12)
+    said = f"the gradient norm grows {factor:.3g}-fold from step {first.step} on"
+    when = order(facts, first)
+    if factor > t.NORM_JUMPS and when == FIRST:
+        return [Evidence(sentence=f"{said}, before the fall", points=t.WEAK)]
+    if when == AFTER:
+        return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK / 2)]
+    return []

@@ -1,0 +1,111 @@
+"""Every number that a judgement about a fall rests on, with its reason.
+
+Points are natural logarithms of odds: evidence that is e times as probable under a suspect as without it counts 1. They
+were set on the tuning split of benchmarks/collapse, and held against its held-out split.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .evidence import Evidence
+
+FALL_SHARE = 0.07
+"""Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
+FALL_SD = 3.0
+"""Least size of a fall in standard errors, beyond what choosing the best window explains."""
+
+WEAK, MEDIUM, STRONG, DECISIVE = 0.7, 1.5, 2.5, 4.0
+"""Points of evidence that is 2, 4.5, 12 and 55 times as probable under a suspect as without it."""
+
+_PRIORS = {
+    "mismatch": 0.0,
+    "staleness": -0.5,
+    "optimizer": -0.3,
+    "reward": -1.0,
+    "pairing": -1.5,
+    "entropy": -1.0,
+    "length": -1.0,
+    "unknown": 0.0,
+}
+"""Before any evidence: engines and optimizers are named most often where a collapse was explained."""
+
+_SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
+"""Mean |d| up to so many nats -> points. bf16 engines have 0.002 to 0.01 in sound runs of months; published collapses
+begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/collapse)."""
+LARGE_GAP = 0.06
+"""Mean |d| from which what follows a fall may have begun it, too."""
+
+AT_ONCE = 0.35
+"""Share of a gap's settled size from which it counts as there already: one update brings less."""
+GROWTH = 1.6
+"""Factor from the first half of a run to its last quarter from which a gap counts as growing."""
+GAP_JUMPS = 2.0
+"""Least factor of a gap that counts as one that grew."""
+
+UNEQUAL = 0.01
+"""Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
+MUCH_UNEQUAL = 0.1
+"""The share from which it is as good as certain."""
+UNEQUAL_SHIFTED = 0.35
+"""Of the unequal share, what may be left after moving rewards back to where they belong."""
+ADVANTAGE_AGREES = 0.6
+"""Least correlation of rewards and advantages within groups; a clipped or scaled advantage keeps above 0.8."""
+NEGATIVE_PROMPTS = 0.1
+"""Share of prompts on which likelier answers earn significantly less; chance gives 0.001."""
+NO_DIRECTION = 0.03
+"""Correlation of likelihood and reward below which the reward does not look at the answer."""
+HIDDEN = 0.3
+"""Share of an evaluation's fall that the recorded reward must show, too."""
+
+LENGTH_MOVES = 1.3
+"""Least factor of a change of length."""
+LENGTH_PAYS = 0.5
+"""Correlation of length and reward within groups from which length is what pays."""
+
+ENTROPY_LOST = 0.25
+"""Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
+ENTROPY_GAINED = 2.0
+"""Factor above which it has exploded."""
+
+RATE_SPIKE = 3.0
+"""Factor over the median learning rate that no schedule has but a warm-up's end."""
+NORM_JUMPS = 3.0
+"""Least factor of the gradient norm."""
+LARGE_UPDATE = 0.02
+"""Relative size of one update from which a step leaves the trust region: a hundredth is large for supervised training."""
+
+CUSTOMARY: dict[str, tuple[float, float, str]] = {
+    "adam_beta1": (0.5, 0.98, "0.8 to 0.95 is customary"),
+    "adam_beta2": (0.9, 0.99999, "0.95 to 0.999 is customary"),
+    "adam_epsilon": (1e-16, 1e-4, "1e-15 to 1e-6 is customary"),
+}
+"""Setting -> the range outside of which it speaks for the optimizer, and why."""
+
+
+def prior(code: str) -> Evidence:
+    """What a suspect is worth before the trace was looked at."""
+    return Evidence(sentence="before any evidence", points=_PRIORS[code])
+
+
+def of_size(mean_abs_d: float) -> float:
+    """Points of a gap's size."""
+    return next(points for most, points in _SIZES if mean_abs_d <= most)
+
+
+CONTROL = 7.0
+"""Points of an intervention: a thousand to one. Noise of a sound run falls as far in fewer than one of a thousand."""
+FELL_TOO = 0.6
+"""Share of the run's fall from which a control counts as fallen alike."""
+GAP_DIFFERS = 3.0
+"""Factor between two runs' gaps from which they differ; chance in two runs of one engine gives 1.5."""
+MATERIAL_GAP = 1e-3
+"""Mean |d| below which a gap is no difference that bends a run."""
+LENGTH_EXPLAINS = 0.8
+"""Correlation with length from which a difference of rewards is a matter of length."""
+FIRST_STEPS = 50
+"""Steps of both runs that are compared update by update."""
+WEIGHTS_DIFFER = 1e-5
+"""Mean difference of a response's mean logprob from which two trainers hold other weights; kernels give 1e-7 in fp32."""
+NORM_DIFFERS = 1e-3
+"""Relative difference of gradient norms beyond what kernels give."""

@@ -1,0 +1,31 @@
+"""An attribution in a sentence or two."""
+
+from __future__ import annotations
+
+from .attribution import INTERVENTION, Attribution
+
+
+def sentence(found: Attribution) -> str:
+    """What was found, in plain words."""
+    if not found.outcome:
+        return "It cannot be told whether this run fell: no reward and no evaluation was recorded."
+    if found.fall is None:
+        return f"No fall: {found.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
+    fall = found.fall
+    what = "collapses" if fall.kind == "collapse" else "rots slowly"
+    where = f"{fall.outcome} {what} from step {fall.step} on ({fall.low} to {fall.high}), {fall.before:.3g} to {fall.after:.3g}"
+    return f"{where}. {_cause(found)}"
+
+
+def _cause(found: Attribution) -> str:
+    first = found.suspects[0]
+    how = (
+        "By intervention (the control shares its seeds)" if found.kind == INTERVENTION else "By observation of one run"
+        if found.control is None else "By observation of two runs that do not share their seeds"
+    )  # fmt: skip
+    mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
+    innocent = "; not the mismatch" if mismatch.probability < 0.05 and first.code not in ("mismatch", "unknown") else ""
+    if found.cause is None:
+        others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in found.suspects[:2])
+        return f"{how} the cause cannot be told from this trace: {others}{innocent}."
+    return f"{how} the cause is {first.title} ({first.probability:.0%}){innocent}."

@@ -1,0 +1,124 @@
+"""Which alarm sounds before a run falls, how long before, and how often for nothing.
+
+python benchmarks/collapse/alarms.py runs/collapse/heldout [--json FILE]
+
+For each rule: the share of the falls before which it sounded (within the run, not after the fall began), the median lead in
+steps, and false alarms per 1,000 steps of sound runs, an alarm being a step at which the rule begins to sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rules import RULES, Known, Rule
+from tim_trace.analysis.attribution.fall import Outcome, find_fall
+from tim_trace.analysis.attribution.rollouts import Rollouts, read_rollouts
+from tim_trace.analysis.database import Database
+from tim_trace.analysis.dynamics.series import read_series
+from truth import Truth, truths
+
+_RATIOS = """
+SELECT step, avg(exp(abs(d))) AS mult_prob_error, avg(exp(d)) AS ratio_mean, stddev_pop(exp(d)) AS ratio_std,
+       avg(exp(2 * d)) - 1 AS chi2_token,
+       avg((advantage < 0 AND exp(logprob_b::DOUBLE) - exp(logprob_a::DOUBLE) >= 0.5)::INTEGER) AS bad_updates
+FROM pair('train', 'rollout') WHERE mask AND isfinite(d) GROUP BY step ORDER BY step
+"""
+_REWARDS = "SELECT step, stddev_samp(reward) AS reward_std FROM sequences GROUP BY step ORDER BY step"
+
+
+def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
+    """The steps of a run, and every quantity that a rule asks for."""
+    database = Database(truth.trace)
+    series = {name: one for name, one in read_series(database).items()}
+    at = series["k3"].known
+    steps = series["k3"].steps[at]
+    known: Known = {name: one.values[at] for name, one in series.items()}
+    for query in (_RATIOS, _REWARDS):
+        table = database.connection.execute(query).to_arrow_table()
+        known |= {name: table[name].to_numpy() for name in table.column_names if name != "step"}
+    known["unequal_rewards"] = unequal_by_step(read_rollouts(database), steps)
+    for name in ("length", "entropy", "grad_norm", "learning_rate", "reward"):
+        known.setdefault(name, np.full(len(steps), np.nan))
+    return steps, known
+
+
+def unequal_by_step(rollouts: Rollouts, steps: np.ndarray) -> np.ndarray:
+    """[n] of the responses so far that repeat an earlier one of the last 20 steps, the share with another reward."""
+    first: dict[int, float] = {}
+    repeated, unequal = np.zeros(len(steps)), np.zeros(len(steps))
+    place = np.searchsorted(steps, rollouts.step)
+    for whole, reward, at in zip(rollouts.whole.tolist(), rollouts.reward.tolist(), place.tolist(), strict=True):
+        if whole in first:
+            repeated[at] += 1
+            unequal[at] += abs(first[whole] - reward) > 1e-6
+        first[whole] = reward
+    windows = np.ones(20)
+    total = np.convolve(repeated, windows)[: len(steps)]
+    return np.where(total >= 20, np.convolve(unequal, windows)[: len(steps)] / np.maximum(total, 1), 0.0)
+
+
+def fall_step(truth: Truth) -> int | None:
+    """Where the evaluation begins to fall."""
+    values = np.array(truth.plan["evaluations"])
+    steps = np.arange(len(values)) * truth.plan["steps"] // (len(values) - 1)
+    fall = find_fall(Outcome(name="evaluation", steps=steps, values=values, is_evaluation=True))
+    return None if fall is None else fall.high
+
+
+def judged(rule: Rule, runs: Sequence[tuple[Truth, int | None, np.ndarray, Known]]) -> dict[str, object]:
+    """A row of the table."""
+    leads, num_falls, false, healthy = [], 0, 0, 0
+    for truth, fell_at, steps, known in runs:
+        with np.errstate(all="ignore"):
+            flags = rule.sounds(known)
+        begins = flags & ~np.r_[False, flags[:-1]]
+        if truth.expected == "none":
+            healthy += len(steps)
+            false += int(begins.sum())
+        elif fell_at is not None:
+            num_falls += 1
+            before = np.flatnonzero(flags & (steps <= fell_at))
+            if len(before):
+                leads.append(int(fell_at - steps[before[0]]))
+    return {
+        "rule": rule.name,
+        "source": rule.source,
+        "falls": num_falls,
+        "warned": len(leads),
+        "median_lead": float(np.median(leads)) if leads else None,
+        "false_per_1000": 1000 * false / healthy if healthy else None,
+    }
+
+
+def main() -> None:
+    """Print the table of a folder of runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    runs = [
+        (truth, fall_step(truth), *known_of(truth))
+        for folder in given.folder
+        for truth in truths(folder)
+        if truth.expected is not None
+    ]
+    rows = [judged(rule, runs) for rule in RULES]
+    print("| rule | source | warned before the fall | median lead, steps | false alarms per 1,000 sound steps |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        lead = "" if row["median_lead"] is None else f"{row['median_lead']:.0f}"
+        print(
+            f"| {row['rule']} | {row['source']} | {row['warned']} of {row['falls']} | {lead} | {row['false_per_1000']:.1f} |"
+        )
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
