@@ -13,7 +13,7 @@ from .attribution import Suspect
 from .evidence import Evidence
 from .facts import Facts
 from .fall import Fall
-from .rollouts import Rollouts, relation
+from .rollouts import Rollouts, agreement
 from .suspects.lag import declared_lag
 
 
@@ -132,7 +132,7 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
-    own, other = (relation(each.rollouts, "reward", "advantage").correlation for each in (facts, control))
+    own, other = (agreement(each.rollouts, "reward", "advantage") for each in (facts, control))
     if own < t.ADVANTAGE_AGREES <= other:
         yield Difference(
             suspect="pairing",

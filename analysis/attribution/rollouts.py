@@ -144,6 +144,21 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     )
 
 
+def agreement(rollouts: Rollouts, first: str, second: str) -> float:
+    """Mean over groups of the correlation of two columns within each; NaN where too few groups have a spread.
+
+    A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1.
+    """
+    x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
+    known = np.isfinite(x) & np.isfinite(y)
+    group = rollouts.group[known]
+    xy, xx, yy = (np.bincount(group, product) for product in (x[known] * y[known], x[known] ** 2, y[known] ** 2))
+    spread = (xx > 1e-12) & (yy > 1e-12)
+    if spread.sum() < _FEWEST:
+        return float("nan")
+    return float((xy[spread] / np.sqrt(xx[spread] * yy[spread])).mean())
+
+
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))

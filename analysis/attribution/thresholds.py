@@ -49,8 +49,8 @@ MUCH_UNEQUAL = 0.1
 """The share from which it is as good as certain."""
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
-ADVANTAGE_AGREES = 0.6
-"""Least correlation of rewards and advantages within groups; a clipped or scaled advantage keeps above 0.8."""
+ADVANTAGE_AGREES = 0.7
+"""Least correlation of rewards and advantages within groups; baselines and scales leave 1, clipping above 0.8."""
 NEGATIVE_PROMPTS = 0.1
 """Share of prompts on which likelier answers earn significantly less; chance gives 0.001."""
 NO_DIRECTION = 0.03
@@ -59,7 +59,9 @@ HIDDEN = 0.3
 """Share of an evaluation's fall that the recorded reward must show, too."""
 
 LENGTH_MOVES = 1.3
-"""Least factor of a change of length."""
+"""Least factor of a change of length that says something alone."""
+LENGTH_MOVES_PAID = 1.05
+"""The least one where longer responses earn more."""
 LENGTH_PAYS = 0.5
 """Correlation of length and reward within groups from which length is what pays."""
 

@@ -8,7 +8,6 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from .timing import AFTER, falls, order, rises
 
 
 def entropy(facts: Facts) -> Suspect:
@@ -23,19 +22,20 @@ def entropy(facts: Facts) -> Suspect:
 
 def _moves(facts: Facts) -> list[Evidence]:
     values = facts.values("entropy")
-    known = values[np.isfinite(values)]
-    if len(known) < 9 or facts.fall is None:
+    known = np.isfinite(values)
+    steps, values = facts.steps[known], values[known]
+    if len(values) < 9 or facts.fall is None:
         return []
-    first = float(np.median(known[: max(len(known) // 20, 3)]))
-    end = int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.high, side="right"))
-    at_fall = known[: max(end, 1)]
-    low, high = float(at_fall.min()), float(at_fall.max())
-    if low < t.ENTROPY_LOST * first:
-        moved, changes = f"entropy falls from {first:.3g} to {low:.3g} nats", falls(facts, "entropy")
-    elif high > t.ENTROPY_GAINED * first:
-        moved, changes = f"entropy rises from {first:.3g} to {high:.3g} nats", rises(facts, "entropy")
-    else:
-        return [Evidence(sentence="entropy is in its range when the fall begins", points=-t.STRONG)]
-    if changes and order(facts, changes[0]) == AFTER:
-        return [Evidence(sentence=f"{moved}, after the fall began", points=-t.MEDIUM)]
-    return [Evidence(sentence=f"{moved} before the fall or with it", points=t.MEDIUM)]
+    width = max(len(values) // 20, 3)
+    first, last = float(np.median(values[:width])), float(np.median(values[-width:]))
+    smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+    at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.high)), len(smooth) - 1)])
+    said = f"entropy goes from {first:.3g} over {at_fall:.3g} where the fall begins to {last:.3g} nats"
+    if at_fall > t.ENTROPY_GAINED * first:
+        return [Evidence(sentence=f"{said}: it rose before the fall", points=t.STRONG)]
+    if last < t.ENTROPY_LOST * first:
+        # Who unlearns grows unsure; who grows surer while the reward falls was pushed to it.
+        return [Evidence(sentence=f"{said}: the policy grows surer while it does worse", points=t.STRONG)]
+    if last > t.ENTROPY_GAINED * first:
+        return [Evidence(sentence=f"{said}: it rises with the fall or after it", points=0.0)]
+    return [Evidence(sentence=f"{said}: it stays in its range", points=-t.STRONG)]

@@ -14,20 +14,25 @@ from .timing import AFTER, order
 
 def length(facts: Facts) -> Suspect:
     """What speaks for the length of responses."""
-    evidence = [*_moves(facts), *_pays(facts)]
+    correlation = relation(facts.rollouts, "length", "reward").correlation
+    pays = correlation > t.LENGTH_PAYS
     return Suspect(
         code="length",
-        evidence=(*evidence, t.prior("length")),
+        evidence=(
+            *_moves(facts, t.LENGTH_MOVES_PAID if pays else t.LENGTH_MOVES),
+            *_pays(correlation),
+            t.prior("length"),
+        ),
         next="rerun with a penalty for overlong responses or a larger max_tokens; look at "
         f"`tim-trace query by-length {facts.trace}`",
     )
 
 
-def _moves(facts: Facts) -> list[Evidence]:
+def _moves(facts: Facts, least: float) -> list[Evidence]:
     changes = [
         change
         for change in facts.changes.get("length", [])
-        if abs(math.log(max(change.after, 1e-9) / max(change.before, 1e-9))) > math.log(t.LENGTH_MOVES)
+        if abs(math.log(max(change.after, 1e-9) / max(change.before, 1e-9))) > math.log(least)
     ]
     if not changes:
         return [Evidence(sentence="the length of responses stays what it was", points=-t.STRONG)]
@@ -38,13 +43,11 @@ def _moves(facts: Facts) -> list[Evidence]:
     return [Evidence(sentence=f"{said}, not after the fall", points=t.WEAK)]
 
 
-def _pays(facts: Facts) -> list[Evidence]:
-    found = relation(facts.rollouts, "length", "reward")
-    if math.isnan(found.correlation) or found.correlation < t.LENGTH_PAYS:
+def _pays(correlation: float) -> list[Evidence]:
+    if not correlation > t.LENGTH_PAYS:
         return []
     return [
         Evidence(
-            sentence=f"within groups longer responses earn more (correlation {found.correlation:.2f})",
-            points=t.STRONG,
+            sentence=f"within groups longer responses earn more (correlation {correlation:.2f})", points=t.DECISIVE
         )
     ]

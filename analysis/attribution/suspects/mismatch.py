@@ -10,7 +10,7 @@ from ..gap import FROM_START, FROM_UPDATES
 from .lag import declared_lag
 from .timing import AFTER, FIRST, order, rises
 
-_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence")
+_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
 
 
 def mismatch(facts: Facts) -> Suspect:
@@ -27,7 +27,7 @@ _RECORD = "tim-trace record -o RUN -- COMMAND   (with an engine that returns log
 
 def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by how the gap went along with the run."""
-    code = facts.checked.findings[0].code if facts.checked else ""
+    code = facts.checked.findings[0].code if facts.checked and not facts.checked.is_valid else ""
     gap = facts.gap
     if gap is None or code not in _OF_WEIGHTS:
         return code

@@ -8,7 +8,7 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import relation, repeats
+from ..rollouts import agreement, repeats
 
 
 def pairing(facts: Facts) -> Suspect:
@@ -46,14 +46,14 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
-    found = relation(facts.rollouts, "reward", "advantage")
-    if math.isnan(found.correlation):
+    found = agreement(facts.rollouts, "reward", "advantage")
+    if math.isnan(found):
         return []
-    if found.correlation < t.ADVANTAGE_AGREES:
+    if found < t.ADVANTAGE_AGREES:
         return [
             Evidence(
-                sentence=f"within groups advantages do not follow rewards (correlation {found.correlation:.2f}; "
-                "a baseline leaves it near 1)",
+                sentence=f"within groups advantages do not follow rewards (correlation {found:.2f}; a baseline "
+                "and a scale leave it at 1)",
                 points=t.DECISIVE,
             )
         ]

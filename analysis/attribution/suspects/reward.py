@@ -88,11 +88,13 @@ def _hidden(facts: Facts) -> list[Evidence]:
     after = values[known[-max(len(known) // 10, 3) :]].mean()
     lost = (before - after) / max(abs(before), 1e-12)
     if lost < t.HIDDEN * facts.fall.share:
+        paid = relation(facts.rollouts, "length", "reward").correlation > t.LENGTH_PAYS
         return [
             Evidence(
                 sentence=f"the recorded reward goes from {before:.3g} to {after:.3g} while {facts.outcome.name} falls "
-                f"from {facts.fall.before:.3g} to {facts.fall.after:.3g}: it pays for something else",
-                points=t.STRONG,
+                f"from {facts.fall.before:.3g} to {facts.fall.after:.3g}: it pays for "
+                + ("length" if paid else "something else"),
+                points=0.0 if paid else t.STRONG,
             )
         ]
     return [Evidence(sentence="the recorded reward falls with the evaluation", points=-t.WEAK)]
