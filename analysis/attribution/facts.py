@@ -16,7 +16,8 @@ from ..check.checked import Checked
 from ..database import Database
 from ..dynamics.changes import ChangePoint, change_points
 from ..dynamics.series import Series, read_series
-from .fall import Fall, Outcome, find_fall, is_evaluation, refined
+from . import thresholds as t
+from .fall import Fall, Outcome, find_fall, is_evaluation, lost_share, refined
 from .gap import Gap, read_gap
 from .rollouts import Rollouts, read_rollouts
 
@@ -70,8 +71,8 @@ def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
     falls = [find_fall(outcome) for outcome in outcomes]
     outcome = outcomes[0] if outcomes else None
     fall = falls[0] if falls else None
-    if fall is not None and outcome is not None and outcome.is_evaluation and not outcomes[-1].is_evaluation:
-        fall = refined(fall, falls[-1])
+    if outcome is not None and outcome.is_evaluation and not outcomes[-1].is_evaluation:
+        fall = _agreed(outcome, fall, falls[-1])
     if outcome is None:
         notes.append("no reward and no evaluation was recorded, so that no fall can be seen")
     elif not outcome.is_evaluation:
@@ -95,7 +96,7 @@ def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
 
 
 def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:
-    table = database.connection.execute(_METRICS).to_arrow_table()
+    table = database.connection.sql(_METRICS).to_arrow_table()
     names, steps, values = (table[name].to_numpy() for name in ("name", "step", "value"))
     names = names.astype(str)
     found = []
@@ -112,6 +113,13 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
     return Outcome(name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation)
+
+
+def _agreed(evaluation: Outcome, fall: Fall | None, of_reward: Fall | None) -> Fall | None:
+    """The fall of an evaluation, with the reward's onset; the reward's own where the evaluation lost as much, unsure."""
+    if fall is not None:
+        return refined(fall, of_reward)
+    return of_reward if lost_share(evaluation) > t.FALL_SHARE else None
 
 
 def _settings(database: Database) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..dynamics.noise import robust_sd
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -61,8 +63,8 @@ def find_fall(outcome: Outcome) -> Fall | None:
     """The fall of an outcome; None where there is none that its noise does not explain.
 
     The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
-    last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors; the errors are those
-    of the residuals around a running median, times the number of windows that the best was chosen from.
+    last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors, beyond what the choice of
+    the best of many windows gives; the errors are those of `_noise`.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -71,12 +73,14 @@ def find_fall(outcome: Outcome) -> Fall | None:
     means = np.convolve(values, np.ones(width) / width, mode="valid")
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
-    noise = _noise(values, width)
+    noise = _noise(values)
     # The largest of m means of pure noise lies about sqrt(2 ln m) errors above their mean.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
     if before - after < t.FALL_SHARE * max(abs(before), 1e-12) or excess < t.FALL_SD * np.sqrt(2.0):
+        return None
+    if _settled_above(means, best, before, after):
         return None
     low, step, high = _onset(values, best, width, before, after)
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
@@ -93,6 +97,15 @@ def find_fall(outcome: Outcome) -> Fall | None:
     )
 
 
+def lost_share(outcome: Outcome) -> float:
+    """What the last tenth lacks of the best one, as a share; noise makes it a little larger than 0."""
+    width = max(3, len(outcome.values) // 10)
+    if len(outcome.values) < 2 * width:
+        return 0.0
+    means = np.convolve(outcome.values, np.ones(width) / width, mode="valid")
+    return float((means.max() - means[-1]) / max(abs(float(means.max())), 1e-12))
+
+
 def refined(fall: Fall, finer: Fall | None) -> Fall:
     """A fall with the onset of another outcome's, where that one is seen at more steps and lies within its interval."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:
@@ -102,13 +115,36 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
     return replace(fall, step=finer.step, low=finer.low, high=finer.high)
 
 
-def _noise(values: np.ndarray, width: int) -> float:
-    """Standard deviation around a running median of `width` values, by its robust estimate."""
+def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
+    """Whether the windows between the best and the last are not below the middle of both for long: a passing dip."""
+    lower = means[best:] < (before + after) / 2
+    return bool(lower[len(lower) // 2 :].mean() < t.FALL_STAYS)
+
+
+_ENOUGH = 40
+"""Values from which autocorrelation can be told from what happens to the run."""
+
+
+def _noise(values: np.ndarray) -> float:
+    """Standard deviation of a mean of n values, times sqrt(n): what they scatter by, whatever their level and slope do.
+
+    Of a first-order autoregression the squares of x[i-1] - 2 x[i] + x[i+1] are var (6 - 8 phi + 2 phi^2) on average, and
+    its mean varies by var (1 + phi) / (1 - phi) / n. phi is that of the residuals around a running median of a fifth of
+    the series; of fewer than 40 values none is taken out.
+    """
+    n = len(values)
+    phi = 0.0
+    if n >= _ENOUGH:
+        left = values - _running_median(values, n // 5)
+        phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300) + 5 / n
+    phi = min(max(phi, 0.0), 0.9)
+    scatter = robust_sd(values[:-2] - 2 * values[1:-1] + values[2:])
+    return scatter * math.sqrt((1 + phi) / (1 - phi) / (6 - 8 * phi + 2 * phi**2))
+
+
+def _running_median(values: np.ndarray, width: int) -> np.ndarray:
     padded = np.pad(values, width // 2, mode="edge")
-    smooth = np.array([np.median(padded[i : i + width]) for i in range(len(values))])
-    residual = values - smooth
-    # A median of `width` values follows each of them a little.
-    return float(1.4826 * np.median(np.abs(residual)) * np.sqrt(width / max(width - 1, 1)))
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])
 
 
 def _onset(values: np.ndarray, best: int, width: int, before: float, after: float) -> tuple[int, int, int]:

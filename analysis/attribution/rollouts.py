@@ -60,7 +60,7 @@ class Rollouts:
 
 def read_rollouts(database: Database, scored: str = "train") -> Rollouts:
     """Read the sequences of the one run that is open; `scored` is the pass whose logprobs say how likely each was."""
-    table = database.connection.execute(_ROWS, {"scored": scored}).to_arrow_table()
+    table = database.connection.sql(_ROWS, params={"scored": scored}).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
     columns["group"] = np.unique(columns["group"], return_inverse=True)[1]
     return Rollouts(**columns)

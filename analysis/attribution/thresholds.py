@@ -10,8 +10,10 @@ import math
 
 from .evidence import Evidence
 
-FALL_SHARE = 0.07
+FALL_SHARE = 0.09
 """Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
+FALL_STAYS = 0.6
+"""Least share of the later half of what follows that must lie below the middle: a fall is for good, a dip is not."""
 FALL_SD = 3.0
 """Least size of a fall in standard errors, beyond what choosing the best window explains."""
 

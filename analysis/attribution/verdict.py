@@ -24,7 +24,7 @@ def _cause(found: Attribution) -> str:
         if found.control is None else "By observation of two runs that do not share their seeds"
     )  # fmt: skip
     mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
-    innocent = "; not the mismatch" if mismatch.probability < 0.05 and first.code not in ("mismatch", "unknown") else ""
+    innocent = "; not the mismatch" if mismatch.probability < 0.05 else ""
     if found.cause is None:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in found.suspects[:2])
         return f"{how} the cause cannot be told from this trace: {others}{innocent}."

@@ -39,7 +39,7 @@ def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
     steps = series["k3"].steps[at]
     known: Known = {name: one.values[at] for name, one in series.items()}
     for query in (_RATIOS, _REWARDS):
-        table = database.connection.execute(query).to_arrow_table()
+        table = database.connection.sql(query).to_arrow_table()
         known |= {name: table[name].to_numpy() for name in table.column_names if name != "step"}
     known["unequal_rewards"] = unequal_by_step(read_rollouts(database), steps)
     for name in ("length", "entropy", "grad_norm", "learning_rate", "reward"):

@@ -49,7 +49,7 @@ class Engine:
 
     def synchronise(self, trained: Any, version: int, *, is_wrong: bool) -> None:
         """Load the trainer's weights, as far as the switches let it; `is_wrong` says whether they are thrown."""
-        switches = self.switches if is_wrong else Switches()
+        switches = self.switches if is_wrong else self.switches.before
         self._waiting.append((version, {name: value.detach().clone() for name, value in trained.state_dict().items()}))
         while len(self._waiting) > switches.stale + 1:
             self._waiting.popleft()
@@ -67,7 +67,7 @@ class Engine:
     @torch.no_grad()
     def generate(self, prompt_BP: Tensor, max_tokens: int, noise_TBV: Tensor, *, is_wrong: bool) -> Rollout:
         """Sample responses; token t of row b is the argmax of logits + noise[t, b], so that twins share their chance."""
-        switches = self.switches if is_wrong else Switches()
+        switches = self.switches if is_wrong else self.switches.before
         model = self.model.to(torch.bfloat16) if switches.engine_dtype == "bf16" else self.model.float()
         steps = _exact_logits(model, prompt_BP, max_tokens) if switches.exact else _cached_logits(model, switches.cache)
         ids, logprobs = [], []

@@ -58,3 +58,8 @@ class Switches:
         """The switches that are not neutral."""
         neutral = asdict(Switches())
         return {name: value for name, value in asdict(self).items() if value != neutral[name]}
+
+    @property
+    def before(self) -> Switches:
+        """The engine of the run before its switch is thrown."""
+        return Switches(exact=self.exact, engine_dtype=self.engine_dtype)

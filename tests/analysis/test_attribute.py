@@ -1,0 +1,266 @@
+"""The cause of a fall, on runs that were made up to fall for one reason; benchmarks/collapse has runs that really do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.attribution.rollouts import Rollouts, agreement, relation, repeats
+from tim_trace.analysis.attribution.text import attribution_text
+from tim_trace.tracer.recorder import Recorder
+
+STEPS, GROUPS, GROUP, TOKENS = 100, 4, 8, 6
+
+
+def level(value: float) -> Callable[[int], float]:
+    return lambda step: value
+
+
+SEVEN_OF_TEN, ROUNDING, USUAL_RATE, ONE, SIX = (level(value) for value in (0.7, 1e-5, 1e-3, 1.0, TOKENS))
+
+
+def drops(at: int, before: float, after: float) -> Callable[[int], float]:
+    return lambda step: before if step < at else after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """What happens in a run, by step."""
+
+    reward: Callable[[int], float] = SEVEN_OF_TEN
+    """Chance that a response earns 1."""
+    gap: Callable[[int], float] = ROUNDING
+    """Standard deviation of train - rollout, nats."""
+    lag: int = 0
+    rate: Callable[[int], float] = USUAL_RATE
+    evaluation: Callable[[int], float] | None = None
+    entropy: Callable[[int], float] = ONE
+    length: Callable[[int], int] = SIX
+    pays_length: bool = False
+    noise: float = 0.0
+    """Share of the rewards that are drawn anew."""
+    shift: int = 0
+    """Rows by which rewards lie in the wrong place."""
+    settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
+    has_rollout: bool = True
+    seed: int = 0
+
+
+def record(path, story: Story = Story(), steps: int = STEPS):
+    """A trace in which a story happens. Whether a response is right is a matter of its ids alone."""
+    chance = np.random.default_rng(story.seed)
+    with Recorder(path, force=True) as recorder:
+        recorder.add_hyperparameters(story.settings)
+        for step in range(1, steps + 1):
+            record_step(recorder, story, step, chance)
+    return path
+
+
+def record_step(recorder, story, step, chance):
+    rows = GROUPS * GROUP
+    prompts = [[100 + (step * GROUPS + row // GROUP) % 16] for row in range(rows)]
+    right = chance.random(rows) < story.reward(step)
+    kind = chance.integers(0, 6, rows)
+    lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
+    ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
+    reward = np.where(chance.random(rows) < story.noise, chance.random(rows), right.astype(float))
+    if story.pays_length:
+        reward = reward * 0.1 + np.array([len(row) for row in ids])
+    reward = np.roll(reward, story.shift)
+    centred = reward.reshape(GROUPS, GROUP)
+    advantage = (centred - centred.mean(1, keepdims=True)).ravel()
+    batch = recorder.add_sequences(
+        step=step,
+        prompt_ids=prompts,
+        response_ids=ids,
+        group_ids=[f"{row // GROUP}" for row in range(rows)],
+        policy_version=max(step - 1 - story.lag, 0),
+        reward=reward,
+        advantage=advantage,
+    )
+    # Likelier responses are right ones more often, as those of a policy that knows something.
+    train = [-chance.gamma(2.0, 0.3 if good else 0.6, len(row)) for row, good in zip(ids, right, strict=True)]
+    if story.has_rollout:
+        rollout = [np.minimum(one + chance.normal(0, story.gap(step), len(one)), 0.0) for one in train]
+        recorder.add_scores("rollout", batch, logprobs=[one.tolist() for one in rollout])
+    recorder.add_scores("train", batch, logprobs=[one.tolist() for one in train], policy_version=step - 1)
+    metrics = {
+        "learning_rate": story.rate(step),
+        "grad_norm": 1.0 + 0.2 * chance.random(),
+        "entropy": story.entropy(step) * (1 + 0.05 * chance.normal()),
+    }
+    if story.evaluation is not None and step % 5 == 0:
+        metrics["eval/accuracy"] = story.evaluation(step) + 0.01 * chance.normal()
+    recorder.add_metrics(step, metrics)
+
+
+FALLING = drops(60, 0.8, 0.2)
+
+CAUSES = {
+    "mismatch": Story(reward=FALLING, gap=drops(50, 1e-5, 0.4)),
+    "staleness": Story(reward=FALLING, gap=lambda step: 1e-5 if step < 5 else 0.3, lag=8),
+    "optimizer": Story(reward=FALLING, rate=lambda step: 2e-2 if 58 <= step < 68 else 1e-3),
+    "reward": Story(reward=FALLING, noise=0.6),
+    "pairing": Story(reward=FALLING, shift=3),
+    "entropy": Story(reward=FALLING, entropy=lambda step: 1.0 * 0.96 ** step),
+    "length": Story(
+        evaluation=drops(60, 0.8, 0.3), length=lambda step: 6 if step < 58 else 14, pays_length=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, cause):
+    found = attribute(record(tmp_path / "run", CAUSES[cause]))
+    assert found.fall is not None
+    assert (found.cause, found.kind) == (cause, "observation")
+    assert found.fall.low - 12 <= 59 <= found.fall.high + 12
+    assert sum(suspect.probability for suspect in found.suspects) == pytest.approx(1.0)
+    assert all(suspect.evidence for suspect in found.suspects)
+    assert all(suspect.next for suspect in found.suspects if suspect.code != "unknown")
+    assert found.suspects[0].title in attribution_text(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("gap", [0.0, 1e-3, 0.3])
+def test_a_run_that_does_not_fall_has_no_cause(tmp_path, gap, seed):
+    found = attribute(record(tmp_path / "run", Story(gap=level(gap), seed=seed)))
+    assert (found.fall, found.suspects, found.cause) == (None, (), None)
+    assert found.sentence.startswith("No fall")
+
+
+def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=drops(40, 0.8, 0.2), gap=drops(70, 1e-5, 0.5))))
+    mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
+    assert mismatch.probability < 0.05
+    assert any("it follows" in each.sentence for each in mismatch.evidence)
+
+
+def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING)))
+    assert found.cause is None
+    assert "cannot be told" in found.sentence
+    assert "not the mismatch" in found.sentence
+
+
+def test_a_control_that_did_not_fall_makes_the_difference_the_cause(tmp_path):
+    run = record(tmp_path / "run", Story(reward=FALLING, gap=level(0.03)))
+    control = record(tmp_path / "control", Story(gap=level(0.0)))
+    alone, beside = attribute(run), attribute(run, control=control)
+    assert (alone.cause, beside.cause, beside.kind) == (None, "mismatch", "intervention")
+    assert any("mean |d|" in each for each in beside.differences)
+
+
+def test_a_control_that_fell_too_clears_what_they_differ_in(tmp_path):
+    run = record(tmp_path / "run", Story(reward=FALLING, gap=level(0.3)))
+    control = record(tmp_path / "control", Story(reward=FALLING, gap=level(0.0)))
+    assert attribute(run).cause == "mismatch"
+    found = attribute(run, control=control)
+    assert found.cause != "mismatch"
+    assert "not the mismatch" in found.sentence or found.suspects[0].code == "unknown"
+
+
+def test_a_control_with_other_prompts_is_an_observation(tmp_path):
+    run = record(tmp_path / "run", Story(reward=FALLING, gap=level(0.3)))
+    other = tmp_path / "control"
+    with Recorder(other) as recorder:
+        for step in range(2, 40):
+            record_step(recorder, Story(), step, np.random.default_rng(step))
+    found = attribute(run, control=other)
+    assert found.kind == "observation"
+    assert any("do not share their prompts" in note for note in found.notes)
+
+
+def test_without_an_outcome_nothing_is_judged(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 30):
+            batch = recorder.add_sequences(step=step, prompt_ids=[[1]], response_ids=[[2, 3]])
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]])
+    found = attribute(tmp_path / "run")
+    assert (found.outcome, found.fall) == ("", None)
+    assert "no reward" in found.sentence
+
+
+def test_a_run_without_a_rollout_pass_says_that_no_mismatch_can_be_seen(tmp_path):
+    story = dataclasses.replace(CAUSES["optimizer"], has_rollout=False)
+    found = attribute(record(tmp_path / "run", story))
+    assert found.cause == "optimizer"
+    assert any("share no token" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_a_short_run_has_no_fall(tmp_path, steps):
+    assert attribute(record(tmp_path / "run", Story(), steps)).fall is None
+
+
+def test_an_evaluation_is_known_by_its_name():
+    assert all(is_evaluation(name) for name in ("eval/reward", "val-core/acc/mean@4", "test_score", "eval_accuracy"))
+    assert not any(is_evaluation(name) for name in ("reward", "train/reward", "eval_loss", "evaluation_time"))
+
+
+def outcome(values):
+    return Outcome(name="reward", steps=np.arange(1, len(values) + 1), values=np.asarray(values), is_evaluation=False)
+
+
+def test_noise_alone_falls_in_fewer_than_one_of_a_hundred_runs():
+    chance = np.random.default_rng(1)
+    falls = 0
+    for _ in range(400):
+        values = np.zeros(150)
+        for i in range(1, 150):
+            values[i] = 0.5 * values[i - 1] + chance.normal()
+        falls += find_fall(outcome(0.6 + 0.05 * values)) is not None
+    assert falls <= 4
+
+
+def test_the_onset_lies_within_its_interval():
+    chance = np.random.default_rng(2)
+    hits = 0
+    for _ in range(60):
+        at = int(chance.integers(30, 110))
+        truth = np.where(np.arange(150) < at, 0.7, np.maximum(0.7 - 0.02 * (np.arange(150) - at), 0.2))
+        fall = find_fall(outcome(truth + 0.04 * chance.normal(size=150)))
+        assert fall is not None
+        hits += fall.low - 2 <= at + 1 <= fall.high + 2
+    assert hits >= 48
+
+
+def rollouts(**columns):
+    n = len(columns["reward"])
+    empty = {name: np.zeros(n) for name in Rollouts.__dataclass_fields__}
+    return Rollouts(**empty | {name: np.asarray(values) for name, values in columns.items()})
+
+
+def test_repeats_find_rewards_that_lie_some_rows_off():
+    chance = np.random.default_rng(3)
+    whole, step = chance.integers(0, 20, 800), np.repeat(np.arange(25), 32)
+    reward = (whole % 7).astype(float)
+    sound = repeats(rollouts(whole=whole, step=step, reward=reward))
+    moved = np.concatenate([np.roll(part, 5) for part in reward.reshape(25, 32)])
+    found = repeats(rollouts(whole=whole, step=step, reward=moved))
+    assert (sound.unequal, sound.shift) == (0.0, 0)
+    assert found.unequal > 0.5
+    assert (found.shift, found.unequal_shifted) == (5, 0.0)
+
+
+def test_an_advantage_agrees_with_its_reward_whatever_it_is_divided_by():
+    chance = np.random.default_rng(4)
+    reward, group = chance.random(320), np.repeat(np.arange(40), 8)
+    centred = reward - np.repeat(reward.reshape(40, 8).mean(1), 8)
+    scaled = centred * np.repeat(chance.uniform(0.01, 100, 40), 8)
+    assert agreement(rollouts(reward=reward, advantage=scaled, group=group), "reward", "advantage") == pytest.approx(1)
+    rolled = rollouts(reward=reward, advantage=np.roll(scaled, 1), group=group)
+    assert agreement(rolled, "reward", "advantage") < 0.5
+
+
+def test_a_relation_is_that_within_groups():
+    group = np.repeat(np.arange(20), 4)
+    x = np.tile([0.0, 1.0, 2.0, 3.0], 20)
+    found = relation(rollouts(reward=x + 10 * group, length=-x - 7.0 * group, group=group), "reward", "length")
+    assert found.correlation == pytest.approx(-1.0)
