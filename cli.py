@@ -22,7 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("diagnose", "check", "corrections", "attribute"),
+    "judge": ("diagnose", "check", "corrections", "objective", "attribute"),
     "replay": ("replay", "triangulate", "weights"),
     "share": ("gate",),
 }
@@ -375,6 +375,52 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
 
     _check_format(as_json, as_csv)
     _print(would_have(list(traces), **options), as_json, as_csv)
+
+
+@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo"]),
+    help="Of which loss; else the recorded one, or PPO's clip of 0.2 where none is.",
+)  # fmt: skip
+@click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
+@click.option("--clip-high", type=float, metavar="E", help="Upper one; of cispo the largest weight itself.")
+@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio whatever the sign of the advantage.")
+@click.option(
+    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="The pass that the ratio divides by."
+)
+@click.option(
+    "--aggregation", metavar="NAME",
+    help="How tokens are weighed: token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence or constant.",
+)  # fmt: skip
+@click.option(
+    "--correction", metavar="NAME",
+    help="What multiplies terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
+)  # fmt: skip
+@click.option("--correction-low", type=float, metavar="C", help="Its lower bound on train / rollout.")
+@click.option("--correction-high", type=float, metavar="C", help="Its upper bound.")
+@click.option(
+    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
+)
+@click.option(
+    "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
+    help="What a row stands for; run adds the worst steps.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit and every step.")
+def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
+    """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
+
+    It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
+    current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
+    read from the trace; options take the place of what it says.
+    """
+    from .analysis.objective.objective import objective as bend
+    from .analysis.objective.text import objective_json, objective_text
+    from .analysis.rows import to_json
+
+    found = bend(trace, progress=_progress, **options)
+    click.echo(to_json(objective_json(found)) if as_json else objective_text(found, _width(), by))
 
 
 @_example(

@@ -36,6 +36,9 @@ FRAMEWORK_MACROS = {
 """Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
 need them."""
 
+_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "clamped_exp", "correction_weight")
+"""What a query names that needs the macros of objectives, which take a while to define as well."""
+
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
 _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT"}
@@ -113,8 +116,16 @@ class Database:
                     self._defined.add(name)
 
     def define_named(self, query: str) -> None:
-        """Make the macros known of the frameworks that a query names."""
+        """Make the macros known of the frameworks that a query names, and those of objectives."""
+        if any(name in query.lower() for name in _OBJECTIVE):
+            self.define_objective()
         self.define_like([name for name in FRAMEWORK_MACROS if f"{name.replace('-', '_')}_" in query.lower()])
+
+    def define_objective(self) -> None:
+        """Make the macros of objectives known."""
+        if "objective" not in self._defined:
+            self.connection.execute(sql_file("objective"))
+            self._defined.add("objective")
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
@@ -158,13 +169,15 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
     nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
-    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; and `pair_routing(a, b)` and its kin where router
-    choices were recorded. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
+    choices were recorded; and `objective_tokens(train, rollout, now, ...)` and `objective_steps`, what the mismatch does to a
+    loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """
     database = Database(traces)
     database.define_like(like)
+    database.define_objective()
     return database.connection
 
 

@@ -13,6 +13,7 @@ import demo
 import judging
 import likeness
 import memory
+import objectives
 import packing
 import querying
 import replaying
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "querying": querying.compare,
     "likeness": likeness.compare,
     "judging": judging.compare,
+    "objectives": objectives.compare,
     "replaying": replaying.compare,
     "packing": packing.compare,
     "memory": memory.compare,

@@ -40,9 +40,11 @@ def make_step(seed, *, num_sequences=1000, longest=1800):
     )
 
 
-def record(recorder, number, step, arrays=None):
-    """Give one step to a recorder."""
+def record(recorder, number, step, arrays=None, **more):
+    """Give one step to a recorder; `more` is of its sequences."""
     arrays = arrays or step.__dict__
-    batch = recorder.add_sequences(step=number, response_ids=arrays["ids"], response_attention_mask=arrays["mask"])
+    batch = recorder.add_sequences(
+        step=number, response_ids=arrays["ids"], response_attention_mask=arrays["mask"], **more
+    )
     for name in ("rollout", "train", "current"):
         recorder.add_scores(name, batch, logprobs=arrays[name])

@@ -18,6 +18,7 @@ from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
+from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.triangulate import triangulate
@@ -41,6 +42,7 @@ TWINS = {
     "check": check,
     "corrections": corrections,
     "attribute": attribute,
+    "objective": objective,
     "weights": weights,
     "triangulate": triangulate,
     "replay": replay,
@@ -79,6 +81,8 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
         parameters |= {"deterministic": False, "compile": False}
+    if name == "objective":  # its value holds the run and every step
+        options.pop("by")
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
             field.name: False if field.default is False else None
@@ -99,6 +103,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "diagnose",
         "check",
         "corrections",
+        "objective",
         "weights",
         "replay",
         "triangulate",

@@ -7,15 +7,16 @@ alone, so that they have the same digits whatever is computed beside them, and b
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+
+from ..lists import counted, first, flat, mapped
 
 SAFETY_BOUND = 20.0
 """verl clamps log-ratios to +-20 nats before it takes their exp."""
@@ -54,7 +55,7 @@ def computed(connection: duckdb.DuckDBPyConnection, verl_rows: str) -> Iterator[
     connection.execute("RESET threads")
     rows = connection.sql(verl_rows).to_arrow_reader(_BATCH_ROWS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        batches = list(_mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
+        batches = list(mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
     connection.register("verl_computed", pa.Table.from_batches(batches))
     connection.execute("CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
     try:
@@ -70,31 +71,20 @@ def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
 
 
-def _mapped(pool: Executor, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """What a function makes of items, in their order; a few are taken ahead, not all of them."""
-    waiting: deque[Any] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > 2 * (os.cpu_count() or 1):
-            yield waiting.popleft().result()
-    for future in waiting:
-        yield future.result()
-
-
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, starts_N: np.ndarray) -> np.ndarray:
     """[13, N] sums over sequences that begin at `starts_N` and have a token each; NaN and infinities pass through."""
     found = np.empty((len(_SUMS), len(starts_N)))
     ends_N = np.append(starts_N[1:], len(old_T))
-    first = 0
-    while first < len(starts_N):
-        last = max(int(np.searchsorted(ends_N, starts_N[first] + _BLOCK_TOKENS, "right")), first + 1)
-        tokens = slice(starts_N[first], ends_N[last - 1])
-        rows = starts_N[first:last] - starts_N[first]
+    begin = 0
+    while begin < len(starts_N):
+        last = max(int(np.searchsorted(ends_N, starts_N[begin] + _BLOCK_TOKENS, "right")), begin + 1)
+        tokens = slice(starts_N[begin], ends_N[last - 1])
+        rows = starts_N[begin:last] - starts_N[begin]
         with np.errstate(all="ignore"):
             terms = list(_terms(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64)))
-        found[:-1, first:last] = [np.add.reduceat(term, rows) for term in terms[:-1]]
-        found[-1, first:last] = np.maximum.reduceat(terms[-1], rows)
-        first = last
+        found[:-1, begin:last] = [np.add.reduceat(term, rows) for term in terms[:-1]]
+        found[-1, begin:last] = np.maximum.reduceat(terms[-1], rows)
+        begin = last
     return found
 
 
@@ -112,48 +102,25 @@ def _terms(old_T: np.ndarray, rollout_T: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
-    values_old, lengths = _flat(old)
-    values_rollout, lengths_rollout = _flat(rollout)
+    values_old, lengths = flat(old)
+    values_rollout, lengths_rollout = flat(rollout)
     if not np.array_equal(lengths, lengths_rollout):
         shortest = np.minimum(lengths, lengths_rollout)
-        values_old = values_old.filter(_first(lengths, shortest))
-        values_rollout = values_rollout.filter(_first(lengths_rollout, shortest))
+        values_old = values_old.filter(first(lengths, shortest))
+        values_rollout = values_rollout.filter(first(lengths_rollout, shortest))
         lengths = shortest
-    counted = _counted(mask, lengths)
+    there = counted(mask, lengths)
     for values in (values_old, values_rollout):
         if values.null_count:
-            counted &= values.is_valid().to_numpy(zero_copy_only=False)
+            there &= values.is_valid().to_numpy(zero_copy_only=False)
     num_tokens = lengths
     old_T, rollout_T = (v.to_numpy(zero_copy_only=False) for v in (values_old, values_rollout))
-    if not counted.all():
+    if not there.all():
         row = np.repeat(np.arange(len(lengths)), lengths)
-        num_tokens = np.bincount(row[counted], minlength=len(lengths))
-        old_T, rollout_T = old_T[counted], rollout_T[counted]
+        num_tokens = np.bincount(row[there], minlength=len(lengths))
+        old_T, rollout_T = old_T[there], rollout_T[there]
     found = np.zeros((len(_SUMS), len(lengths)))
     full = num_tokens > 0
     found[:, full] = token_sums(old_T, rollout_T, (np.cumsum(num_tokens) - num_tokens)[full])
     arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
     return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])
-
-
-def _flat(lists: Any) -> tuple[Any, np.ndarray]:
-    """The values of lists end to end, and how many each list has."""
-    whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
-    return whole.flatten(), np.diff(whole.offsets.to_numpy()).astype(np.int64)
-
-
-def _first(lengths: np.ndarray, kept: np.ndarray) -> pa.Array:
-    """bool: whether a value is among the first `kept` of its list."""
-    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return pa.array(position < np.repeat(kept, lengths))
-
-
-def _counted(mask: Any, lengths: np.ndarray) -> np.ndarray:
-    """bool [T]: whether the loss counts a token."""
-    values, known = _flat(mask)
-    counted = np.repeat(known == 0, lengths)
-    if len(values):
-        shortest = np.minimum(known, lengths)
-        inside = _first(lengths, shortest).to_numpy(zero_copy_only=False)
-        counted[inside] = values.filter(_first(known, shortest)).fill_null(False).to_numpy(zero_copy_only=False)
-    return counted

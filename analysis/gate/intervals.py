@@ -47,7 +47,7 @@ def bootstrap(columns: SequenceColumns, metrics: Sequence[str], confidence: floa
     totals = {name: totals_rc[:, i] for i, name in enumerate(names)}
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         samples = {name: FROM_SUMS[name](totals) for name in from_sums} | tops
-    return {name: _percentiles(values, confidence) for name, values in samples.items()}
+    return {name: percentiles(values, confidence) for name, values in samples.items()}
 
 
 def bootstrap_share(counts: Array, numbers: Array, confidence: float) -> Interval | None:
@@ -57,7 +57,7 @@ def bootstrap_share(counts: Array, numbers: Array, confidence: float) -> Interva
     for place in range(RESAMPLES):
         drawn = draw.integers(0, len(counts), len(counts))
         shares[place] = counts[drawn].sum() / numbers[drawn].sum()
-    return _percentiles(shares, confidence)
+    return percentiles(shares, confidence)
 
 
 def jackknife(
@@ -97,7 +97,7 @@ def student_quantile(probability: float, freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _percentiles(values: np.ndarray[Any, Any], confidence: float) -> Interval | None:
+def percentiles(values: np.ndarray[Any, Any], confidence: float) -> Interval | None:
     """The middle part of resampled values; None where a resample has no value."""
     if np.isnan(values).any():
         return None

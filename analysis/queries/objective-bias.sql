@@ -2,29 +2,11 @@
 -- Unit: the advantage's; shares of the tokens that have an advantage.
 -- Needs: the pass current, advantages.
 -- Source: arXiv 2605.14220: a loss that divides by the trainer's logprobs uses rho = rho* exp(-d), rho* = current / rollout.
---   b = f(rho) - f(rho*) with f = min(rho A, clip(rho, 0.8, 1.2) A).
+--   b = f(rho) - f(rho*) with f = min(rho A, clip(rho, 0.8, 1.2) A); exponents are clamped to 20 nats.
 -- Meaning: skew = sum b / sum |b|: near 0 the mismatch is noise, near -1 or 1 it pushes one way. flipped_*: tokens that are
---   clipped under one ratio and not under the other. Clip bounds of 0.2 are assumed: print the query to set your own.
-SELECT run, step, iteration,
-       count(*) AS num_tokens,
-       avg(b) AS mean_bias,
-       sum(b) FILTER (advantage > 0) / count(*) AS mean_bias_positive,
-       sum(b) FILTER (advantage < 0) / count(*) AS mean_bias_negative,
-       avg(abs(b)) AS mean_abs_bias,
-       sum(b) / nullif(sum(abs(b)), 0) AS skew,
-       avg((is_clipped AND NOT is_clipped_exact)::INTEGER) AS flipped_to_clipped,
-       avg((is_clipped_exact AND NOT is_clipped)::INTEGER) AS flipped_to_free
-FROM (
-    SELECT *,
-           least(used * advantage, greatest(least(used, 1.2), 0.8) * advantage)
-               - least(exact * advantage, greatest(least(exact, 1.2), 0.8) * advantage) AS b,
-           (advantage > 0 AND used > 1.2) OR (advantage < 0 AND used < 0.8) AS is_clipped,
-           (advantage > 0 AND exact > 1.2) OR (advantage < 0 AND exact < 0.8) AS is_clipped_exact
-    FROM (
-        SELECT run, step, iteration, advantage, exp(stale) AS used, exp(d + stale) AS exact
-        FROM pair_current('train', 'rollout')
-        WHERE mask AND isfinite(d) AND isfinite(stale) AND advantage IS NOT NULL
-    )
-)
-GROUP BY run, step, iteration
+--   clipped under one ratio and not under the other. Clip bounds of 0.2 are assumed: print the query to set your own, or see
+--   tim-trace objective, which reads the run's loss.
+SELECT run, step, iteration, num_tokens, mean_bias, mean_bias_positive, mean_bias_negative, mean_abs_bias, skew,
+       flipped_to_clipped, flipped_to_free
+FROM objective_steps('train', 'rollout', 'current', kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2)
 ORDER BY run, step, iteration;

@@ -19,23 +19,26 @@ CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
         WHERE scores_a."pass" = a AND scores_b."pass" = b
     );
 
--- pair_current(a, b): one row a (response token, inner iteration of the loss): d = logprob(a) - logprob(b), and
--- stale = logprob(current) - logprob(a), what the updates since sampling have moved; nats.
-CREATE OR REPLACE MACRO pair_current(a, b) AS TABLE
-    SELECT run, step, seq_id, iteration, position, mask, advantage, logprob_a, logprob_b, logprob_current,
+-- pair_now(a, b, now): one row a (response token, inner iteration of pass now): d = logprob(a) - logprob(b), and
+-- stale = logprob(now) - logprob(a); nats.
+CREATE OR REPLACE MACRO pair_now(a, b, now) AS TABLE
+    SELECT run, step, seq_id, group_id, iteration, position, mask, advantage, logprob_a, logprob_b, logprob_current,
            logprob_a - logprob_b AS d, logprob_current - logprob_a AS stale
     FROM (
-        SELECT s.run, s.step, s.seq_id, now.iteration,
+        SELECT s.run, s.step, s.seq_id, s.group_id, scores_now.iteration,
                unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))::DOUBLE
+               unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))
                    AS advantage,
                unnest(scores_a.logprobs)::DOUBLE AS logprob_a,
                unnest(scores_b.logprobs)::DOUBLE AS logprob_b,
-               unnest(now.logprobs)::DOUBLE AS logprob_current
+               unnest(scores_now.logprobs)::DOUBLE AS logprob_current
         FROM sequences AS s
         JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
         JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-        JOIN scores AS now ON now.run = s.run AND now.step = s.step AND now.seq_id = s.seq_id
-        WHERE scores_a."pass" = a AND scores_b."pass" = b AND now."pass" = 'current'
+        JOIN scores AS scores_now ON scores_now.run = s.run AND scores_now.step = s.step AND scores_now.seq_id = s.seq_id
+        WHERE scores_a."pass" = a AND scores_b."pass" = b AND scores_now."pass" = now
     );
+
+-- pair_current(a, b): the same of the pass inside the loss, where stale is what the updates since sampling have moved.
+CREATE OR REPLACE MACRO pair_current(a, b) AS TABLE SELECT * EXCLUDE (group_id) FROM pair_now(a, b, 'current');

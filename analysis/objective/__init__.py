@@ -1,0 +1,1 @@
+"""What the mismatch does to the objective that a run trained on."""

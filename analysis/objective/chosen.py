@@ -1,0 +1,79 @@
+"""Which loss the objective is of: the one that the trace records, or what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ...schemas.errors import InvalidOption, InvalidRecord
+from ...schemas.loss import CISPO, PPO, REINFORCE, SEQUENCE_MEAN, SEQUENCE_SUM, TOKEN, Loss, read_loss
+from ...tracer.recorder import HYPERPARAMETER
+from ..database import Database
+
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "ppo_clip": {"kind": PPO, "level": TOKEN},
+    "reinforce": {"kind": REINFORCE, "level": TOKEN},
+    "gspo": {"kind": PPO, "level": SEQUENCE_MEAN, "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "rloo": {"kind": PPO, "level": SEQUENCE_SUM, "aggregation": "sequence"},
+    "cispo": {"kind": CISPO, "level": TOKEN, "clip_high": 5.0},
+}
+"""Name of a loss -> what it says of a Loss where neither the trace nor another option does. The bounds of gspo are those of
+arXiv 2507.18071 (section 5.1), cispo's is the one that TRL recommends after arXiv 2510.13786."""
+
+
+def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, str]:
+    """The loss, and a sentence of where it is from.
+
+    `options` are `loss`, a name of LOSSES, and fields of a Loss; None leaves what the trace says, or else PPO's clip of 0.2.
+    Raises InvalidOption.
+    """
+    recorded, problem = _recorded(database)
+    given = {name: value for name, value in options.items() if value is not None}
+    _check(given)
+    loss = recorded or Loss()
+    how = "as the trace records it" if recorded else f"assumed, since {problem}: say it with --loss and its bounds"
+    if (name := given.pop("loss", None)) is not None:
+        known = LOSSES[name]
+        same = recorded is not None and all(getattr(recorded, key) == known[key] for key in ("kind", "level"))
+        loss = replace(loss if same else _neutral(loss), **({} if same else known))
+        how = "as it was asked for"
+    if given:
+        loss = replace(loss, **given)
+        how = f"{how}, with {', '.join(f'{key} {value}' for key, value in given.items())} as asked for"
+    return loss, how
+
+
+def _recorded(database: Database) -> tuple[Loss | None, str]:
+    try:
+        loss = read_loss(_hyperparameters(database))
+    except (InvalidRecord, ValueError) as error:
+        return None, f"what the trace says of it cannot be read ({error})"
+    return loss, "the trace says of no loss that is known"
+
+
+def _hyperparameters(database: Database) -> dict[str, Any]:
+    """Name -> value or text; of one that was recorded twice the last."""
+    query = "SELECT name, value, text FROM metrics WHERE step = 0 AND starts_with(name, ?) ORDER BY logged_at"
+    rows = database.connection.execute(query, [HYPERPARAMETER]).fetchall()
+    return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
+
+
+def _neutral(loss: Loss) -> Loss:
+    """A loss of another kind keeps no bounds, but its denominator and correction."""
+    return Loss(
+        denominator=loss.denominator, correction=loss.correction,
+        correction_low=loss.correction_low, correction_high=loss.correction_high,
+    )  # fmt: skip
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    if (name := given.get("loss")) is not None and name not in LOSSES:
+        raise InvalidOption(f"loss: got {name!r}; use {', '.join(LOSSES)}")
+    for key in ("clip_low", "clip_high", "clip_hard", "correction_low", "correction_high"):
+        if key in given and not given[key] >= 0:
+            raise InvalidOption(f"{key.replace('_', '-')}: got {given[key]}; give a number of at least 0")
+    try:
+        Loss(**{name: value for name, value in given.items() if name in {field.name for field in fields(Loss)}})
+    except InvalidRecord as error:
+        raise InvalidOption(str(error)) from error

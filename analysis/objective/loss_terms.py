@@ -1,0 +1,174 @@
+"""The terms of a loss: what it takes a ratio of, which is a token or a whole sequence, and their sums by sequence.
+
+Shapes: T tokens, N sequences, K terms: T or N of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, Loss
+from ..totals import Array
+from .terms import clamped_exp, contribution, correction_weight, is_clipped
+
+SIDES = ("positive", "negative")
+"""Of the sign of an advantage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """Log-ratios of tokens, 0 where a token does not count."""
+
+    d_T: Array
+    """train - rollout, nats."""
+    drift_T: Array
+    """current - train, nats."""
+    advantage_T: Array
+    """0 where there is none."""
+    known_T: np.ndarray | None
+    """bool: whether it counts and has an advantage; None: all of them."""
+    num_N: Array
+    """Tokens of each sequence that count."""
+    known_N: Array
+    """Those with an advantage."""
+    advantage_N: Array
+    """Mean over the tokens of a sequence."""
+    has_one: bool
+    """Whether the tokens of each sequence have one advantage."""
+    starts_N: np.ndarray
+    lengths_N: np.ndarray
+
+    def total(self, values_T: Array) -> Array:
+        """[N] sums over the tokens of each sequence."""
+        return np.add.reduceat(values_T, self.starts_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """[K] arrays."""
+
+    ratio_true: Array
+    ratio_used: Array
+    gap: Array
+    """d of the term, nats."""
+    weight: Array | float
+    """Of the loss's correction."""
+    advantage: Array
+    tokens: Array | float
+    """Tokens that a term stands for."""
+    sign_N: Array | None
+    """Sign of the advantage of all terms of a sequence; None where they differ."""
+    known_N: Array
+    """Terms of a sequence with an advantage."""
+    known: np.ndarray | None
+    """bool: whether a term has one; None: all of them."""
+    starts_N: np.ndarray
+    """The first term of each sequence."""
+    lengths_N: np.ndarray
+    """Terms of each sequence."""
+
+    def sums(self, loss: Loss) -> tuple[dict[str, Array], Array]:
+        """Name -> [N] sums over the terms of each sequence; and [K] |bias| as the loss applied it."""
+        true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
+        plain = (used - true) * self.tokens
+        abs_plain = np.abs(plain)
+        found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
+        found |= self._signed("abs_plain", abs_plain)
+        if loss.correction == "none":
+            size_K = abs_plain
+            found |= {f"{name}applied_{side}": found[f"{name}plain_{side}"] for name in ("", "abs_") for side in SIDES}
+        else:
+            applied = (self.weight * used - true) * self.tokens
+            size_K = np.abs(applied)
+            found |= self._signed("applied", applied) | self._signed("abs_applied", size_K)
+        return found | self._clips(loss) | self._moments(), size_K
+
+    def _clips(self, loss: Loss) -> dict[str, Array]:
+        true, used = (is_clipped(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
+        return (
+            self._count("clipped", true)
+            | self._count("to_clipped", used & ~true)
+            | self._count("to_free", true & ~used)
+        )
+
+    def _moments(self) -> dict[str, Array]:
+        """Of A rho* and d, over terms with an advantage."""
+        weighed = self.advantage * self.ratio_true
+        gap = self.gap if self.known is None else self.gap * self.known
+        return {
+            "terms_known": self.known_N, "sum_weighed": self._total(weighed), "sum_weighed2": self._total(weighed * weighed),
+            "sum_gap": self._total(gap), "sum_gap2": self._total(gap * gap), "sum_weighed_gap": self._total(weighed * gap),
+        }  # fmt: skip
+
+    def _total(self, values_K: Array) -> Array:
+        return np.add.reduceat(values_K, self.starts_N)
+
+    def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
+        """Sums over terms with A > 0 and with A < 0."""
+        if self.sign_N is None:
+            sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
+            positive, negative = (self._total(side) for side in sides)
+        else:
+            total_N = self._total(values_K)
+            positive, negative = np.where(self.sign_N > 0, total_N, 0.0), np.where(self.sign_N < 0, total_N, 0.0)
+        return {f"{name}_positive": positive, f"{name}_negative": negative}
+
+    def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
+        """How many terms have a flag, by the sign of the advantage; few have it."""
+        flagged = np.flatnonzero(flags_K)
+        row = np.searchsorted(self.starts_N, flagged, "right") - 1
+        above = self.advantage[flagged] > 0
+        return {
+            f"{name}_{side}": np.bincount(row[chosen], minlength=len(self.starts_N)).astype(np.float64)
+            for side, chosen in zip(SIDES, (above, ~above), strict=True)
+        }
+
+
+def terms_of(loss: Loss, tokens: Differences) -> Terms:
+    """The terms of some sequences under a loss."""
+    return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
+
+
+def _of_tokens(loss: Loss, tokens: Differences) -> Terms:
+    true, used = _ratios(loss, tokens.d_T, tokens.drift_T)
+    weight: Array | float = 1.0
+    if loss.correction.startswith("token"):
+        weight = correction_weight(loss, tokens.d_T)
+    elif loss.correction != "none":
+        weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
+    return Terms(
+        ratio_true=true, ratio_used=used, gap=tokens.d_T, weight=weight, advantage=tokens.advantage_T, tokens=1.0,
+        sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None, known_N=tokens.known_N, known=tokens.known_T,
+        starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
+    )  # fmt: skip
+
+
+def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
+    """One term a sequence; a correction by token has its mean weight."""
+    divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
+    sum_d_N = tokens.total(tokens.d_T)
+    gap_N = sum_d_N / divisor_N
+    true, used = _ratios(loss, gap_N, tokens.total(tokens.drift_T) / divisor_N)
+    weight: Array | float = 1.0
+    if loss.correction.startswith("token"):
+        weights_T = correction_weight(loss, tokens.d_T)
+        weights_T = weights_T if tokens.known_T is None else weights_T * tokens.known_T
+        weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
+    elif loss.correction != "none":
+        weight = correction_weight(loss, sum_d_N)
+    has_N = tokens.known_N > 0
+    return Terms(
+        ratio_true=true, ratio_used=used, gap=gap_N, weight=weight, advantage=tokens.advantage_N, tokens=tokens.known_N,
+        sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
+        starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),
+    )  # fmt: skip
+
+
+def _ratios(loss: Loss, d: Array, drift: Array) -> tuple[Array, Array]:
+    """rho* = exp(d + drift), and the ratio that the loss uses."""
+    true = clamped_exp(d + drift)
+    if loss.denominator == ROLLOUT:
+        return true, true
+    return true, np.ones_like(true) if loss.denominator == CURRENT else clamped_exp(drift)

@@ -1,0 +1,76 @@
+"""The tokens of a trace, read once: sequences with their logprobs under each pass, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from ..database import Database, quoted
+from .sides import Sides
+
+BATCH_ROWS = 1024
+"""Sequences that are handed to a thread at once."""
+
+CHUNK_TOKENS = 32 << 20
+"""Tokens that are joined at once."""
+
+CHUNK_STEPS = 1024
+"""Steps that are joined at once."""
+
+
+def read_batches(database: Database, sides: Sides) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches of sequences with the number of the range of steps that they are from; a step is in one range alone."""
+    database.connection.execute("RESET threads")
+    for number, steps in enumerate(_ranges(database)):
+        for batch in database.connection.sql(_query(sides, *steps)).to_arrow_reader(BATCH_ROWS):
+            yield number, batch
+
+
+def _ranges(database: Database) -> list[tuple[int, int]]:
+    """First and last step of parts of the trace that fit in memory; a larger step is one alone."""
+    query = "SELECT step, sum(num_response_tokens)::BIGINT FROM sequences GROUP BY step ORDER BY step"
+    ranges: list[tuple[int, int]] = []
+    tokens = steps = 0
+    for step, num_tokens in database.connection.execute(query).fetchall():
+        if ranges and tokens + num_tokens <= CHUNK_TOKENS and steps < CHUNK_STEPS:
+            ranges[-1] = (ranges[-1][0], step)
+            tokens, steps = tokens + num_tokens, steps + 1
+        else:
+            ranges.append((step, step))
+            tokens, steps = num_tokens, 1
+    return ranges
+
+
+def _query(sides: Sides, first_step: int, last_step: int) -> str:
+    """One row a sequence and inner iteration; `sequence` and `unit`, its group, are numbers, since names take long."""
+    within = f"step BETWEEN {first_step} AND {last_step}"
+    joins = [_join("train", sides.train, within, first=sides.current != sides.train)]
+    columns = ["train.logprobs AS train", "train.iteration" if sides.current == sides.train else "now.iteration"]
+    if sides.rollout != sides.train:
+        joins.append(_join("rollout", sides.rollout, within, first=True))
+        columns.append("rollout.logprobs AS rollout")
+    if sides.current != sides.train:
+        joins.append(_join("now", sides.current, within, first=False))
+        columns.append("now.logprobs AS now")
+    lengths = " AND ".join(
+        f"len({name}.logprobs) = s.num_response_tokens"
+        for name in ("train", "rollout", "now")
+        if f"AS {name}" in " ".join(columns)
+    )
+    return f"""
+        SELECT s.step, hash(s.seq_id) AS sequence, hash(s.step, s.group_id, CASE WHEN s.group_id IS NULL THEN s.seq_id END) AS unit,
+               s.advantage, coalesce(s.advantages, []::FLOAT[]) AS advantages,
+               coalesce(s.response_mask, []::BOOLEAN[]) AS mask, {", ".join(columns)}
+        FROM (SELECT * FROM sequences WHERE {within} AND num_response_tokens > 0) AS s {" ".join(joins)}
+        WHERE {lengths}
+    """
+
+
+def _join(name: str, scored: str, within: str, *, first: bool) -> str:
+    """Join a pass; `first` takes the first inner iteration alone."""
+    only = " AND iteration = 0" if first else ""
+    rows = (
+        f'SELECT run, step, seq_id, iteration, logprobs FROM scores WHERE "pass" = {quoted(scored)} AND {within}{only}'
+    )
+    return f"JOIN ({rows}) AS {name} ON {name}.run = s.run AND {name}.step = s.step AND {name}.seq_id = s.seq_id"

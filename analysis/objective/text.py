@@ -1,0 +1,87 @@
+"""An objective as text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..check.text import wrapped
+from ..rows import Rows, to_text
+from .concentration import CARRIED
+from .judged import Objective
+
+NUM_WORST = 5
+"""Steps that are shown unless all are asked for."""
+
+STEP_COLUMNS = (
+    "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
+    "bad_updates", "mean_abs_d", "var_d", "var_drift", "mean_abs_sum_d",
+)  # fmt: skip
+
+
+_CARRIED = {
+    "half": "share of the terms that carry half of sum |b|",
+    "ninety": "share of the terms that carry 90 % of it",
+    "top_thousandth": "share of it in the top 0.1 % of the terms",
+}
+
+
+def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
+    """Write an objective, for reading: the verdict, the run's figures with their intervals, the worst steps or all."""
+    parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
+    parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
+    parts += [wrapped(f"note: {note}", "", width) for note in found.notes]
+    if by == "run" and found.figures:
+        parts.append(to_text(_figures(found), width))
+    if len(found.steps):
+        parts.append(_steps(found, width, by))
+    return "\n\n".join(parts)
+
+
+def objective_json(found: Objective) -> dict[str, Any]:
+    """The same as JSON can say it, with every number of every step."""
+    return asdict(found) | {"steps": found.steps}
+
+
+def _loss(found: Objective, width: int | None) -> str:
+    loss = found.loss
+    bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{_hard(loss.clip_hard)})",
+              "cispo": f" (weight at most {loss.clip_high:g})"}.get(loss.kind, "")  # fmt: skip
+    level = {"token": "tokens", "sequence_mean": "sequences, by the mean of log-ratios"}.get(
+        loss.level, "sequences, by the sum of log-ratios"
+    )
+    corrected = "" if loss.correction == "none" else f", corrected by {loss.correction}{_bounds(found)}"
+    text = (
+        f"{found.trace}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
+        f"{found.loss_from}. {found.num_updates:,} updates, {found.num_sequences:,} sequences, {found.num_tokens:,} tokens, "
+        f"{found.num_groups:,} groups."
+    )
+    return wrapped(text, "", width)
+
+
+def _hard(bound: float | None) -> str:
+    return "" if bound is None else f", never above {bound:g}"
+
+
+def _bounds(found: Objective) -> str:
+    low, high = found.loss.correction_low, found.loss.correction_high
+    parts = [f"{sign} {bound:g}" for sign, bound in (("from", low), ("up to", high)) if bound is not None]
+    return f" {' '.join(parts)}" if parts else ""
+
+
+def _figures(found: Objective) -> Rows:
+    rows = [(each.name, each.value, each.low, each.high, each.meaning) for each in found.figures.values()]
+    if (carried := found.concentration) is not None:
+        rows += [(label, getattr(carried, name), None, None, _CARRIED[name]) for name, label in CARRIED.items()]
+    return Rows(("figure", "value", "low", "high", "what it is"), rows)
+
+
+def _steps(found: Objective, width: int | None, by: str) -> str:
+    kept = [name for name in STEP_COLUMNS if name in found.steps.columns]
+    steps = found.steps.without([name for name in found.steps.columns if name not in kept])
+    if by == "step":
+        return to_text(steps, width)
+    key = next((name for name in ("bias", "mean_abs_d", "var_drift") if name in kept), "num_tokens")
+    place = steps.columns.index(key)
+    worst = sorted(steps.rows, key=lambda row: -abs(row[place] or 0.0))[:NUM_WORST]
+    return f"Worst steps, by {key}:\n\n{to_text(Rows(steps.columns, worst), width)}"

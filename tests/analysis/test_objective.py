@@ -1,0 +1,617 @@
+"""What the mismatch does to an objective, against NumPy token by token, by hand, and against its own SQL."""
+
+import math
+
+import numpy as np
+import pytest
+from builders import tim_trace
+from hypothesis import given
+from hypothesis import strategies as st
+from tim_trace.analysis.catalogue import query
+from tim_trace.analysis.database import Database, connect
+from tim_trace.analysis.objective import reading, tokens
+from tim_trace.analysis.objective.concentration import NUM_BINS, bins_of, concentration
+from tim_trace.analysis.objective.objective import objective
+from tim_trace.analysis.objective.terms import contribution, correction_weight, is_clipped
+from tim_trace.analysis.objective.text import objective_text
+from tim_trace.schemas.errors import InvalidOption
+from tim_trace.schemas.loss import Loss
+from tim_trace.tracer.recorder import Recorder
+
+LOSSES = {
+    "ppo": Loss(clip_low=0.1, clip_high=0.3),
+    "hard": Loss(clip_low=0.1, clip_high=0.3, clip_hard=1.6, aggregation="constant"),
+    "bypass": Loss(denominator="rollout"),
+    "current": Loss(denominator="current", aggregation="sequence_sum"),
+    "reinforce": Loss(kind="reinforce", correction="token_truncate", correction_high=1.1, correction_low=0.95),
+    "masked": Loss(aggregation="sequence_mean", correction="token_mask", correction_high=1.1, correction_low=0.9),
+    "sequence": Loss(correction="sequence_mask", correction_high=1.5),
+    "truncated": Loss(correction="sequence_truncate", correction_high=1.2),
+    "gspo": Loss(level="sequence_mean", clip_low=0.02, clip_high=0.03, aggregation="sequence_mean"),
+    "gspo_masked": Loss(
+        level="sequence_mean", clip_low=0.02, clip_high=0.03, correction="token_mask", correction_high=1.1
+    ),
+    "rloo": Loss(level="sequence_sum", aggregation="sequence", correction="sequence_truncate", correction_high=1.2),
+    "cispo": Loss(kind="cispo", clip_high=1.15),
+}
+
+
+def make(seed, rows=12, width=9, spread=0.15, by_token=False, holes=True):
+    """Logprobs of four rows to a group, two inner iterations, masks, a NaN, an infinity and a NULL."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(2, width + 1, rows)
+    rollout = [-draw.exponential(0.6, n) for n in lengths]
+    train = [np.minimum(r + draw.normal(0, spread, len(r)), 0) for r in rollout]
+    current = [[np.minimum(t + draw.normal(0, spread * (1 + k), len(t)), 0) for t in train] for k in range(2)]
+    mask = [draw.random(n) > 0.2 for n in lengths]
+    advantage = [draw.normal(size=n).astype(np.float32) for n in lengths] if by_token else list(draw.normal(size=rows))
+    if holes:
+        train[0][0], rollout[1][0], current[0][2][0] = np.nan, -np.inf, np.nan
+        mask[0][0] = mask[1][0] = mask[2][0] = True
+        mask[3][:] = False
+        advantage[4] = np.full(lengths[4], np.nan, np.float32) if by_token else math.nan
+    as32 = [[np.asarray(values, np.float32) for values in side] for side in (rollout, train, *current)]
+    return {"rollout": as32[0], "train": as32[1], "current": as32[2:], "mask": mask, "advantage": advantage}
+
+
+def write(path, steps, loss=None, passes=("rollout", "train", "current"), advantages=True, iterations=2):
+    with Recorder(path) as recorder:
+        if loss is not None:
+            recorder.add_loss(loss)
+        for step, batch in enumerate(steps, 1):
+            rows = len(batch["mask"])
+            given = {"advantage": batch["advantage"]} if advantages else {}
+            added = recorder.add_sequences(
+                step=step,
+                response_ids=[[1] * len(m) for m in batch["mask"]],
+                response_mask=[m.astype(int).tolist() for m in batch["mask"]],
+                group_ids=[str(row // 4) for row in range(rows)],
+                **given,
+            )
+            for name in passes:
+                if name == "current":
+                    for number in range(iterations):
+                        recorder.add_scores(name, added, logprobs=batch[name][number])
+                else:
+                    recorder.add_scores(name, added, logprobs=batch[name])
+    return path
+
+
+def options_of(loss):
+    """A loss as options of `objective`."""
+    name = {"sequence_mean": "gspo", "sequence_sum": "rloo"}.get(loss.level, loss.kind)
+    names = (
+        "clip_low",
+        "clip_high",
+        "clip_hard",
+        "denominator",
+        "aggregation",
+        "correction",
+        "correction_low",
+        "correction_high",
+    )
+    return {"loss": name} | {option: getattr(loss, option) for option in names}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Whether advantages are by token -> two steps of two inner iterations, and the trace of them."""
+    steps = {by_token: [make(seed, by_token=by_token) for seed in (1, 2)] for by_token in (False, True)}
+    folder = tmp_path_factory.mktemp("objective")
+    return {by_token: (made, Database(write(folder / str(by_token), made))) for by_token, made in steps.items()}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """A trace whose engine is exact, and whose policy drifts."""
+    batch = make(3, holes=False)
+    batch["rollout"] = batch["train"]
+    return Database(write(tmp_path_factory.mktemp("exact") / "run", [batch]))
+
+
+def f(loss, ratio, advantage):
+    """The loss, one number at a time, as papers write it."""
+    if loss.kind == "reinforce":
+        return ratio * advantage
+    if loss.kind == "cispo":
+        return min(ratio, loss.clip_high) * advantage
+    free = min(ratio, loss.clip_hard or math.inf)
+    return min(free * advantage, max(min(ratio, 1 + loss.clip_high), 1 - loss.clip_low) * advantage)
+
+
+def clips(loss, ratio, advantage):
+    """Whether a small change of the ratio changes nothing, or for cispo not the weight."""
+    steps = [f(loss, ratio * factor, advantage) for factor in (1 - 1e-7, 1 + 1e-7)]
+    return advantage != 0 and abs(steps[0] - steps[1]) < 1e-12 * abs(advantage)
+
+
+def weight_of(loss, ratio):
+    low = loss.correction_low or 0.0
+    if loss.correction == "none":
+        return 1.0
+    if loss.correction.endswith("truncate"):
+        return max(min(ratio, loss.correction_high), low)
+    return ratio if low <= ratio <= loss.correction_high else 0.0
+
+
+def plain_sequence(loss, batch, row, iteration):
+    """[(advantage, d, drift, true ratio, used ratio, weight, p's)] of the tokens of a sequence that count."""
+    sides = [np.asarray(batch[name][row], float) for name in ("rollout", "train")] + [
+        batch["current"][iteration][row].astype(float)
+    ]
+    given = batch["advantage"][row]
+    advantage = np.broadcast_to(np.asarray(given, float), len(sides[0]))
+    there = batch["mask"][row] & np.all(np.isfinite(sides), axis=0)
+    rollout, train, current = (side[there] for side in sides)
+    advantage = advantage[there]
+    d, drift = train - rollout, current - train
+    if loss.level == "token":
+        true, used = np.exp(d + drift), np.exp(drift)
+    else:
+        how = np.mean if loss.level == "sequence_mean" else np.sum
+        true, used = (np.full(len(d), np.exp(how(x))) if len(d) else d for x in (d + drift, drift))
+        advantage = np.full(len(d), np.mean(advantage)) if len(d) else d  # one of the sequence
+    used = {"train": used, "rollout": true, "current": np.ones_like(true)}[loss.denominator]
+    ratio = np.exp(d) if loss.correction.startswith("token") else np.full(len(d), np.exp(d.sum()))
+    weights = [weight_of(loss, one) for one in ratio]
+    return list(zip(advantage, d, drift, true, used, weights, rollout, train, current, strict=True))
+
+
+def expected(loss, batch, iteration):
+    """The figures of one update, token by token."""
+    sequences = [plain_sequence(loss, batch, row, iteration) for row in range(len(batch["mask"]))]
+    sequences = [tokens for tokens in sequences if tokens]
+    num_tokens = sum(len(tokens) for tokens in sequences)
+    found = dict.fromkeys(("bias", "bias_positive", "bias_negative", "abs_bias", "size", "uncorrected_bias"), 0.0)
+    for rows in sequences:
+        each = {
+            "token_mean": 1 / num_tokens, "sequence_mean": 1 / len(rows) / len(sequences), "sequence_sum": 1 / len(sequences),
+            "sequence": 1 / len(rows) / len(sequences), "constant": 1 / len(sequences) / (loss.max_tokens or 1),
+        }[loss.aggregation]  # fmt: skip
+        terms = []
+        for advantage, _, _, true, used, weight, *_ in rows:
+            if math.isfinite(advantage):
+                true_term, used_term = f(loss, true, advantage), f(loss, used, advantage)
+                terms.append((advantage, true_term, used_term, weight * used_term - true_term))
+        if loss.level != "token" and terms:  # one term a sequence: its tokens share everything
+            mean = [np.mean([term[i] for term in terms]) for i in range(4)]
+            terms = [tuple(mean)] * len(terms)
+        for advantage, true_term, used_term, b in terms:
+            found["bias"] += each * b
+            found["abs_bias"] += each * abs(b)
+            found["size"] += each * abs(true_term)
+            found["uncorrected_bias"] += each * (used_term - true_term)
+            found["bias_positive" if advantage > 0 else "bias_negative"] += each * b
+    found["skew"] = found["bias"] / found["abs_bias"] if found["abs_bias"] else None
+    found["relative_bias"] = found["bias"] / found["size"]
+    tokens = [token for rows in sequences for token in rows]
+    d, drift = (np.array([token[i] for token in tokens]) for i in (1, 2))
+    found |= {
+        "num_tokens": num_tokens, "num_sequences": len(sequences), "mean_d": d.mean(), "mean_abs_d": np.abs(d).mean(),
+        "var_d": d.var(), "var_drift": drift.var(), "cov_d_drift": np.mean(d * drift) - d.mean() * drift.mean(),
+        "var_total": (d + drift).var(), "share_mismatch": (d**2).sum() / ((d**2).sum() + (drift**2).sum()),
+        "mean_abs_sum_d": np.mean([abs(sum(token[1] for token in rows)) for rows in sequences]),
+        "bad_updates": np.mean([t[0] < 0 and math.exp(t[6]) - math.exp(t[8]) >= 0.5 for t in tokens]),
+        "bad_updates_mismatch": np.mean([t[0] < 0 and math.exp(t[6]) - math.exp(t[7]) >= 0.5 for t in tokens]),
+    }  # fmt: skip
+    known = [[token for token in rows if math.isfinite(token[0])] for rows in sequences]
+    terms = [token for rows in known for token in (rows if loss.level == "token" else rows[:1])]
+    if loss.level == "token":
+        a, gap, true = (np.array([term[i] for term in terms]) for i in (0, 1, 3))
+        found["cov_weighed_d"] = np.mean(a * true * gap) - np.mean(a * true) * np.mean(gap)
+        found["corr_weighed_d"] = np.corrcoef(a * true, gap)[0, 1]
+        found["first_order"] = -np.mean(a * true * gap)
+    flags = [(t[0] > 0, clips(loss, t[3], t[0]), clips(loss, t[4], t[0])) for t in terms]
+    found |= {
+        "clipped": np.mean([used for _, _, used in flags]), "clipped_true": np.mean([true for _, true, _ in flags]),
+        "to_clipped_positive": np.mean([up and used and not true for up, true, used in flags]),
+        "to_clipped_negative": np.mean([not up and used and not true for up, true, used in flags]),
+        "to_free_positive": np.mean([up and true and not used for up, true, used in flags]),
+        "to_free_negative": np.mean([not up and true and not used for up, true, used in flags]),
+        "sequence_proxy": np.mean([np.expm1(sum(t[1] for t in rows)) * np.mean([t[0] for t in rows]) for rows in known if rows]),
+    }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_figure_of_every_update_is_what_numpy_says(opened, name, by_token):
+    loss, (steps, database) = LOSSES[name], opened[by_token]
+    found = objective(database, **options_of(loss))
+    assert found.loss == loss
+    for row in found.steps.dicts():
+        wanted = expected(loss, steps[row["step"] - 1], row["iteration"])
+        for figure, value in wanted.items():
+            if figure in row:
+                close = value if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)
+                assert row[figure] == close, (row["step"], row["iteration"], figure)
+    of_run = np.mean([expected(loss, steps[step], k)["bias"] for step in (0, 1) for k in (0, 1)])
+    assert found.value("bias") == pytest.approx(of_run, rel=1e-9, abs=1e-12)
+    assert (found.num_updates, found.num_groups) == (4, 6)
+    assert (found.num_nan, found.num_inf) == (6, 4)
+    assert any("6 tokens have a NaN and 4 an infinite logprob" in note for note in found.notes)
+
+
+@given(advantage=st.floats(-5, 5), drift=st.floats(-3, 3), name=st.sampled_from(sorted(LOSSES)), d=st.floats(-3, 3))
+def test_identities_of_a_term(advantage, drift, name, d):
+    loss = LOSSES[name]
+    ratio, a = np.exp(np.array([drift])), np.array([advantage])
+    # Without mismatch there is no bias, and no decision turns.
+    assert contribution(loss, ratio * np.exp(0.0), a) == contribution(loss, ratio, a)
+    # A clip never gives more than the ratio alone, and the same where it does not bind.
+    free = ratio * a
+    if loss.kind == "ppo_clip":
+        held = np.minimum(ratio, loss.clip_hard or np.inf) * a
+        assert contribution(loss, ratio, a)[0] <= held[0]
+    if not is_clipped(loss, ratio, a)[0] and loss.kind != "reinforce":
+        assert contribution(loss, ratio, a)[0] == pytest.approx(free[0], rel=1e-12)
+    # REINFORCE: b = A (rho_used - rho*), and the full weight takes it away.
+    plain = Loss(kind="reinforce", correction="token_truncate")
+    true = ratio * np.exp(d)
+    b = contribution(plain, ratio, a) - contribution(plain, true, a)
+    assert b[0] == pytest.approx(advantage * (ratio[0] - true[0]), rel=1e-9, abs=1e-12)
+    corrected = correction_weight(plain, np.array([d])) * contribution(plain, ratio, a) - contribution(plain, true, a)
+    assert corrected[0] == pytest.approx(0, abs=1e-10 * max(1, abs(advantage) * true[0]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_mismatch_nothing_is_bent(exact, name):
+    found = objective(exact, **options_of(LOSSES[name]) | {"denominator": "train", "correction": "none"})
+    assert {found.value(figure) for figure in ("bias", "abs_bias", "cov_weighed_d")} == {0.0}
+    assert found.value("flipped") == (None if LOSSES[name].kind == "reinforce" else 0)
+    assert found.value("var_d") == 0
+    assert found.value("var_drift") > 0
+    assert found.concentration is None
+    assert "does not touch the objective's value" in found.verdict[0]
+
+
+def test_a_recorded_loss_is_read_whole(tmp_path):
+    loss = Loss(aggregation="constant", max_tokens=20, kl_coefficient=0.1)
+    batch = make(18)
+    found = objective(write(tmp_path / "run", [batch], loss))
+    assert found.loss == loss
+    assert found.loss_from == "as the trace records it"
+    assert found.steps.dicts()[1]["bias"] == pytest.approx(expected(loss, batch, 1)["bias"], rel=1e-9)
+    assert "the KL term (coefficient 0.1) is in no figure" in found.notes
+
+
+def test_bypass_uses_the_true_ratio(opened):
+    found = objective(opened[False][1], denominator="rollout")
+    assert found.value("abs_bias") == 0
+    assert "divides by the rollout's own logprobs" in found.verdict[0]
+    assert found.value("var_d") > 0
+
+
+def one_sequence(path, rollout, train, current=None, advantage=1.0, loss=None, rows=1):
+    with Recorder(path) as recorder:
+        if loss:
+            recorder.add_loss(loss)
+        given = {} if advantage is None else {"advantage": [advantage] * rows}
+        batch = recorder.add_sequences(step=1, response_ids=[[1] * len(rollout)] * rows, **given)
+        for name, logprobs in (("rollout", rollout), ("train", train), ("current", current)):
+            if logprobs is not None:
+                recorder.add_scores(name, batch, logprobs=[logprobs] * rows)
+    return path
+
+
+def test_the_explainer_s_sequence_is_19_nats(tmp_path):
+    # p = 0.7234 against 0.7268 looks like nothing: 0.0047 nats a token, and over 4,096 tokens a ratio of exp(19.2).
+    each = math.log(0.7268 / 0.7234)
+    trace = one_sequence(tmp_path / "run", [math.log(0.7234)] * 4096, [math.log(0.7268)] * 4096)
+    found = objective(trace, loss="reinforce")
+    assert found.value("mean_sum_d") == pytest.approx(4096 * each, rel=1e-5)
+    assert found.value("mean_sum_d") == pytest.approx(19.2, abs=0.05)
+    assert found.value("mean_d") == pytest.approx(0.0047, abs=1e-4)
+    # The token's ratio is 1.0047, so REINFORCE sees 0.47 % less than there is; the sequence is off by exp(19.2) - 1.
+    assert found.value("relative_bias") == pytest.approx(math.exp(-each) - 1, rel=1e-3)
+    assert found.value("sequence_proxy") == pytest.approx(math.expm1(4096 * each), rel=1e-2)
+    rloo = objective(trace, loss="rloo", clip_low=0.2, clip_high=0.2)
+    assert rloo.value("flipped") == 1
+    # f(1) = 1 against a ratio that the clip holds at 1.2.
+    assert rloo.value("bias") == pytest.approx(-0.2)
+
+
+def test_a_ratio_that_the_mismatch_alone_clips_by_hand(tmp_path):
+    # current / train = 1.1 stays within 1.2, current / rollout = 1.1 * 1.25 does not: b = 1.1 - 1.2.
+    trace = one_sequence(
+        tmp_path / "run", [math.log(0.4)], [math.log(0.5)], [math.log(0.55)], advantage=2.0, loss=Loss()
+    )
+    found = objective(trace)
+    assert found.value("bias") == pytest.approx(2 * (1.1 - 1.2), abs=1e-6)
+    assert (found.value("to_free_positive"), found.value("clipped"), found.value("clipped_true")) == (1, 0, 1)
+    # A < 0: nothing is clipped above, so that b = -2 (1.1 - 1.375).
+    trace = one_sequence(
+        tmp_path / "other", [math.log(0.4)], [math.log(0.5)], [math.log(0.55)], advantage=-2.0, loss=Loss()
+    )
+    found = objective(trace)
+    assert found.value("bias") == pytest.approx(-2 * (1.1 - 1.375), abs=1e-6)
+    assert found.value("flipped") == 0
+
+
+def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
+    # w = min(1.25, 1.1), used ratio 1, true ratio 1.25: b = 1.1 - 1.25, and 1 - 1.25 without the correction.
+    loss = Loss(kind="reinforce", correction="token_truncate", correction_high=1.1)
+    found = objective(one_sequence(tmp_path / "run", [math.log(0.4)], [math.log(0.5)], loss=loss))
+    assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
+    assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
+    assert any("with its weights left out the bias is -20 % instead of -12 %" in s for s in found.verdict)
+    assert "uncorrected_bias" not in objective(tmp_path / "run", correction="none").figures
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_sql_gives_the_same(opened, name):
+    loss, (_, database) = LOSSES[name], opened[False]
+    # SQL counts tokens alike, so that is asked of both.
+    rows = objective(database, **options_of(loss) | {"aggregation": "token_mean"}).steps.dicts()
+    names = (
+        "kind",
+        "level",
+        "clip_low",
+        "clip_high",
+        "clip_hard",
+        "denominator",
+        "correction",
+        "correction_low",
+        "correction_high",
+    )
+    options = ", ".join(
+        f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
+    )
+    database.define_objective()
+    found = database.ask(f"FROM objective_steps('train', 'rollout', 'current', {options})").dicts()
+    assert len(found) == len(rows) == 4
+    for row, of_sql in zip(rows, found, strict=True):
+        share = of_sql["num_tokens"] / row["num_tokens"]  # the loss's mean is over tokens without an advantage, too
+        assert row["bias"] == pytest.approx(of_sql["mean_bias"] * share, rel=1e-9, abs=1e-14)
+        assert row["bias_positive"] == pytest.approx(of_sql["mean_bias_positive"] * share, rel=1e-9, abs=1e-14)
+        assert row["relative_bias"] == pytest.approx(of_sql["relative_bias"], rel=1e-9, abs=1e-14)
+        if not (loss.level == "sequence_mean" and loss.correction == "token_mask"):
+            assert row["abs_bias"] == pytest.approx(of_sql["mean_abs_bias"] * share, rel=1e-9, abs=1e-14)
+        if loss.level == "token":
+            flipped = of_sql["flipped_to_clipped"] + of_sql["flipped_to_free"]
+            assert row.get("flipped", 0.0) == pytest.approx(flipped, rel=1e-9)
+            assert row["cov_weighed_d"] == pytest.approx(of_sql["cov_weighed_d"], rel=1e-9, abs=1e-14)
+
+
+def test_the_named_query_is_the_same_with_a_clip_of_a_fifth(tmp_path):
+    trace = write(tmp_path / "run", [make(7, holes=False)])
+    for row, of_query in zip(objective(trace).steps.dicts(), query("objective-bias", trace).dicts(), strict=True):
+        assert row["bias"] == pytest.approx(of_query["mean_bias"], rel=1e-9)
+        assert row["skew"] == pytest.approx(of_query["skew"], rel=1e-9)
+    tokens_seen = connect(trace).sql("SELECT count(*) FROM objective_tokens('train', 'rollout', 'train')").fetchall()
+    assert tokens_seen == [(sum(m.sum() for m in make(7, holes=False)["mask"]),)]
+
+
+def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
+    trace = Database(
+        write(
+            tmp_path / "run", [make(seed) for seed in range(5)], Loss(correction="sequence_mask", correction_high=1.5)
+        )
+    )
+    whole = objective(trace)
+    monkeypatch.setattr(tokens, "BLOCK_TOKENS", 7)
+    monkeypatch.setattr(reading, "BATCH_ROWS", 3)
+    monkeypatch.setattr(reading, "CHUNK_TOKENS", 100)
+    cut = objective(trace)
+    assert cut.steps == whole.steps
+    assert {name: each.value for name, each in cut.figures.items()} == {
+        n: each.value for n, each in whole.figures.items()
+    }
+    assert cut.concentration.half == pytest.approx(whole.concentration.half, rel=1e-9)
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=300))
+def test_concentration_is_that_of_a_sort_to_a_bin(sizes):
+    sizes = np.array(sizes)
+    bins = np.stack(
+        [np.bincount(bins_of(sizes), minlength=NUM_BINS), np.bincount(bins_of(sizes), sizes, minlength=NUM_BINS)]
+    )
+    found = concentration(bins, len(sizes))
+    ordered = np.sort(sizes)[::-1]
+    carried = np.cumsum(ordered) / ordered.sum()
+    top = carried[math.ceil(0.001 * len(sizes)) - 1]
+    assert top / 1.1 <= found.top_thousandth <= top * 1.0001
+    for share, value in ((0.5, found.half), (0.9, found.ninety)):
+        needed = np.searchsorted(carried, share * (1 - 1e-9)) + 1
+        assert abs(value * len(sizes) - needed) <= 1 + 0.1 * needed
+
+
+def test_few_tokens_carry_it(tmp_path):
+    rollout = [-1.0] * 1000
+    train = [-1.0] * 1000
+    train[:2] = [-1.5, -0.5]
+    found = objective(one_sequence(tmp_path / "run", rollout, train), loss="reinforce")
+    assert found.concentration.ninety == 0.002
+    # b = 1 - exp(0.5) and 1 - exp(-0.5); one token in a thousand is the larger one.
+    up, down = math.expm1(0.5), -math.expm1(-0.5)
+    assert found.concentration.top_thousandth == pytest.approx(up / (up + down), rel=1e-6)
+    assert found.value("bias") == pytest.approx((down - up) / 1000, rel=1e-6)
+
+
+def test_groups_that_agree_leave_no_interval_and_noise_holds_zero(tmp_path):
+    rows = 40
+    same = one_sequence(tmp_path / "same", [-1.0, -0.5], [-1.1, -0.5], rows=rows)
+    found = objective(same, loss="reinforce").figures["bias"]
+    assert found.low == pytest.approx(found.value) == pytest.approx(found.high)
+    single = objective(one_sequence(tmp_path / "one", [-1.0], [-1.1]))
+    assert single.figures["bias"].low is None
+    assert "cannot be told from less than two groups" in single.verdict[0]
+
+
+def noisy(path, shift, seed=0, rows=200):
+    """Advantages of both signs, and a mismatch that goes with them by `shift`."""
+    draw = np.random.default_rng(seed)
+    with Recorder(path) as recorder:
+        advantage = np.repeat([1.0, -1.0], rows // 2)
+        batch = recorder.add_sequences(
+            step=1,
+            response_ids=[[1] * 20] * rows,
+            advantage=advantage,
+            group_ids=[str(row % 50) for row in range(rows)],
+        )
+        rollout = -1 - draw.exponential(0.3, (rows, 20))
+        d = draw.normal(0, 0.02, (rows, 20)) + shift * advantage[:, None]
+        recorder.add_scores("rollout", batch, logprobs=rollout.astype(np.float32))
+        recorder.add_scores("train", batch, logprobs=(rollout + d).astype(np.float32))
+    return path
+
+
+def test_the_verdict_tells_noise_from_a_push(tmp_path):
+    noise = objective(noisy(tmp_path / "noise", 0.0), loss="reinforce")
+    assert noise.verdict[0].startswith("The mismatch pushes no way that this many groups could show: noise.")
+    push = objective(noisy(tmp_path / "push", 0.01), loss="reinforce")
+    assert push.verdict[0].startswith("The mismatch pushes one way, by a little, and down")
+    assert push.figures["relative_bias"].high < 0
+    # A > 0 has rho* = exp(0.01): seen 1 % too small. A < 0 has exp(-0.01): punished 1 % too much.
+    assert push.value("relative_positive") == pytest.approx(-0.01, abs=0.002)
+    assert push.value("relative_negative") == pytest.approx(-0.01, abs=0.002)
+    assert "credited too little" in push.verdict[1]
+    assert "punished too much" in push.verdict[1]
+    assert push.value("first_order") == pytest.approx(-0.01, abs=0.002)
+
+
+def test_a_loss_that_is_not_recorded_is_assumed_and_said(opened):
+    database = opened[False][1]
+    found = objective(database)
+    assert found.loss == Loss()
+    assert (
+        found.loss_from == "assumed, since the trace says of no loss that is known: say it with --loss and its bounds"
+    )
+    asked = objective(database, loss="gspo", clip_high=0.01)
+    assert (asked.loss.level, asked.loss.clip_low, asked.loss.clip_high) == ("sequence_mean", 3e-4, 0.01)
+    assert asked.loss_from == "as it was asked for, with clip_high 0.01 as asked for"
+
+
+def test_options_change_what_is_recorded_and_no_more(tmp_path):
+    recorded = Loss(
+        clip_low=0.1, clip_high=0.3, aggregation="sequence_mean", correction="token_mask", correction_high=2.0
+    )
+    trace = Database(write(tmp_path / "run", [make(9)], recorded))
+    assert objective(trace).loss == recorded
+    assert objective(trace, loss="ppo_clip").loss == recorded
+    assert objective(trace, clip_high=0.5).loss.clip_low == 0.1
+    # Another loss keeps no bounds of this one, but its correction.
+    other = objective(trace, loss="reinforce").loss
+    assert other == Loss(kind="reinforce", correction="token_mask", correction_high=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "sapo"}, "loss: got 'sapo'; use ppo_clip, reinforce, gspo, rloo, cispo"),
+        ({"denominator": "old"}, "denominator 'old' is unknown; use train, rollout, current"),
+        ({"correction": "tis"}, "correction 'tis' is unknown; use none, token_truncate"),
+        ({"clip_low": -0.1}, "clip-low: got -0.1"),
+        ({"confidence": 95}, "confidence: got 95"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(opened, options, message):
+    with pytest.raises(InvalidOption, match=message):
+        objective(opened[False][1], **options)
+
+
+def test_a_recorded_loss_that_cannot_be_read_is_said(tmp_path):
+    with Recorder(tmp_path / "strange") as recorder:
+        recorder.add_hyperparameters({"loss/kind": "sapo"})
+        recorder.add_scores(
+            "train", recorder.add_sequences(step=1, response_ids=[[1]], advantage=[1.0]), logprobs=[[-1.0]]
+        )
+    found = objective(tmp_path / "strange")
+    assert "cannot be read (loss: kind 'sapo' is unknown" in found.loss_from
+    assert found.loss == Loss()
+
+
+def test_without_advantages_ratios_are_still_answered(tmp_path):
+    found = objective(write(tmp_path / "run", [make(11)], LOSSES["ppo"], advantages=False))
+    assert any("everything that an advantage enters" in sentence for sentence in found.cannot)
+    assert found.value("bias") is None
+    assert found.value("mean_abs_d") > 0
+    assert found.value("var_total") > 0
+    assert "cannot be answered" in found.verdict[0]
+    assert "nats on average" in found.verdict[1]
+
+
+def test_without_current_the_first_update_is_answered(tmp_path):
+    batch = make(12, holes=False)
+    found = objective(write(tmp_path / "run", [batch], Loss(kind="reinforce"), passes=("rollout", "train")))
+    assert any("batch's first update" in note for note in found.notes)
+    assert any("what later updates" in sentence for sentence in found.cannot)
+    assert "var_drift" not in found.figures
+    a = np.concatenate([np.full(m.sum(), v) for m, v in zip(batch["mask"], batch["advantage"], strict=True)])
+    d = np.concatenate(
+        [(t.astype(float) - r)[m] for t, r, m in zip(batch["train"], batch["rollout"], batch["mask"], strict=True)]
+    )
+    assert found.value("bias") == pytest.approx((a * (1 - np.exp(d))).mean(), rel=1e-9)
+
+
+def test_without_train_the_loss_divides_by_itself(tmp_path):
+    found = objective(write(tmp_path / "run", [make(13, holes=False)], Loss(), passes=("rollout", "current")))
+    assert found.loss.denominator == "current"
+    assert found.passes == ("current", "rollout", "current")
+    assert found.num_updates == 2
+    assert any("'current' stands for it" in note for note in found.notes)
+    assert any("what is policy drift" in sentence for sentence in found.cannot)
+    assert found.value("bias") is not None
+
+
+def test_without_rollout_there_is_no_mismatch_to_judge(tmp_path):
+    found = objective(write(tmp_path / "run", [make(14, holes=False)], Loss(), passes=("train", "current")))
+    assert any("no logprobs of the pass 'rollout'" in sentence for sentence in found.cannot)
+    assert set(found.figures) == {"clipped", "mean_drift", "var_drift"}
+    assert found.concentration is None
+    assert objective_text(found)
+
+
+@pytest.mark.parametrize("passes", [("rollout",), ()])
+def test_one_side_alone_or_none_is_said(tmp_path, passes):
+    found = objective(write(tmp_path / "run", [make(15)], Loss(), passes=passes))
+    assert found.verdict == ("What the mismatch does to the objective cannot be answered.",)
+    assert found.cannot[0].startswith("everything")
+    assert objective_text(found)
+
+
+def test_traces_with_nothing_to_count_have_an_answer(tmp_path):
+    with Recorder(tmp_path / "empty") as recorder:
+        recorder.add_metrics(1, {"loss": 0.5})
+    assert objective(tmp_path / "empty").num_tokens == 0
+    nan = objective(one_sequence(tmp_path / "nan", [math.nan, -math.inf], [-1.0, -1.0]))
+    assert (nan.num_tokens, nan.num_nan, nan.num_inf) == (0, 1, 1)
+    assert nan.verdict[0].startswith("Nothing can be said")
+    zero = objective(one_sequence(tmp_path / "zero", [-1.0, -2.0], [-1.1, -2.0], advantage=0.0))
+    assert "no advantage is other than 0" in zero.verdict[0]
+    for name in ("nan", "zero"):
+        assert objective_text(objective(tmp_path / name))
+
+
+def test_ratios_beyond_what_a_float_holds_stay_numbers(tmp_path):
+    trace = one_sequence(tmp_path / "run", [-2000.0, -1.0], [-1.0, -1.0], advantage=-1.0)
+    found = objective(trace)
+    assert found.value("bias") == pytest.approx((-1 + math.exp(20)) / 2)
+    assert math.isfinite(found.value("sequence_proxy"))
+
+
+def test_sequences_that_a_pass_lacks_are_counted(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[1], [1]], advantage=[1.0, -1.0])
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0], [-1.0]])
+        recorder.add_scores("train", batch, logprobs=[[-1.1], [-1.1]])
+        other = recorder.add_sequences(step=1, response_ids=[[1]], advantage=[1.0])
+        recorder.add_scores("rollout", other, logprobs=[[-1.0]])
+    found = objective(tmp_path / "run")
+    assert found.num_sequences == 2
+    assert any("1 of 3 sequences have no logprobs in one of the passes" in note for note in found.notes)
+
+
+def test_the_command_says_it_in_words_and_as_json(tmp_path):
+    trace = write(tmp_path / "run", [make(seed) for seed in (16, 17)], LOSSES["ppo"])
+    done = tim_trace("objective", trace)
+    assert done.code == 0
+    assert done.stdout.startswith("The mismatch pushes ")
+    assert "Worst steps, by bias:" in done.stdout
+    told = tim_trace("objective", trace, "--json").json()
+    assert told["figures"]["bias"]["value"] == objective(trace).value("bias")
+    assert [(row["step"], row["iteration"]) for row in told["steps"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert told["loss"]["clip_high"] == 0.3
+    by_step = objective_text(objective(trace, loss="reinforce"), by="step")
+    assert "Worst steps" not in by_step
+    assert "what it is" not in by_step
