@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
     """What is left of each stretch after its line."""
     ends = [0, *places, len(values)]
-    return np.concatenate([without_line(values[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
+    return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
 
 
 def _margin(n: int) -> float:
