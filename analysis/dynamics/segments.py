@@ -95,7 +95,7 @@ def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
 
 
 def _margin(n: int) -> float:
-    return 1.4 + 60.0 / n
+    return 1.5 + 70.0 / n
 
 
 def _best_single(lines: Lines, least: int) -> int:
