@@ -129,4 +129,4 @@ def _of_tokens(pair: Pair, has: Held) -> str:
 def _used_once(database: Database, pair: Pair) -> bool:
     """Whether the sums are of first uses alone."""
     query = f"SELECT coalesce(max(greatest(iteration_a, iteration_b)), 0) FROM pair_sums({quoted_pair(pair)})"
-    return database.connection.execute(query).fetchall() == [(0,)]
+    return bool(database.connection.execute(query).fetchall() == [(0,)])

@@ -58,7 +58,7 @@ class Lines:
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
         slope = ty - middle * y
-        return np.maximum(yy - y * y / length - slope * slope / (length * (length * length - 1) / 12), 0.0)
+        return np.asarray(np.maximum(yy - y * y / length - slope * slope / (length * (length * length - 1) / 12), 0.0))
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
