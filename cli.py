@@ -22,7 +22,7 @@ from .schemas.errors import TimTraceError, TimTraceWarning
 SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
-    "judge": ("diagnose", "check", "corrections", "objective", "attribute"),
+    "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
     "replay": ("replay", "triangulate", "weights"),
     "share": ("gate",),
 }
@@ -421,6 +421,27 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
 
     found = bend(trace, progress=_progress, **options)
     click.echo(to_json(objective_json(found)) if as_json else objective_text(found, _width(), by))
+
+
+@_example("tim-trace dynamics runs/demo")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
+@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="2:80, 2:80:2 or all.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
+    """Say how a run moved: when each series changed, what moved first, and what leads what.
+
+    Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
+    which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
+    length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
+    """
+    from .analysis.dynamics.dynamics import dynamics as look
+    from .analysis.dynamics.text import dynamics_json, dynamics_text
+    from .analysis.rows import to_json
+
+    found = look(trace, pair=pair, steps=steps, progress=_progress)
+    click.echo(to_json(dynamics_json(found)) if as_json else dynamics_text(found, _width()))
 
 
 @_example(

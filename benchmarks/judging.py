@@ -1,4 +1,4 @@
-"""`check` and `diagnose` next to a bare DuckDB pass over both logprob columns."""
+"""`check`, `diagnose` and `dynamics` next to a bare DuckDB pass over both logprob columns."""
 
 import shutil
 import tempfile
@@ -10,6 +10,7 @@ from peak import Peak, can_reset
 from steps import make_step, record
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.stats import stats
 from tim_trace.tracer.recorder import Recorder
 
@@ -18,7 +19,7 @@ ROUNDS = 7
 
 
 def compare():
-    """`check` and `diagnose` of 20 million tokens, without sums that the trace keeps and with them."""
+    """`check`, `diagnose` and `dynamics` of 20 million tokens, without sums that the trace keeps and with them."""
     with tempfile.TemporaryDirectory() as folder:
         trace, summed = Path(folder, "trace"), Path(folder, "summed")
         with Recorder(trace) as recorder:
@@ -33,6 +34,8 @@ def compare():
             summed=lambda: check(summed),
             diagnose=lambda: diagnose(trace),
             diagnose_summed=lambda: diagnose(summed),
+            dynamics=lambda: dynamics(trace),
+            dynamics_summed=lambda: dynamics(summed),
         )
         over = "time over that of a bare pass,"
         yield Comparison(what=f"{over} check", values=ratios(taken["check"], taken["bare"]), at_most=4)
@@ -41,10 +44,15 @@ def compare():
         yield Comparison(
             what=f"{over} diagnose with kept sums", values=ratios(taken["diagnose_summed"], taken["bare"]), at_most=4
         )
+        yield Comparison(what=f"{over} dynamics", values=ratios(taken["dynamics"], taken["bare"]), at_most=4)
+        yield Comparison(
+            what=f"{over} dynamics with kept sums", values=ratios(taken["dynamics_summed"], taken["bare"]), at_most=4
+        )
         if can_reset():
-            gained = []
-            for _ in range(3):
-                peak = Peak()
-                diagnose(trace)
-                gained.append(peak.gained())
-            yield Comparison(what="peak memory of diagnose", values=gained, unit=" MB", at_most=2000)
+            for judge in (diagnose, dynamics):
+                gained = []
+                for _ in range(3):
+                    peak = Peak()
+                    judge(trace)
+                    gained.append(peak.gained())
+                yield Comparison(what=f"peak memory of {judge.__name__}", values=gained, unit=" MB", at_most=2000)

@@ -15,6 +15,7 @@ from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
@@ -41,6 +42,7 @@ TWINS = {
     "diagnose": diagnose,
     "check": check,
     "corrections": corrections,
+    "dynamics": dynamics,
     "attribute": attribute,
     "objective": objective,
     "weights": weights,
@@ -104,6 +106,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "check",
         "corrections",
         "objective",
+        "dynamics",
         "weights",
         "replay",
         "triangulate",

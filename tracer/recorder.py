@@ -29,6 +29,7 @@ from . import environment
 from .batch import Batch
 from .dense import Distribution, bits
 from .metrics import metric_rows
+from .optimizer import optimizer_statistics
 from .ragged import Padding, Ragged, flatten, num_rows
 from .routing import Routing, check_routing
 from .rows import (
@@ -360,6 +361,16 @@ class Recorder:
         ...     recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean"))
         """
         self.add_hyperparameters(loss.hyperparameters)
+
+    def add_optimizer(self, step: int, optimizer: Any) -> None:
+        """Record how large the update of this step was beside the weights, and the mean second moment.
+
+        Call it after `optimizer.step()`, a torch Adam, AdamW or SGD with momentum; it reads the optimizer's state and
+        changes nothing. The metrics are those of tracer.optimizer.optimizer_statistics, and `dynamics` follows them.
+
+        Raises InvalidRecord when the step goes back.
+        """
+        self.add_metrics(step, optimizer_statistics(optimizer))
 
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         if not values:

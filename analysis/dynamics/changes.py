@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .location import Located, locate
+from .location import RAMP, SHIFT, Located, locate
 from .noise import tamed
 from .quantities import LINEAR, LOG, Series
 from .segments import cut, residuals, shortest, tail
 
-MOST = 1500
+__all__ = ["FEWEST", "RAMP", "SHIFT", "ChangePoint", "change_points"]
+
+MOST = 1000
 """Steps that are worked on at once: of longer series neighbours are averaged."""
 
 FEWEST = 12
@@ -36,7 +38,7 @@ class ChangePoint:
     """after - before on the series' scale, over the standard deviation of its scatter."""
     p: float
     """Bound of the chance that scatter alone gives this change somewhere in the series."""
-    kind: str = "shift"
+    kind: str = SHIFT
     """`shift`: the level jumps; `ramp`: the slope breaks, as when a slow rot sets in or a rise ends."""
 
 

@@ -28,7 +28,7 @@ class Column:
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     """A query's columns with NULL as NaN; `step`, as int64, says what each row is of."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
-    found = {name: np.ma.filled(np.ma.asarray(column, np.float64), np.nan) for name, column in rows.items()}
+    found = {name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()}
     return found | {"step": found["step"].astype(np.int64)}
 
 

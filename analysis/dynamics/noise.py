@@ -12,8 +12,8 @@ import numpy as np
 _WINDOW = 7
 _OUTLIER = 4.0
 _CLIP = 3.0
-_CORRELATION_MARGIN = 1.2
-_LAGS = 3.0
+_CORRELATION_MARGIN = 2.0
+_LAGS = 1.0
 _MOST_CORRELATED = 0.97
 
 
@@ -39,8 +39,8 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     The larger of two estimates. As of a first-order autoregression, variance (1 + phi) / (1 - phi), where differences
     give variance (1 - phi) and phi, which a change of level leaves alone (Chakar et al., Bernoulli 23, 2017: the ratio
     of the squared differences at lags 2 and 1 less 1), or the residuals of a line if that phi is smaller. And as the
-    variance plus twice the autocovariances up to lag 3 n^(1/3), as differences at these lags give them, which sees
-    correlation that no autoregression of first order has.
+    variance plus twice the autocovariances up to lag n^(1/3), as differences at these lags give them, which sees
+    correlation of a few steps that no autoregression of first order has; what wanders more slowly counts as movement.
     """
     n = len(values)
     first = half_square_difference(values, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ...schemas import loss as losses
 from ...schemas.loss import Loss, read_loss
 from ...tracer.recorder import HYPERPARAMETER
@@ -137,7 +139,7 @@ def _with(database: Database, run: str, column: str) -> set[str]:
     return {name for (name,) in database.connection.execute(query, {"run": run}).fetchall()}
 
 
-def _mean(database: Database, run: str, name: str, column: str) -> dict:
+def _mean(database: Database, run: str, name: str, column: str) -> dict[str, np.ndarray]:
     has = held(database, run)
     query = _ENTROPY.format(
         column=column,

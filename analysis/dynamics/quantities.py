@@ -5,7 +5,7 @@ Shapes: n steps, the same for every series of a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -69,7 +69,12 @@ class Series:
     @property
     def known(self) -> Array:
         """[n] bool: steps that have a value."""
-        return np.isfinite(self.values)
+        return np.asarray(np.isfinite(self.values))
+
+    def at(self, chosen: Array) -> Series:
+        """The same over some of the steps, [n] bool."""
+        inside = np.isin(self.not_finite, self.steps[chosen])
+        return replace(self, steps=self.steps[chosen], values=self.values[chosen], not_finite=self.not_finite[inside])
 
     @property
     def scaled(self) -> Array:
@@ -81,8 +86,8 @@ class Series:
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
         if self.scale == LOG:
-            return np.log(_off_zero(self.values))
-        return np.log(_off_zero(self.values)) - np.log(_off_zero(1.0 - self.values))
+            return np.asarray(np.log(_off_zero(self.values)))
+        return np.asarray(np.log(_off_zero(self.values)) - np.log(_off_zero(1.0 - self.values)))
 
 
 def _off_zero(values: Array) -> Array:
@@ -90,7 +95,7 @@ def _off_zero(values: Array) -> Array:
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)
-    return np.maximum(values, max(above.min() / 2, 1e-9 * float(np.median(above))))
+    return np.asarray(np.maximum(values, max(above.min() / 2, 1e-9 * float(np.median(above)))))
 
 
 def named(name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None) -> Series:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Lines:
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
         slope = ty - middle * y
-        return np.maximum(yy - y * y / length - slope * slope / (length * (length * length - 1) / 12), 0.0)
+        return np.asarray(np.maximum(yy - y * y / length - slope * slope / (length * (length * length - 1) / 12), 0.0))
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
@@ -90,11 +91,11 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
     """What is left of each stretch after its line."""
     ends = [0, *places, len(values)]
-    return np.concatenate([without_line(values[a:b]) for a, b in zip(ends, ends[1:], strict=False)])
+    return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
 
 
 def _margin(n: int) -> float:
-    return 1.4 + 60.0 / n
+    return 1.5 + 70.0 / n
 
 
 def _best_single(lines: Lines, least: int) -> int:

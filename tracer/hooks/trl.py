@@ -15,6 +15,7 @@ import numpy as np
 
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from ..batch import Batch
+from ..optimizer import optimizer_statistics, underlying
 from .calls import arguments
 from .engine_call import EngineCall
 from .patches import Patches
@@ -48,13 +49,16 @@ from .versions import version_sentence
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
+OPTIMIZER_STEPS = 5
+"""The optimizer's statistics are taken at the first step and then every so many."""
+
 POINTS = {
     "_generate_and_score_completions": "sequences, rewards, advantages, rollout and train logprobs",
     "_generate": "the lengths of prompts and responses, without which no sequence is recorded",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "learning rate and grad norm of every step",
+    "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
     "log": "logged metrics",
 }
 """Function of a trainer -> what it gives."""
@@ -181,7 +185,8 @@ class TrainerHooks:
                 call = arguments(original, trainer, *args, **kwargs)
                 rate = call.get("learning_rate")
                 rate = trainer._get_learning_rate() if rate is None else rate
-                self._add_metrics(trainer, {"learning_rate": rate, "grad_norm": call.get("grad_norm")}, only_new=True)
+                values = {"learning_rate": rate, "grad_norm": call.get("grad_norm")}
+                self._add_metrics(trainer, values | self._optimizer_statistics(trainer), only_new=True)
         return original(trainer, *args, **kwargs)
 
     def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +199,14 @@ class TrainerHooks:
                 values.pop("step", None)
                 self._add_metrics(trainer, values)
         return result
+
+    def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
+        """The size of the update, now and then."""
+        step = int(trainer.state.global_step)
+        if step > 1 and step % OPTIMIZER_STEPS:
+            return {}
+        optimizer = underlying(trainer.optimizer)
+        return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
         """Record what this step has not told yet; `only_new` compares names alone, since a value may be on a device."""

@@ -1,0 +1,95 @@
+"""Laws that a run's series are held against: how fast the mismatch compounds, and reward against entropy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .noise import long_run_variance
+from .quantities import Series
+
+FEWEST = 8
+"""Steps that a line is fitted to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """The slope of ln k3 against the step."""
+
+    part: str
+    """`run`, or `last third` of its steps."""
+    num_steps: int
+    slope: float
+    """1 / step."""
+    low: float
+    high: float
+    """The 95 % interval of the slope, autocorrelation counted in."""
+    growth: float
+    """Factor of a step less 1: exp(slope) - 1."""
+    doubling: float | None
+    """Steps in which k3 doubles, negative where it halves; None where the interval holds 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyLaw:
+    """R = -a exp(H) + b fitted to the steps of a run (arXiv 2505.22617): reward bought with entropy."""
+
+    num_steps: int
+    a: float
+    b: float
+    """The reward that the law foretells where the entropy is used up is b - a, at H = 0."""
+    r2: float
+    """Share of the reward's variance that the law explains."""
+    residual_last_third: float
+    """Mean residual over the last third of the steps, in standard deviations of the residuals: the law's own drift."""
+    residuals: tuple[tuple[int, float], ...]
+    """(step, reward - law)."""
+
+
+def growths(k3: Series | None) -> tuple[Growth, ...]:
+    """How fast the mismatch compounds, over the run and over its last third: under arXiv 2510.18855 by a constant factor."""
+    if k3 is None:
+        return ()
+    there = k3.known & (k3.values > 0)
+    steps, logs = k3.steps[there].astype(float), np.log(k3.values[there])
+    last = len(steps) - len(steps) // 3
+    parts = (("run", steps, logs), ("last third", steps[last:], logs[last:]))
+    return tuple(_growth(part, t, y) for part, t, y in parts if len(t) >= FEWEST)
+
+
+def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
+    t = steps - steps.mean()
+    slope = float(t @ logs) / float(t @ t)
+    scatter = long_run_variance(logs - logs.mean() - slope * t, 2)
+    reach = 1.96 * math.sqrt(max(scatter, 0.0) / float(t @ t))
+    decided = abs(slope) > reach
+    return Growth(
+        part=part, num_steps=len(steps), slope=slope, low=slope - reach, high=slope + reach, growth=math.expm1(slope),
+        doubling=math.log(2) / slope if decided else None,
+    )  # fmt: skip
+
+
+def entropy_law(reward: Series | None, entropy: Series | None) -> EntropyLaw | None:
+    """Fit the law by least squares; None for fewer than 8 steps with both, or an entropy that does not move."""
+    if reward is None or entropy is None:
+        return None
+    there = reward.known & entropy.known & (entropy.values < 500)
+    if there.sum() < FEWEST:
+        return None
+    x, y = np.exp(entropy.values[there]), reward.values[there]
+    apart = x - x.mean()
+    if not float(apart @ apart) > 1e-18 * float(x @ x):
+        return None
+    slope = float(apart @ y) / float(apart @ apart)
+    left = y - y.mean() - slope * apart
+    total = float(((y - y.mean()) ** 2).sum())
+    spread = float(left.std())
+    last = left[len(left) - len(left) // 3 :]
+    return EntropyLaw(
+        num_steps=len(y), a=-slope, b=float(y.mean() - slope * x.mean()),
+        r2=1 - float(left @ left) / total if total > 0 else 0.0,
+        residual_last_third=float(last.mean()) / spread if spread > 0 else 0.0,
+        residuals=tuple((int(step), float(value)) for step, value in zip(reward.steps[there], left, strict=True)),
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""What is said of how a run moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .changes import ChangePoint
+from .laws import EntropyLaw, Growth
+from .lead_lag import LeadLag
+from .onsets import Onset
+from .schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """One series: where it began, where it ended, and when it changed."""
+
+    name: str
+    kind: str
+    scale: str
+    source: str
+    num_steps: int
+    """Steps with a value."""
+    first: float
+    """Median of the first tenth of the steps, five at least."""
+    last: float
+    """Median of the last tenth of the steps, five at least."""
+    smallest: float
+    largest: float
+    not_finite: tuple[int, ...]
+    """Steps at which NaN or an infinity was recorded."""
+    changes: tuple[ChangePoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamics:
+    """The answer to: is anything moving, what moved first, and what would a schedule have done?"""
+
+    trace: str
+    run: str
+    pair: str
+    first_step: int
+    last_step: int
+    num_steps: int
+    says: tuple[str, ...]
+    """The answer in sentences."""
+    series: tuple[Moved, ...]
+    onsets: tuple[Onset, ...]
+    """Series by their first change, the earliest first."""
+    lead_lag: tuple[LeadLag, ...]
+    schedule: Schedule | None
+    """None where no lengths are known."""
+    growth: tuple[Growth, ...]
+    """How fast k3 compounds."""
+    entropy_law: EntropyLaw | None
+    unanswered: tuple[str, ...]
+    """What cannot be answered from this trace, and what would change that."""

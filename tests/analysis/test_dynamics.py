@@ -1,0 +1,389 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from builders import add_step, make_batch, make_trace, tim_trace
+from tim_trace.analysis.database import Database
+from tim_trace.analysis.dynamics.changes import change_points
+from tim_trace.analysis.dynamics.dynamics import dynamics
+from tim_trace.analysis.dynamics.laws import entropy_law, growths
+from tim_trace.analysis.dynamics.lead_lag import lead_lags
+from tim_trace.analysis.dynamics.noise import long_run_variance
+from tim_trace.analysis.dynamics.onsets import onsets_of
+from tim_trace.analysis.dynamics.quantities import KINDS, Series
+from tim_trace.analysis.dynamics.segments import Lines, penalty, tail
+from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
+from tim_trace.analysis.stats import stats
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.schemas.loss import Loss
+from tim_trace.tracer.recorder import Recorder
+
+
+def series(values, name="reward", steps=None):
+    kind, scale = KINDS[name]
+    values = np.asarray(values, float)
+    steps = np.arange(1, len(values) + 1) if steps is None else np.asarray(steps)
+    return Series(name, steps, values, scale, kind)
+
+
+def autoregressive(draw, n, phi):
+    noise = draw.normal(size=n + 50)
+    for place in range(1, n + 50):
+        noise[place] += phi * noise[place - 1]
+    return noise[50:]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Six steps of eight responses in groups of four, with a loss, entropies, versions, and a NaN among the logged values."""
+    folder = tmp_path_factory.mktemp("dynamics") / "run"
+    batches = {}
+    with Recorder(folder) as recorder:
+        recorder.add_loss(Loss(clip_low=0.1, clip_high=0.2))
+        for step in range(1, 7):
+            batch = batches[step] = make_batch(8, seed=step)
+            draw = np.random.default_rng(step)
+            batch["reward"][:4] = 0.5
+            batch["finish_reason"] = ["length" if row % 4 == 0 else "stop" for row in range(8)]
+            batch["current"] = [np.minimum(t + draw.normal(0, 0.3, len(t)), 0).astype("f4") for t in batch["train"]]
+            batch["entropy"] = [draw.exponential(1.0, len(t)).astype("f4") for t in batch["train"]]
+            added = add_step(
+                recorder, step, batch, ("rollout",), group_ids=[str(row // 4) for row in range(8)],
+                finish_reason=batch["finish_reason"],
+            )  # fmt: skip
+            recorder.add_scores("train", added, logprobs=batch["train"], entropy=batch["entropy"], policy_version=step)
+            recorder.add_scores("current", added, logprobs=batch["current"], policy_version=step + 1)
+            norm = math.nan if step == 3 else 0.5 * step
+            recorder.add_metrics(step, {"grad_norm": norm, "learning_rate": 1e-6, "actor/pg_loss": -0.1 * step})
+    return folder, batches
+
+
+def flat(batch, name):
+    return np.concatenate([np.asarray(values, float) for values in batch[name]])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
+    folder, batches = run
+    database = Database(folder)
+    assert (("train", "rollout") in database.covered) is False
+    if kept:
+        from tim_trace.analysis.sums import ensure
+
+        ensure(database, ("train", "rollout"), of_run=False)
+    found = read_series(database)
+    for place, batch in enumerate(batches.values()):
+        d = flat(batch, "train") - flat(batch, "rollout")
+        advantage = np.repeat(batch["advantage"], [len(r) for r in batch["rollout"]])
+        k3 = np.expm1(d) - d
+        w = np.exp(d)
+        log_ratio = flat(batch, "current") - flat(batch, "train")
+        cut = (advantage > 0) & (log_ratio > math.log(1.2)) | (advantage < 0) & (log_ratio < math.log(0.9))
+        expected = {
+            "k3": k3.mean(),
+            "mean_abs_d": np.abs(d).mean(),
+            "p99_abs_d": np.quantile(np.abs(d), 0.99),
+            "max_abs_d": np.abs(d).max(),
+            "mean_d": d.mean(),
+            "k3_positive": k3[advantage > 0].mean(),
+            "k3_negative": k3[advantage < 0].mean(),
+            "ess": w.sum() ** 2 / (len(w) * (w * w).sum()),
+            "reward": batch["reward"].mean(),
+            "reward_std_within_groups": np.std(batch["reward"][4:], ddof=1) / 2,
+            "share_groups_without_spread": 0.5,
+            "length": np.mean([len(r) for r in batch["response_ids"]]),
+            "share_length_limited": 0.25,
+            "entropy": flat(batch, "entropy").mean(),
+            "policy_lag": 2.0,
+            "version_lag": 1.0,
+            "clip_share": cut.mean(),
+            "loss": -0.1 * (place + 1),
+        }
+        for name, value in expected.items():
+            assert found[name].values[place] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    assert found["grad_norm"].values[[0, 1, 3]] == pytest.approx([0.5, 1.0, 2.0])
+    assert np.isnan(found["grad_norm"].values[2])
+    assert found["grad_norm"].not_finite.tolist() == [3]
+    assert "tokens of train" in found["entropy"].source
+
+
+def test_masked_tokens_and_tokens_that_are_not_finite_are_left_out(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1, response_ids=[[1, 2, 3, 4]], response_mask=[[1, 0, 1, 1]], advantage=[[1.0, 1.0, -1.0, 1.0]]
+        )
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0, -2.0, math.nan]])
+        recorder.add_scores("train", batch, logprobs=[[-1.5, -9.0, -1.75, -1.0]])
+    found = read_series(tmp_path / "run")
+    assert found["mean_abs_d"].values == pytest.approx([0.375])
+    assert found["k3_positive"].values == pytest.approx([math.exp(-0.5) - 1 + 0.5])
+    assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
+    assert found["entropy"].values == pytest.approx([1.625])
+    assert "estimated" in found["entropy"].source
+
+
+def test_kept_weights_say_how_much_of_them_each_update_changed(tmp_path):
+    import torch
+
+    with Recorder(tmp_path / "run") as recorder:
+        weights = torch.zeros(8)
+        for version in range(3):
+            recorder.add_sequences(step=version + 1, response_ids=[[1]])
+            recorder.add_weights(version, {"w": weights})
+            weights[: 2 * (version + 1)] += 1
+    assert read_series(tmp_path / "run")["changed_weights"].values[:2].tolist() == [0.25, 0.5]
+
+
+def test_several_runs_are_read_one_at_a_time(tmp_path):
+    make_trace(tmp_path / "a")
+    make_trace(tmp_path / "b", steps=2)
+    both = Database([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(InvalidOption, match="several traces are open; name one of a, b"):
+        read_series(both)
+    own, of_both = read_series(tmp_path / "b"), read_series(both, run="b")
+    assert {name: each.values.tolist() for name, each in own.items()} == {
+        name: each.values.tolist() for name, each in of_both.items()
+    }
+    with pytest.raises(InvalidOption, match="got 'c'"):
+        read_series(both, run="c")
+
+
+def test_a_scale_has_room_for_zero():
+    assert series([0, 0, 0], "k3").scaled.tolist() == [0, 0, 0]
+    assert series([0, 2, 8], "k3").scaled == pytest.approx(np.log([1, 2, 8]))
+    assert series([0, 0.5, 1], "clip_share").scaled == pytest.approx([-math.log(4), 0, math.log(4)], abs=0.7)
+    assert np.isnan(series([1, np.nan], "k3").scaled).tolist() == [False, True]
+
+
+def test_lines_are_least_squares_of_any_stretch():
+    y = np.random.default_rng(0).normal(size=30)
+    lines = Lines(y)
+    for start, end in ((0, 30), (3, 9), (17, 19), (5, 30)):
+        t = np.arange(start, end)
+        left = y[start:end] - np.polyval(np.polyfit(t, y[start:end], 1), t)
+        assert float(lines.squares(start, end)) == pytest.approx(float(left @ left), abs=1e-10)
+
+
+def test_the_penalty_bounds_what_white_noise_gains():
+    draw = np.random.default_rng(1)
+    for n in (30, 200):
+        places, gains = np.arange(4, n - 3), []
+        for _ in range(400):
+            lines = Lines(draw.normal(size=n))
+            gains.append(float((lines.squares(0, n) - lines.squares(0, places) - lines.squares(places, n)).max()))
+        for gain in (9.0, 12.0):
+            assert np.mean(np.array(gains) > gain) < tail(gain, n) + 0.02
+        assert np.mean(np.array(gains) > penalty(n)) < 0.012
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.5, 0.8])
+def test_the_long_run_variance_is_that_of_the_mean(phi):
+    draw = np.random.default_rng(2)
+    found = np.median([long_run_variance(autoregressive(draw, 2000, phi), 2) for _ in range(20)])
+    assert found == pytest.approx(1 / (1 - phi) ** 2, rel=0.35)
+
+
+def test_stationary_noise_and_trends_rarely_change():
+    draw = np.random.default_rng(3)
+    runs = alarms = 0
+    for n in (40, 120, 200):
+        for phi in (0.0, 0.4, 0.7):
+            for slope in (0.0, 0.1):
+                for _ in range(35):
+                    runs += 1
+                    alarms += bool(change_points(series(autoregressive(draw, n, phi) + slope * np.arange(n))))
+    assert alarms <= 0.01 * runs
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.5])
+def test_jumps_and_ramps_are_found_where_they_are(phi):
+    draw = np.random.default_rng(4)
+    at = np.arange(200)
+    spread = 1 / math.sqrt(1 - phi * phi)
+    inside, jumps, ramps = 0, [], []
+    for _ in range(15):
+        noise = autoregressive(draw, 200, phi)
+        jumps += change_points(series(noise + 6 * spread * (at >= 119)))
+        ramps += change_points(series(noise + 9 * spread * np.maximum(at - 118, 0) / 81))
+    assert 14 <= len(jumps) <= 16
+    assert 14 <= len(ramps) <= 16
+    assert {change.kind for change in jumps} == {"shift"}
+    assert np.median([change.size_in_sd for change in jumps]) == pytest.approx(6, abs=1.2)
+    inside = sum(change.low <= 120 <= change.high for change in jumps + ramps)
+    assert inside >= 0.9 * len(jumps + ramps)
+    assert np.mean([change.kind == "ramp" for change in ramps]) > 0.8
+    assert all(change.p < 0.003 for change in jumps + ramps)
+
+
+def test_changes_are_found_on_the_series_own_scale_and_said_in_its_unit():
+    draw = np.random.default_rng(5)
+    (change,) = change_points(series(np.exp(draw.normal(-8, 0.2, 100) + 2.0 * (np.arange(100) >= 60)), "k3"))
+    assert change.step == 61
+    assert change.before == pytest.approx(math.exp(-8), rel=0.3)
+    assert change.after == pytest.approx(math.exp(-6), rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.0] * 50, [0.0] * 50, list(range(50)), [np.nan] * 50, [1, 2, 3], [], [1e-6 * (1 - k / 50) for k in range(50)]],
+)
+def test_what_does_not_scatter_does_not_change(values):
+    assert change_points(series(values)) == []
+
+
+def test_one_outlier_is_no_change():
+    values = np.random.default_rng(6).normal(size=100)
+    values[40] = 50
+    assert change_points(series(values)) == []
+
+
+def test_long_series_are_thinned_and_steps_stay_the_run_s():
+    values = np.random.default_rng(7).normal(size=5000) + 4.0 * (np.arange(5000) >= 3000)
+    (change,) = change_points(series(values, steps=np.arange(10, 5010)))
+    assert change.low <= 3010 <= change.high
+    assert change.high - change.low < 40
+
+
+def test_the_order_of_onsets_is_open_where_intervals_overlap():
+    draw = np.random.default_rng(8)
+    at = np.arange(150)
+    runs = {
+        "k3": series(np.exp(draw.normal(-8, 0.2, 150) + 2 * (at >= 40)), "k3"),
+        "grad_norm": series(np.exp(draw.normal(0, 0.2, 150) + 2 * (at >= 40)), "grad_norm"),
+        "reward": series(draw.normal(0, 0.05, 150) - 0.5 * (at >= 100)),
+        "learning_rate": series(1e-6 * (1 + 9 * (at >= 20)), "learning_rate"),
+        "length": series(draw.normal(100, 1, 150), "length"),
+    }
+    changes = {name: change_points(each) for name, each in runs.items()}
+    onsets = {o.name: o for o in onsets_of(changes, {name: each.kind for name, each in runs.items()})}
+    assert list(onsets) == ["grad_norm", "k3", "reward"]
+    assert onsets["k3"].may_be_first
+    assert onsets["k3"].undecided == ("grad_norm",)
+    assert not onsets["reward"].may_be_first
+    assert onsets["reward"].undecided == ()
+    assert [change.step for change in changes["learning_rate"]] == [21]
+
+
+def test_the_leader_and_its_lag_are_found_and_strangers_are_not_joined():
+    draw = np.random.default_rng(9)
+    cause = np.cumsum(draw.normal(size=300))
+    follower = np.concatenate([np.zeros(7), cause[:-7]]) + draw.normal(0, 0.3, 300)
+    found = lead_lags(
+        {
+            "reward": series(follower),
+            "k3": series(np.exp(0.1 * cause), "k3"),
+            "length": series(np.exp(0.1 * np.cumsum(draw.normal(size=300))), "length"),
+        }
+    )
+    assert (found[0].leader, found[0].follower, found[0].lag) == ("k3", "reward", 7)
+    assert found[0].correlation > 0.7
+    assert found[0].q < 0.01
+    assert [pair.q > 0.05 for pair in found[1:]] == [True, True]
+
+
+def test_lags_are_in_steps_where_only_some_steps_are_logged():
+    draw = np.random.default_rng(10)
+    cause = draw.normal(size=80)
+    follower = np.concatenate([[0.0, 0.0], cause[:-2]])
+    steps = 10 * np.arange(1, 81)
+    found = lead_lags({"reward": series(follower, steps=steps), "length": series(np.exp(cause), "length", steps=steps)})
+    assert (found[0].leader, found[0].lag) == ("length", 20)
+
+
+def test_k3_compounds_by_its_slope():
+    steps = np.arange(1, 61)
+    draw = np.random.default_rng(11)
+    whole, last = growths(series(np.exp(-9 + 0.05 * steps + draw.normal(0, 0.1, 60)), "k3"))
+    assert whole.low < 0.05 < whole.high
+    assert whole.doubling == pytest.approx(math.log(2) / 0.05, rel=0.1)
+    assert (last.part, last.num_steps) == ("last third", 20)
+    assert growths(series([1e-4] * 7, "k3")) == ()
+    assert growths(series([0.0] * 20, "k3")) == ()
+    assert growths(None) == ()
+
+
+def test_the_entropy_law_gives_back_its_coefficients():
+    entropy = np.linspace(2.0, 0.3, 40)
+    law = entropy_law(series(0.9 - 0.1 * np.exp(entropy)), series(entropy, "entropy"))
+    assert (law.a, law.b, law.r2) == pytest.approx((0.1, 0.9, 1.0))
+    assert max(abs(value) for _, value in law.residuals) < 1e-12
+    assert entropy_law(series([1.0] * 40), series([0.5] * 40, "entropy")) is None
+    assert entropy_law(None, series(entropy, "entropy")) is None
+
+
+def collapsing(path, steps=56):
+    """A run whose mismatch begins to ramp at step 20 and whose responses surge at step 40."""
+    draw = np.random.default_rng(12)
+    with Recorder(path) as recorder:
+        for step in range(1, steps + 1):
+            size = 0.01 * math.exp(0.15 * max(0, step - 20))
+            lengths = draw.integers(8, 12, 16) * (3 if step >= 40 else 1)
+            rollout = [-draw.exponential(1.0, n) for n in lengths]
+            train = [np.minimum(r + draw.normal(0, size, len(r)), 0).astype("f4") for r in rollout]
+            batch = recorder.add_sequences(
+                step=step, response_ids=[[1] * int(n) for n in lengths], reward=draw.normal(size=16)
+            )
+            recorder.add_scores("rollout", batch, logprobs=[r.astype("f4") for r in rollout])
+            recorder.add_scores("train", batch, logprobs=train)
+    return path
+
+
+def test_a_run_is_told_from_its_first_move_to_its_schedule(tmp_path):
+    trace = collapsing(tmp_path / "run")
+    found = dynamics(trace)
+    onsets = {onset.name: onset for onset in found.onsets}
+    assert onsets["k3"].change.low <= 21 <= onsets["k3"].change.high
+    assert onsets["k3"].may_be_first
+    assert not onsets["length"].may_be_first
+    assert onsets["length"].change.step == 40
+    assert found.schedule.surge_step == 42  # the third step of the last five at twice the median
+    assert found.schedule.decay_period == 76
+    assert [(d.step, d.scale, d.is_within_run) for d in found.schedule.decays] == [
+        (76, 0.5, False), (152, 0.25, False), (228, 0.125, False), (304, 0.1, False),
+    ]  # fmt: skip
+    assert {row.kappa: row.surge_step for row in found.schedule.sensitivity if row.window == 20 and row.of == 1} == {
+        1.5: 40, 2.0: 40, 3.0: next(row.surge_step for row in found.schedule.sensitivity if row.kappa == 3 and row.of == 1)
+    }  # fmt: skip
+    text = dynamics_text(found, 100)
+    assert "Responses surged at step 42" in text
+    assert "this is description, not causation" in text
+    shown = tim_trace("dynamics", trace, "--json").json()
+    assert shown["onsets"][0]["name"] == found.onsets[0].name
+    assert shown["series"] == json.loads(json.dumps(dynamics_json(found)["series"]))
+
+
+def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
+    trace = collapsing(tmp_path / "run", steps=30)
+    found = dynamics(trace, steps=":15")
+    assert (found.first_step, found.last_step, found.num_steps) == (1, 15, 15)
+    assert found.onsets == ()
+    assert "Nothing changed its course" in found.says[0]
+
+
+def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
+    make_trace(tmp_path / "run", steps=1)
+    found = dynamics(tmp_path / "run")
+    assert found.says == ("What moved first cannot be said of 1 step.",)
+    assert any(sentence.startswith("1 step: change points need 12") for sentence in found.unanswered)
+    assert {each.name: each.first for each in found.series}["k3"] == stats(tmp_path / "run").dicts()[0]["k3"]
+    assert "WHAT IS OPEN?" in dynamics_text(found)
+
+
+def test_metrics_alone_are_followed_too(tmp_path):
+    draw = np.random.default_rng(13)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 41):
+            recorder.add_metrics(step, {"grad_norm": math.exp(draw.normal(0, 0.1) + 3 * (step > 25))})
+    found = dynamics(tmp_path / "run")
+    assert [(o.name, o.change.step) for o in found.onsets] == [("grad_norm", 26)]
+    assert found.schedule is None
+    assert any("share no token" in sentence for sentence in found.unanswered)
+
+
+def test_a_trace_without_steps_is_refused(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_hyperparameters({"seed": 1})
+    with pytest.raises(NothingToCompare, match="neither sequences nor logged values"):
+        dynamics(tmp_path / "run")

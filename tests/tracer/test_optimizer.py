@@ -1,0 +1,96 @@
+import pytest
+import torch
+from tim_trace.analysis.query import sql
+from tim_trace.tracer.optimizer import optimizer_statistics, underlying
+from tim_trace.tracer.recorder import Recorder
+
+ADAM = {
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "amsgrad": (torch.optim.AdamW, {"weight_decay": 0.0, "amsgrad": True}),
+    "fused": (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double()
+
+
+def train(model, optimizer, seed):
+    optimizer.zero_grad()
+    torch.manual_seed(seed)
+    model(torch.randn(4, 5, dtype=torch.double)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ADAM)
+def test_the_update_is_what_the_weights_moved_by(name):
+    kind, settings = ADAM[name]
+    model = model_of()
+    # Two groups, one of them with a rate of its own.
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}]
+    optimizer = kind(groups, lr=1e-3, **settings)
+    assert optimizer_statistics(optimizer) == {}
+    for step in range(4):
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        train(model, optimizer, step)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found = optimizer_statistics(optimizer)
+        # Decoupled decay is taken of the weights before the step, and read from those after it: a relative 1e-3.
+        moved = float((after - before).norm())
+        assert float(found["optimizer/update_norm"]) == pytest.approx(
+            moved, rel=2e-3 if settings.get("weight_decay") else 1e-6
+        )
+        assert float(found["optimizer/weight_norm"]) == pytest.approx(float(after.norm()), rel=1e-6)
+        ratio = float(found["optimizer/update_norm"] / found["optimizer/weight_norm"])
+        assert float(found["optimizer/update_to_weight"]) == pytest.approx(ratio, rel=1e-6)
+        assert ("optimizer/second_moment" in found) == (name != "momentum")
+
+
+def test_the_second_moment_is_the_mean_of_v_hat():
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
+    for step in range(3):
+        train(model, optimizer, step)
+    moments = torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in model.parameters()])
+    expected = float(moments.mean()) / (1 - 0.99**3)
+    assert float(optimizer_statistics(optimizer)["optimizer/second_moment"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_reading_changes_neither_weights_nor_state():
+    trained = []
+    for reads in (False, True):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            train(model, optimizer, step)
+            if reads:
+                optimizer_statistics(optimizer)
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        trained.append([*(p.detach() for p in model.parameters()), *state])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_an_optimizer_without_a_known_state_says_nothing():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    assert optimizer_statistics(optimizer) == {}
+    assert underlying(object()) is None
+
+
+def test_a_loop_records_its_optimizer(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    expected = []
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2, 3):
+            train(model, optimizer, step)
+            recorder.add_optimizer(step, optimizer)
+            expected.append(float(optimizer_statistics(optimizer)["optimizer/update_to_weight"]))
+    rows = sql(
+        tmp_path / "run", "SELECT value FROM metrics WHERE name = 'optimizer/update_to_weight' ORDER BY step"
+    ).rows
+    assert [value for (value,) in rows] == expected

@@ -1,0 +1,138 @@
+"""What an optimizer's state says of the update that it has just made. It reads the state and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+PREFIX = "optimizer/"
+"""What the names of its metrics begin with."""
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Elements that are worked on at once, so that the temporary copies stay small beside the model."""
+
+
+def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
+    """Norms of the last update and of the weights, of what this process holds, as metrics; 0-d tensors where they lie.
+
+    Of Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + weight decay, where it is decoupled), as the state
+    has it after the step; of SGD with momentum lr times its buffer (Nesterov's look-ahead left out).
+
+    - optimizer/update_to_weight: norm of the update over that of the weights after it.
+    - optimizer/update_norm, optimizer/weight_norm: these two.
+    - optimizer/second_moment: mean of v_hat over all elements; of Adam and its kin alone.
+
+    Empty for an optimizer that has made no step, or whose state is of another kind. Nothing waits for a device.
+    """
+    import torch
+
+    with torch.no_grad():
+        updates, weights, moments, num_elements = [], [], [], 0
+        for chunk in _chunks(optimizer):
+            update, second = _update(torch, *chunk)
+            updates.append(_square(torch, update) * _squared(chunk[0]["lr"]))
+            weights.append(_square(torch, chunk[1]))
+            if second is not None:
+                moments.append(second)
+                num_elements += sum(tensor.numel() for tensor in chunk[1])
+        if not updates:
+            return {}
+        update_norm, weight_norm = _total(torch, updates).sqrt(), _total(torch, weights).sqrt()
+        found = {
+            "update_to_weight": update_norm / weight_norm,
+            "update_norm": update_norm,
+            "weight_norm": weight_norm,
+        }
+        if moments:
+            found["second_moment"] = _total(torch, moments) / num_elements
+        return {PREFIX + name: value for name, value in found.items()}
+
+
+Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
+"""A parameter group's settings, some of its tensors, and their states."""
+
+
+def _chunks(optimizer: Any) -> Iterator[Chunk]:
+    """The tensors that have been updated, some at a time: of one group, device and dtype, and of as many steps."""
+    for group in optimizer.param_groups:
+        alike: dict[Any, Chunk] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state or not (("exp_avg_sq" in state and "exp_avg" in state) or _buffer(state) is not None):
+                continue
+            key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
+            _, tensors, states = alike.setdefault(key, (group, [], []))
+            tensors.append(_local(parameter))
+            states.append(state)
+            if sum(tensor.numel() for tensor in tensors) >= _CHUNK_ELEMENTS:
+                yield alike.pop(key)
+        yield from alike.values()
+
+
+def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The update by tensor, less the learning rate, and the sum of v_hat; None where there is none."""
+    if "exp_avg_sq" not in states[0]:
+        return [_local(_buffer(state)) for state in states], None
+    beta1, beta2 = group["betas"]
+    step = _step(states[0])
+    scale1, scale2 = 1 - beta1**step, 1 - beta2**step
+    # With amsgrad the largest second moment so far divides.
+    largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
+    below = torch._foreach_sqrt([_local(state[largest]) for state in states])
+    torch._foreach_div_(below, scale2**0.5)
+    torch._foreach_add_(below, group["eps"])
+    update = torch._foreach_div([_local(state["exp_avg"]) for state in states], below)
+    torch._foreach_div_(update, scale1)
+    if group.get("decoupled_weight_decay") and group.get("weight_decay"):
+        torch._foreach_add_(update, weights, alpha=float(group["weight_decay"]))
+    sums = _norms(torch, [_local(state["exp_avg_sq"]) for state in states], 1)
+    return update, sums.sum() / scale2
+
+
+def _square(torch: Any, tensors: list[Any]) -> Any:
+    """The squared norm of tensors together."""
+    return _norms(torch, tensors, 2).square().sum()
+
+
+def _norms(torch: Any, tensors: list[Any], order: int) -> Any:
+    """[tensors] norms, added up in float32 at least."""
+    dtype = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, order, dtype=dtype)).float()
+
+
+def _total(torch: Any, values: list[Any]) -> Any:
+    device = values[0].device
+    return torch.stack([value.to(device, non_blocking=True) for value in values]).sum()
+
+
+def _squared(rate: Any) -> Any:
+    return rate * rate
+
+
+def _buffer(state: Mapping[str, Any]) -> Any:
+    return state.get("momentum_buffer")
+
+
+def _known_step(state: Mapping[str, Any]) -> Any:
+    """The number of steps where reading it waits for nothing, else None: then all tensors have made as many."""
+    step = state.get("step")
+    return (
+        step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
+    )
+
+
+def _step(state: Mapping[str, Any]) -> Any:
+    known = _known_step(state)
+    return state["step"] if known is None else max(known, 1.0)
+
+
+def _local(tensor: Any) -> Any:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def underlying(optimizer: Any) -> Any:
+    """The torch optimizer within what accelerate wraps around it; None where there is none with groups and states."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if hasattr(optimizer, "param_groups") and hasattr(optimizer, "state") else None
