@@ -13,7 +13,7 @@ from .attribution import Suspect
 from .evidence import Evidence
 from .facts import Facts
 from .fall import Fall
-from .rollouts import Rollouts, agreement
+from .rollouts import Rollouts, relation
 from .suspects.lag import declared_lag
 
 
@@ -109,7 +109,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     if share <= t.UNEQUAL:
         return
     said = f"{share:.0%} of {int(known.sum()):,} responses that both runs gave earn another reward in each"
-    length = np.corrcoef(gap[known], a.length[at_a][known])[0, 1] if np.ptp(a.length[at_a][known]) else 0.0
+    length = _correlation(gap[known & differs], a.length[at_a][known & differs])
     if length > t.LENGTH_EXPLAINS:
         yield Difference(suspect="length", sentence=f"{said}, the more the longer they are (correlation {length:.2f})")
     elif _permuted(a, b):
@@ -118,6 +118,11 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
         )
     else:
         yield Difference(suspect="reward", sentence=said)
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's; 0 where one of them has no spread."""
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
@@ -132,7 +137,7 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
-    own, other = (agreement(each.rollouts, "reward", "advantage") for each in (facts, control))
+    own, other = (relation(each.rollouts, "reward", "advantage").by_group for each in (facts, control))
     if own < t.ADVANTAGE_AGREES <= other:
         yield Difference(
             suspect="pairing",

@@ -61,6 +61,16 @@ class Facts:
         found = self.series.get(name)
         return np.full(len(self.steps), np.nan) if found is None else found.values
 
+    def since_fall(self) -> Rollouts:
+        """The sequences from where the fall may begin on; all of them where none fell."""
+        return self.rollouts if self.fall is None else self.rollouts.since(self.fall.low)
+
+    def around_fall(self) -> Rollouts:
+        """Those of a tenth of the run from there on, while the policy still knows something."""
+        if self.fall is None:
+            return self.rollouts
+        return self.since_fall().until(self.fall.low + max(len(self.steps) // 10, 5))
+
 
 def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
     """Read a trace. Raises TraceNotFound, NewerTrace or DamagedTrace."""

@@ -5,6 +5,7 @@ Shapes: N sequences, in the order of their recording.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,46 +118,45 @@ class Relation:
     """How far two quantities of sequences go together within groups."""
 
     correlation: float
-    """Of the values less their group's mean; NaN where there is nothing to compare."""
-    num: int
-    negative_prompts: float
-    """Share of the prompts with enough sequences whose own correlation is below -3 standard errors."""
-    num_prompts: int
+    """Of all values less their group's mean; NaN where there is nothing to compare."""
+    by_group: float
+    """Mean of the groups' own correlations."""
+    num_groups: int
+    """Groups in which both have a spread."""
+    negative: float
+    """Share of these whose own correlation is below -0.5."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, over all and by prompt."""
-    x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
-    known = np.isfinite(x) & np.isfinite(y) & ((x != 0) | (y != 0))
-    x, y, prompt = x[known], y[known], rollouts.prompt[known]
-    if len(x) < _FEWEST or not x.any() or not y.any():
-        return Relation(correlation=float("nan"), num=len(x), negative_prompts=float("nan"), num_prompts=0)
-    _, number = np.unique(prompt, return_inverse=True)
-    xy, xx, yy, count = (np.bincount(number, weights) for weights in (x * y, x * x, y * y, np.ones_like(x)))
-    enough = (count >= 12) & (xx > 0) & (yy > 0)
-    own = xy[enough] / np.sqrt(xx[enough] * yy[enough])
-    negative = own < -3 / np.sqrt(count[enough])
-    return Relation(
-        correlation=float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())),
-        num=len(x),
-        negative_prompts=float(negative.mean()) if enough.any() else float("nan"),
-        num_prompts=int(enough.sum()),
-    )
+    """Correlate two columns within groups, over all and group by group; NaN where fewer than 30 groups have a spread.
 
-
-def agreement(rollouts: Rollouts, first: str, second: str) -> float:
-    """Mean over groups of the correlation of two columns within each; NaN where too few groups have a spread.
-
-    A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1.
+    A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1 in each group.
     """
     x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
     known = np.isfinite(x) & np.isfinite(y)
-    group = rollouts.group[known]
-    xy, xx, yy = (np.bincount(group, product) for product in (x[known] * y[known], x[known] ** 2, y[known] ** 2))
+    x, y, group = x[known], y[known], rollouts.group[known]
+    xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
-    if spread.sum() < _FEWEST:
-        return float("nan")
-    return float((xy[spread] / np.sqrt(xx[spread] * yy[spread])).mean())
+    num = int(spread.sum())
+    if num < _FEWEST:
+        return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
+    own = xy[spread] / np.sqrt(xx[spread] * yy[spread])
+    return Relation(
+        correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
+        by_group=float(own.mean()),
+        num_groups=num,
+        negative=float((own < -0.5).mean()),
+    )
+
+
+def changed_rewards(before: Rollouts, after: Rollouts) -> tuple[int, float]:
+    """Responses that came in both, and the share of them that earn something else in the second; NaN for too few."""
+    _, first, second = np.intersect1d(before.whole[::-1], after.whole, return_indices=True)
+    gap = np.abs(before.reward[::-1][first] - after.reward[second])
+    gap = gap[np.isfinite(gap)]
+    if len(gap) < _FEWEST:
+        return len(gap), math.nan
+    return len(gap), float((gap > 1e-6).mean())
 
 
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:

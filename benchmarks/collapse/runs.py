@@ -141,6 +141,7 @@ class _Run:
             "entropy": sum(update.entropy for update in updates) / len(updates),
         }
         recorder.add_metrics(step, metrics)
+        recorder.add_optimizer(step, self.learner.optimizer)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """Log how well the weights do; of step 0 before any update."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tim_trace.analysis.attribution.attribute import attribute
@@ -33,7 +36,9 @@ def answer(truth: Truth, *, with_control: bool) -> str:
 def scored(found: Sequence[Truth], *, with_control: bool) -> dict[str, object]:
     """Answers by what was expected, and what share of them is right."""
     judged = [truth for truth in found if truth.expected is not None]
-    answers = [(truth, answer(truth, with_control=with_control)) for truth in judged]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        said = pool.map(partial(answer, with_control=with_control), judged, chunksize=1)
+    answers = list(zip(judged, said, strict=True))
     fallen = [(truth, said) for truth, said in answers if truth.expected != NOTHING]
     sound = [(truth, said) for truth, said in answers if truth.expected == NOTHING]
     return {

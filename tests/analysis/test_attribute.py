@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.fall import Outcome, find_fall, is_evaluation
-from tim_trace.analysis.attribution.rollouts import Rollouts, agreement, relation, repeats
+from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeats
 from tim_trace.analysis.attribution.text import attribution_text
 from tim_trace.tracer.recorder import Recorder
 
@@ -254,9 +254,11 @@ def test_an_advantage_agrees_with_its_reward_whatever_it_is_divided_by():
     reward, group = chance.random(320), np.repeat(np.arange(40), 8)
     centred = reward - np.repeat(reward.reshape(40, 8).mean(1), 8)
     scaled = centred * np.repeat(chance.uniform(0.01, 100, 40), 8)
-    assert agreement(rollouts(reward=reward, advantage=scaled, group=group), "reward", "advantage") == pytest.approx(1)
+    assert relation(
+        rollouts(reward=reward, advantage=scaled, group=group), "reward", "advantage"
+    ).by_group == pytest.approx(1)
     rolled = rollouts(reward=reward, advantage=np.roll(scaled, 1), group=group)
-    assert agreement(rolled, "reward", "advantage") < 0.5
+    assert relation(rolled, "reward", "advantage").by_group < 0.5
 
 
 def test_a_relation_is_that_within_groups():

@@ -29,7 +29,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     width = max(len(values) // 20, 3)
     first, last = float(np.median(values[:width])), float(np.median(values[-width:]))
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
-    at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.high)), len(smooth) - 1)])
+    at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
     said = f"entropy goes from {first:.3g} over {at_fall:.3g} where the fall begins to {last:.3g} nats"
     if at_fall > t.ENTROPY_GAINED * first:
         return [Evidence(sentence=f"{said}: it rose before the fall", points=t.STRONG)]

@@ -14,7 +14,7 @@ from .timing import AFTER, order
 
 def length(facts: Facts) -> Suspect:
     """What speaks for the length of responses."""
-    correlation = relation(facts.rollouts, "length", "reward").correlation
+    correlation = relation(facts.since_fall(), "length", "reward").correlation
     pays = correlation > t.LENGTH_PAYS
     return Suspect(
         code="length",

@@ -12,6 +12,17 @@ from .timing import AFTER, FIRST, order, rises
 
 _OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
 
+_OF_SEMANTICS = (
+    "temperature",
+    "truncation",
+    "shift",
+    "mask",
+    "placeholders",
+    "retokenised",
+    "log_base",
+    "padded_vocabulary",
+)
+
 
 def mismatch(facts: Facts) -> Suspect:
     """What speaks for training-inference mismatch, and which class of it."""
@@ -86,22 +97,25 @@ def _semantics(facts: Facts) -> list[Evidence]:
         return [Evidence(sentence=f"check finds {finding.title}", points=-t.WEAK)]
     if finding.code in ("row_pairing", "stale_weights"):
         return []
-    return [Evidence(sentence=f"check finds: {finding.title}", points=t.WEAK)]
+    return [
+        Evidence(sentence=f"check finds: {finding.title}", points=t.MEDIUM if finding.code in _OF_SEMANTICS else t.WEAK)
+    ]
 
 
 def _lag(facts: Facts) -> list[Evidence]:
     """What staleness explains is not the engine's."""
-    lag, gap = declared_lag(facts), facts.gap
+    lag = declared_lag(facts)
+    gap = facts.gap
     assert gap is not None
     if lag >= 1 and gap.begins != FROM_START:
-        return [
-            Evidence(
-                sentence=f"sequences were sampled {lag:g} updates before they were scored, and the gap begins with the "
-                "first updates: that is staleness, which this gap is made of",
-                points=-t.STRONG,
-            )
-        ]
-    return []
+        said = (
+            f"sequences were sampled {lag:g} updates before they were scored, and the gap begins with the first updates"
+        )
+    elif lag < 1 and kind(facts) == "stale_weights":
+        said = "the gap begins with the first updates and then stays what it is, as that of weights behind does"
+    else:
+        return []
+    return [Evidence(sentence=f"{said}: that is staleness", points=-t.STRONG)]
 
 
 def _next(facts: Facts) -> str:

@@ -8,7 +8,7 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import agreement, repeats
+from ..rollouts import relation, repeats
 
 
 def pairing(facts: Facts) -> Suspect:
@@ -22,7 +22,7 @@ def pairing(facts: Facts) -> Suspect:
 
 
 def _rewards(facts: Facts) -> list[Evidence]:
-    found = repeats(facts.rollouts)
+    found = repeats(facts.since_fall())
     if not found.num_pairs:
         return []
     if found.shift and found.unequal > t.UNEQUAL and found.unequal_shifted < t.UNEQUAL_SHIFTED * found.unequal:
@@ -30,7 +30,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
             Evidence(
                 sentence=f"{found.unequal:.0%} of {found.num_pairs:,} repeated responses have two rewards; moved by "
                 f"{found.shift} rows within the step it is {found.unequal_shifted:.0%}",
-                points=t.DECISIVE,
+                points=t.CERTAIN,
             )
         ]
     if found.unequal <= t.UNEQUAL:
@@ -38,7 +38,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
             Evidence(
                 sentence=f"{found.num_pairs:,} repeated responses have the same reward each time "
                 f"({found.unequal:.1%} differ)",
-                points=-t.STRONG,
+                points=-t.MEDIUM,
             )
         ]
     return []
@@ -46,7 +46,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
-    found = agreement(facts.rollouts, "reward", "advantage")
+    found = relation(facts.since_fall(), "reward", "advantage").by_group
     if math.isnan(found):
         return []
     if found < t.ADVANTAGE_AGREES:
@@ -54,7 +54,7 @@ def _advantages(facts: Facts) -> list[Evidence]:
             Evidence(
                 sentence=f"within groups advantages do not follow rewards (correlation {found:.2f}; a baseline "
                 "and a scale leave it at 1)",
-                points=t.DECISIVE,
+                points=t.CERTAIN,
             )
         ]
     return []
@@ -64,4 +64,4 @@ def _logprobs(facts: Facts) -> list[Evidence]:
     code = facts.checked.findings[0].code if facts.checked else None
     if code != "row_pairing":
         return []
-    return [Evidence(sentence="check finds logprobs of the two passes in each other's rows", points=t.DECISIVE)]
+    return [Evidence(sentence="check finds logprobs of the two passes in each other's rows", points=t.CERTAIN)]

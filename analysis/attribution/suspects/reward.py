@@ -10,12 +10,12 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import relation, repeats
+from ..rollouts import changed_rewards, relation, repeats
 
 
 def reward(facts: Facts) -> Suspect:
     """What speaks for a noisy or wrong reward."""
-    evidence = [*_noise(facts), *_direction(facts), *_hidden(facts)]
+    evidence = [*_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts)]
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),
@@ -25,7 +25,7 @@ def reward(facts: Facts) -> Suspect:
 
 
 def _noise(facts: Facts) -> list[Evidence]:
-    found = repeats(facts.rollouts)
+    found = repeats(facts.since_fall())
     if not found.num_pairs:
         return []
     if found.unequal <= t.UNEQUAL:
@@ -47,30 +47,51 @@ def _noise(facts: Facts) -> list[Evidence]:
     ]
 
 
+def _changed(facts: Facts) -> list[Evidence]:
+    """The same response earns something else since the fall."""
+    if facts.fall is None:
+        return []
+    num, share = changed_rewards(facts.rollouts.until(facts.fall.low - 1), facts.rollouts.since(facts.fall.high))
+    if math.isnan(share) or share <= t.CHANGED:
+        return []
+    found = repeats(facts.since_fall())
+    if found.shift and found.unequal_shifted < t.UNEQUAL_SHIFTED * found.unequal:
+        return []
+    return [
+        Evidence(
+            sentence=f"of {num:,} responses that came before the fall and after it {share:.0%} earn another reward since",
+            points=t.DECISIVE,
+        )
+    ]
+
+
 def _direction(facts: Facts) -> list[Evidence]:
     """A policy that knows something gives its better answers more probability, until it has learnt the opposite."""
-    early = facts.rollouts.until(int(facts.steps[max(len(facts.steps) // 5 - 1, 0)])) if len(facts.steps) else None
-    whole = relation(facts.rollouts, "likelihood", "reward")
-    if early is None or math.isnan(whole.correlation):
+    found = relation(facts.around_fall(), "likelihood", "reward")
+    if math.isnan(found.by_group):
         return []
-    first = relation(early, "likelihood", "reward")
-    negative = max(whole.negative_prompts, 0.0 if math.isnan(first.negative_prompts) else first.negative_prompts)
-    if negative > t.NEGATIVE_PROMPTS:
+    if found.negative > t.INVERTED:
         return [
             Evidence(
-                sentence=f"of {negative:.0%} of the prompts the likelier answers earn less, as if the reward were inverted",
+                sentence=f"where the fall begins the likelier answers earn less in {found.negative:.0%} of the groups, as "
+                "if the reward were inverted",
                 points=t.STRONG,
             )
         ]
-    if not math.isnan(first.correlation) and first.correlation < t.NO_DIRECTION:
+    if found.by_group < t.NO_DIRECTION:
         return [
             Evidence(
-                sentence=f"from the start likelier answers earn no more (correlation {first.correlation:.2f} within "
+                sentence=f"where the fall begins likelier answers earn no more (correlation {found.by_group:.2f} within "
                 "groups), as if the reward did not look at them",
-                points=t.MEDIUM,
+                points=t.WEAK,
             )
         ]
-    return []
+    return [
+        Evidence(
+            sentence=f"where the fall begins likelier answers earn more (correlation {found.by_group:.2f} within groups)",
+            points=-t.WEAK,
+        )
+    ]
 
 
 def _hidden(facts: Facts) -> list[Evidence]:
@@ -88,7 +109,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
     after = values[known[-max(len(known) // 10, 3) :]].mean()
     lost = (before - after) / max(abs(before), 1e-12)
     if lost < t.HIDDEN * facts.fall.share:
-        paid = relation(facts.rollouts, "length", "reward").correlation > t.LENGTH_PAYS
+        paid = relation(facts.since_fall(), "length", "reward").correlation > t.LENGTH_PAYS
         return [
             Evidence(
                 sentence=f"the recorded reward goes from {before:.3g} to {after:.3g} while {facts.outcome.name} falls "

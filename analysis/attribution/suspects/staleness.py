@@ -30,7 +30,7 @@ def _declared(facts: Facts, lag: float) -> list[Evidence]:
         Evidence(
             sentence=f"sequences were sampled by weights {lag:g} updates older than those that scored them, "
             f"{size:.2g} nats away (mean |d|)",
-            points=t.STRONG + min(t.of_size(size), 0.0),
+            points=t.STRONG + t.of_size(size),
         )
     ]
 
@@ -54,7 +54,7 @@ def _seen(facts: Facts, lag: float) -> list[Evidence]:
             Evidence(
                 sentence=f"the gap is not there at first, comes with the first updates and then stays what it is{seen}, "
                 "as weights do that are some updates behind",
-                points=t.STRONG,
+                points=t.STRONG + max(t.of_size(gap.size), 0.0),
             )
         ]
     return []
