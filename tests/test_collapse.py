@@ -23,7 +23,7 @@ def laboratory():
     import splits
     import switches
 
-    models._RIGHT_ENOUGH = 0.3
+    models._RIGHT_ENOUGH = 0.2
     yield {"alarms": alarms, "runs": runs, "score": score, "splits": splits, "switches": switches}
     sys.path.remove(str(LABORATORY))
 

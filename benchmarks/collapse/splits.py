@@ -24,7 +24,7 @@ CAUSES: dict[str, tuple[Switches, ...]] = {
     ),
     "entropy": (Switches(entropy_coefficient=-2.0), Switches(entropy_coefficient=1.0)),
     "harmless": (
-        Switches(weight_bits=8), Switches(cache="fp8"), Switches(engine_dtype="bf16"), Switches(stale=2),
+        Switches(weight_bits=8), Switches(cache="fp8"), Switches(cache="bf16"), Switches(stale=2),
     ),
 }  # fmt: skip
 """Cause -> its switches, from which each seed takes one; `harmless` is wrong in name and does no harm."""
