@@ -48,6 +48,8 @@ class Loss:
     """The divisor of aggregation `constant`."""
     kl_coefficient: float = 0.0
     """Of the k3 term against the pass `reference`."""
+    kl_weighted: bool = False
+    """Whether that term is multiplied by the ratio, of which it then has a gradient too."""
     correction: str = "none"
     """What multiplies each token's term, of r = train / rollout: `token_truncate` min(r, cap), `token_mask` r where it is
     at most cap and else 0, and the same of the sequence's product."""
@@ -100,7 +102,9 @@ def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
         name, equals, value = (word.strip() for word in part.partition("="))
         name = name.replace("-", "_")
         if name not in kinds or not equals:
-            raise InvalidOption(f"loss: got {part!r}; write name=value with commas between them; names: {', '.join(kinds)}")
+            raise InvalidOption(
+                f"loss: got {part!r}; write name=value with commas between them; names: {', '.join(kinds)}"
+            )
         values[name] = _typed(name, value, kinds[name])
     try:
         return replace(recorded or Loss(), **values)
@@ -112,9 +116,12 @@ def _typed(name: str, value: str, kind: str) -> Any:
     if value == "none" and "None" in kind:
         return None
     try:
+        if kind == "bool":
+            return {"true": True, "false": False}[value.lower()]
         return value if kind == "str" else int(value) if kind.startswith("int") else float(value)
-    except ValueError as error:
-        raise InvalidOption(f"loss: {name} cannot be {value!r}; it is a number") from error
+    except (KeyError, ValueError) as error:
+        wanted = "true or false" if kind == "bool" else "a number"
+        raise InvalidOption(f"loss: {name} cannot be {value!r}; it is {wanted}") from error
 
 
 def _own(values: Mapping[str, Any]) -> Loss:
@@ -122,6 +129,8 @@ def _own(values: Mapping[str, Any]) -> Loss:
     known = {name: value for name, value in values.items() if name in names}
     if "max_tokens" in known:
         known["max_tokens"] = int(known["max_tokens"])
+    if "kl_weighted" in known:
+        known["kl_weighted"] = bool(known["kl_weighted"])
     return Loss(**known, unknown=tuple(sorted(set(values) - names)))
 
 
@@ -152,6 +161,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
         aggregation=_grpo_aggregation(kind, values),
         max_tokens=int(_number(values, "max_completion_length", 0)) or None,
         kl_coefficient=_number(values, "beta", 0.0),
+        kl_weighted=bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0)),
         correction=str(values.get("vllm_importance_sampling_mode")) if corrected else "none",
         correction_low=_number(values, "vllm_importance_sampling_clip_min", None) if corrected else None,
         correction_high=_number(values, "vllm_importance_sampling_clip_max", None) if corrected else None,
@@ -191,10 +201,7 @@ _NEUTRAL = {
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
-    found = [name for name, neutral in _NEUTRAL.items() if _number(values, name, neutral) != neutral]
-    if _number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0):
-        found.append("use_bias_correction_kl")
-    return tuple(found)
+    return tuple(name for name, neutral in _NEUTRAL.items() if _number(values, name, neutral) != neutral)
 
 
 def _number(values: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -49,9 +49,7 @@ class Head:
         import torch
 
         if self.temperature != 1.0:
-            logits_CV = (
-                logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
-            )
+            logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 

@@ -78,7 +78,9 @@ def parse_gradient_arm(text: str) -> GradientArm:
         for key, equals, value in (part.partition("=") for part in parts)
         if equals and key.strip() in _OWN
     }
-    arm = GradientArm(forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own)
+    arm = GradientArm(
+        forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
+    )
     if arm.is_identity:
         raise InvalidOption(f"against: {text!r} changes nothing; the gradient as recorded is always there")
     return arm
@@ -88,14 +90,14 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
     """The loss with an arm's correction in the place of its own. Raises InvalidOption."""
     if correction is None:
         return loss
-    kind, colon, bounds = correction.partition(":")
-    if kind in EXACT:
-        kind = _exact_level(loss, kind) + "_truncate"
-    if kind not in CORRECTIONS or bool(colon) == (correction in ("none", *EXACT)):
+    kind, _, bounds = correction.partition(":")
+    if (kind not in CORRECTIONS and kind not in EXACT) or bool(bounds) == (kind in ("none", *EXACT)):
         raise InvalidOption(
             f"against correction={correction}: use none, {', '.join(EXACT)}, or token_truncate, token_mask, "
             "sequence_truncate or sequence_mask with a bound, as token_truncate:2 or token_mask:0.5_5"
         )
+    if kind in EXACT:
+        kind = _exact_level(loss, kind) + "_truncate"
     low, _, high = bounds.rpartition("_")
     try:
         numbers = [float(value) if value else None for value in (low, high)]

@@ -41,7 +41,7 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """[B, T] or [B, 1]: what is minimised."""
+        """[B, T] or [B, 1]: what is minimised. The order is that in which TRL has it: sums of gradients round by it."""
         import torch
 
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
@@ -49,6 +49,7 @@ class StepLoss:
         # A token that the pass below gave nothing has a ratio of 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
+        divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
         if loss.kind == CISPO:
             term = -ratio.clamp(max=loss.clip_high).detach() * advantage * current_BT
         elif loss.kind == REINFORCE:
@@ -60,11 +61,16 @@ class StepLoss:
             term = -torch.min(ratio * advantage, clipped * advantage)
         if loss.correction != "none":
             term = term * self._weights(cells)
-        if loss.kl_coefficient:
-            reference_BT = cells.logprobs(REFERENCE)
-            off_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT) - current_BT
-            term = term + loss.kl_coefficient * (torch.exp(off_BT) - off_BT - 1)
-        return term
+        return term if divergence is None else term + loss.kl_coefficient * divergence
+
+    def _divergence(self, cells: _Cells, ratio: Any) -> Any:
+        """[B, T] k3 against the reference, exp(d) - d - 1; 0 for a token that it gave nothing."""
+        import torch
+
+        current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
+        reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
+        k3_BT = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
+        return k3_BT * ratio if self.loss.kl_weighted else k3_BT
 
     def _weights(self, cells: _Cells) -> Any:
         """[B, T] or [B, 1] weights of the correction; a token without a rollout logprob has a ratio of 1."""

@@ -74,7 +74,9 @@ class GradientScorer(HfScorer):
         largest = self._rows or max(len(batch.rows) for batch, _ in self._forwards(rows))
         if largest == 1 or self.arm.batch_size is not None:
             way_out = "use a machine with more" if largest == 1 else "use batch-size with fewer"
-            raise CannotReplay(f"arm {self.arm.name}: out of memory with {largest} rows a forward; {way_out}") from error
+            raise CannotReplay(
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; {way_out}"
+            ) from error
         warnings.warn(
             f"arm {self.arm.name}: out of memory with {largest} rows a forward and backward; going on with "
             f"{largest // 2}, so that the last digits may be others",

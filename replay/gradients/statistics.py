@@ -29,9 +29,7 @@ def modules(sums: Sums, pair: Pair, parts: Sequence[Part], reference: Sequence[P
     )
 
 
-def _module(
-    name: str, size: int, pair: Pair, variances_M: Any, errors_M: Any, mask: np.ndarray
-) -> ModuleGradient:
+def _module(name: str, size: int, pair: Pair, variances_M: Any, errors_M: Any, mask: np.ndarray) -> ModuleGradient:
     aa, ar, rr, dd = (float(values[mask].sum()) for values in (pair.aa, pair.ar, pair.rr, pair.dd))
     return ModuleGradient(
         module=name,

@@ -131,9 +131,7 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
         mask=np.ones(length, bool) if mask is None else np.array([bool(value) for value in mask], bool),
         advantage=np.nan_to_num(advantage, nan=0.0),
         group=sequence["group_id"] or "",
-        passes={
-            name: values.get(row.seq_id, np.full(length, np.nan, np.float32)) for name, values in known.items()
-        },
+        passes={name: values.get(row.seq_id, np.full(length, np.nan, np.float32)) for name, values in known.items()},
     )
 
 
@@ -150,9 +148,11 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            "record it, or say a loss without it, as --loss denominator=current,correction=none,kl_coefficient=0"
+            "record it, or say a loss without it, as --loss denominator=train,correction=none,kl_coefficient=0"
         )  # fmt: skip
-        raise CannotReplay(f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss needs; {how}")
+        raise CannotReplay(
+            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
+        )
     return {seq_id: values for seq_id, (_, values) in found.items()}
 
 
