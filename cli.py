@@ -23,7 +23,7 @@ SECTIONS = {
     "get a trace": ("record", "import"),
     "look": ("info", "sql", "query", "stats"),
     "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
-    "replay": ("replay", "triangulate", "weights"),
+    "replay": ("replay", "triangulate", "gradient", "weights"),
     "share": ("gate",),
 }
 """The question that a verb answers -> the verbs."""
@@ -551,6 +551,57 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     click.echo(
         to_json(asdict(found) | {"sentence": found.sentence}) if as_json else triangulation_text(found, _width())
     )
+
+
+@_example(
+    "tim-trace gradient runs/demo --steps 10 --against correction=none --against dtype=bf16,batch-size=32,logprobs=current"
+)
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@click.option(
+    "--against", multiple=True, metavar="ARM",
+    help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated.",
+)  # fmt: skip
+@click.option(
+    "--micro-batches", default=4, show_default=True, type=int, metavar="N",
+    help="Least micro-batches that bias and variance are over; 0: leave them out.",
+)  # fmt: skip
+@click.option(
+    "--loss", metavar="FIELDS",
+    help="The loss where the trace does not say it, or in the place of what it says, as kind=ppo_clip,clip_high=0.28.",
+)  # fmt: skip
+@click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@click.option(
+    "--table", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
+    help="What a row stands for.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
+def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
+    """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
+
+    The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
+    or several changes with commas in between: those of the forward and backward that replay takes (dtype, quantize,
+    lm-head, logits-dtype, attention, batch-size, padding, threads, deterministic, temperature, weights-version);
+    logprobs=train|rollout|current|replay/NAME, what the loss compares with in the place of the trainer's (rollout is bypass
+    mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
+    sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
+
+    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches;
+    progress_a, _b and _c are the terms of arXiv 2602.01826, eq. 13.
+    """
+    from dataclasses import asdict
+
+    from .analysis.gradient_text import gradient_text
+    from .analysis.rows import to_json
+    from .replay.gradients.engine import gradient as take
+
+    found = take(trace, progress=_progress, **options)
+    if as_json:
+        click.echo(to_json(asdict(found) | {"sentence": found.sentence}))
+    else:
+        click.echo(gradient_text(found, table, _width()))
 
 
 @_example("tim-trace weights runs/demo --by module")

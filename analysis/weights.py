@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing
 from ..schemas.layout import PASSES, TOKENIZER
+from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
 from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.progress import Progress, no_progress
@@ -166,15 +166,6 @@ def _by_module(reader: WeightReader) -> Rows:
             sum(count == 0 for count in counts_of) if counts_of else None,
         ))  # fmt: skip
     return Rows(MODULE_COLUMNS, rows)
-
-
-def module_of(name: str) -> str:
-    """A tensor's module with its layers and experts taken together.
-
-    >>> module_of("model.layers.11.self_attn.q_proj.weight")
-    'model.layers.*.self_attn.q_proj'
-    """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name).removesuffix(".weight").removesuffix(".bias")
 
 
 def _of_checkpoints(reader: CheckpointReader) -> Rows:

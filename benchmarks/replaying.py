@@ -69,10 +69,11 @@ def record_steps(trace, model, steps, prompt, rows):
                 policy_version=0,
             )
             logprobs = [np.full(len(ids), -1.0, np.float32) for ids in responses]
-            recorder.add_scores("train", batch, logprobs=logprobs, forward=_forward(responses, rows))
+            recorder.add_scores("train", batch, logprobs=logprobs, forward=forward_of(responses, rows))
 
 
-def _forward(responses, rows):
+def forward_of(responses, rows):
+    """How sequences go through a model, `rows` at a time, padded on the right."""
     number = np.arange(len(responses))
     lengths = np.array([len(ids) for ids in responses])
     widths = np.array([lengths[start : start + rows].max() for start in range(0, len(lengths), rows)])

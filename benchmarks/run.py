@@ -1,6 +1,6 @@
 """Run the benchmarks and print them as ratios measured side by side.
 
-python benchmarks/run.py                  # all, about 27 minutes on 2 cores
+python benchmarks/run.py                  # all, about 29 minutes on 2 cores
 python benchmarks/run.py writing startup  # some
 """
 
@@ -10,6 +10,7 @@ import platform
 import sys
 
 import demo
+import gradients
 import judging
 import likeness
 import memory
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "judging": judging.compare,
     "objectives": objectives.compare,
     "replaying": replaying.compare,
+    "gradients": gradients.compare,
     "packing": packing.compare,
     "memory": memory.compare,
     "weights": weights.compare,

@@ -156,7 +156,7 @@ class HfScorer:
             try:
                 return self._score(rows)
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._rows = self._fewer_rows(rows, error)
 
@@ -253,7 +253,7 @@ class HfScorer:
         return {"head": head_contract(self._model, self.numerics.projection_dtype, self.numerics.logits_dtype)}
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU's or the machine's memory ran out; torch has no class of its own for the latter."""
     import torch
 

@@ -51,6 +51,8 @@ class RecordedRow:
     forward_row: int
     pad_left: int
     pad_right: int
+    iteration: int = 0
+    """How often the pass had scored this sequence of this step before."""
     composition_known: bool = True
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
     captured: bool = False
@@ -98,7 +100,7 @@ class RecordedRun:
 
     def steps(self, pass_name: str) -> list[int]:
         """The steps that a pass has scores of."""
-        table = self._table(SCORES, ds.field("pass") == pass_name, ["step"])
+        table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
@@ -111,12 +113,12 @@ class RecordedRun:
                                "pass was made") from error  # fmt: skip
         return content
 
-    def train_contract(self, digest: str) -> Contract:
-        """The contract of the recorded `train` pass, by its hash.
+    def train_contract(self, digest: str, pass_name: str = TRAIN) -> Contract:
+        """The contract of the recorded `train` pass, or another of the trainer's, by its hash.
 
         A loop of the user's own says of its model what it likes; what it does not say is taken from the model's config.
         """
-        contract = self.contract(TRAIN, digest)
+        contract = self.contract(pass_name, digest)
         config = self.model["config"]
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | dict(contract.get("model") or {})
@@ -131,7 +133,7 @@ class RecordedRun:
     def has_routing(self) -> bool:
         """Whether router choices were recorded of the pass that is replayed."""
         routed = (ds.field("pass") == TRAIN) & ds.field("routing").is_valid()
-        return bool(self._table(SCORES, routed, ["step"]).num_rows)
+        return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
     def check_routing(self) -> None:
         """Raise CannotReplay when no router choices were recorded."""
@@ -155,17 +157,17 @@ class RecordedRun:
 
     def writers_of(self, pass_name: str) -> set[str]:
         """The writers that recorded a pass."""
-        return set(self._table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
+        return set(self.table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
 
     def step(self, step: int, pass_name: str = TRAIN) -> list[RecordedRow]:
         """The rows of a step in the order in which they went through the model. Raises CannotReplay."""
         named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]
-        sequences = self._table(SEQUENCES, ds.field("step") == step, named)
+        sequences = self.table(SEQUENCES, ds.field("step") == step, named)
         columns = [
-            "seq_id", "logprobs", "policy_version", "contract", "writer",
+            "seq_id", "logprobs", "policy_version", "iteration", "contract", "writer",
             "forward_id", "forward_row", "pad_left", "pad_right", "routing", "routing_start",
         ]  # fmt: skip
-        scores = self._table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
+        scores = self.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
         tokens = {
             seq_id: (np.asarray(prompt.values), np.asarray(response.values), version)
             for seq_id, prompt, response, version in zip(
@@ -216,7 +218,8 @@ class RecordedRun:
             composition_known=known, **given,
         )  # fmt: skip
 
-    def _table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
+    def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
+        """Columns of the rows of a table that meet a condition."""
         paths = [f"{self.folder}/{table}/{name}" for name in self.store.files(table) if name.endswith(".parquet")]
         if not paths:
             return pa.table({name: [] for name in columns})

@@ -26,10 +26,11 @@ from tim_trace.analysis.triangulate import triangulate
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
+from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 
-PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported"}
+PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported", "table"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
 TWINS = {
@@ -47,6 +48,7 @@ TWINS = {
     "objective": objective,
     "weights": weights,
     "triangulate": triangulate,
+    "gradient": gradient,
     "replay": replay,
     "gate": gate,
 }
@@ -110,6 +112,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "weights",
         "replay",
         "triangulate",
+        "gradient",
         "gate",
     ],
 )

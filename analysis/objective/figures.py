@@ -167,7 +167,7 @@ def totals_of(loss: Loss, sums: Sums) -> dict[str, Array]:
 def _weights(loss: Loss, num_N: Array, there_N: Array, update_N: np.ndarray) -> Array:
     """[N] what the loss multiplies each token's term of a sequence by, within its update: see Loss.aggregation."""
     sequences_U, tokens_U = np.bincount(update_N, there_N), np.bincount(update_N, num_N)
-    if loss.aggregation in ("token_mean", "micro_token_mean"):
+    if loss.aggregation in ("token_mean", "batch_token_mean", "micro_token_mean"):
         divisor_N = np.maximum(tokens_U, 1)[update_N]
     else:
         divisor_N = np.maximum(sequences_U, 1)[update_N]

@@ -42,11 +42,14 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """[C] log-probabilities, nats, of tokens `ids_C` under logits, in whose dtype all is computed; overwrites them."""
+        """[C] log-probabilities, nats, of tokens `ids_C` under logits, in whose dtype all is computed.
+
+        Logits that no backward needs are overwritten.
+        """
         import torch
 
         if self.temperature != 1.0:
-            logits_CV.div_(self.temperature)
+            logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 

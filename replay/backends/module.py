@@ -41,12 +41,18 @@ class ModuleScorer:
         """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
+        with torch.no_grad():
+            return self.logprobs(batch)
+
+    def logprobs(self, batch: PaddedBatch) -> Any:
+        """The same with what a backward needs, where torch keeps it."""
+        import torch
+
         device = next(self._model.parameters()).device
         ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
-        with torch.no_grad():
-            logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
-            logits_BWV = getattr(logits_BWV, "logits", logits_BWV)
-            return torch.cat([self._row(logits_BWV[i], ids_BW[i], batch, i) for i in range(len(batch.rows))])
+        logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
+        logits_BWV = getattr(logits_BWV, "logits", logits_BWV)
+        return torch.cat([self._row(logits_BWV[i], ids_BW[i], batch, i) for i in range(len(batch.rows))])
 
     def _row(self, logits_WV: Any, ids_W: Any, batch: PaddedBatch, row: int) -> Any:
         import torch

@@ -44,8 +44,15 @@ class TransformersScorer:
         """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
+        with torch.no_grad():
+            return self.logprobs(batch)
+
+    def logprobs(self, batch: ForwardBatch) -> Any:
+        """The same with what a backward needs, where torch keeps it."""
+        import torch
+
         double = next(self._model.parameters()).dtype == torch.float64
-        with torch.no_grad(), keep_double() if double else nullcontext():
+        with keep_double() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)

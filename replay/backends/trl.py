@@ -41,16 +41,22 @@ class TrlScorer:
         """[N] log-probabilities of the batch's response tokens, row by row."""
         import torch
 
-        device = next(self._model.parameters()).device
         with torch.set_grad_enabled(self._grad):
-            logprobs_BK = self._score(
-                self._trainer,
-                self._model,
-                torch.from_numpy(batch.ids_BW).to(device),
-                torch.from_numpy(batch.mask_BW).to(device),
-                batch.num_kept,
-            )[0]
-        return batch.last(logprobs_BK.detach())
+            return self.logprobs(batch).detach()
+
+    def logprobs(self, batch: PaddedBatch) -> Any:
+        """The same with what a backward needs, where torch keeps it."""
+        import torch
+
+        device = next(self._model.parameters()).device
+        logprobs_BK = self._score(
+            self._trainer,
+            self._model,
+            torch.from_numpy(batch.ids_BW).to(device),
+            torch.from_numpy(batch.mask_BW).to(device),
+            batch.num_kept,
+        )[0]
+        return batch.last(logprobs_BK)
 
 
 def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:

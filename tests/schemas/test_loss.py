@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.schemas.errors import InvalidRecord
-from tim_trace.schemas.loss import AGGREGATIONS, CORRECTIONS, DENOMINATORS, KINDS, LEVELS, Loss, read_loss
+from tim_trace.schemas.errors import InvalidOption, InvalidRecord
+from tim_trace.schemas.loss import AGGREGATIONS, CORRECTIONS, DENOMINATORS, KINDS, LEVELS, Loss, parse_loss, read_loss
 
 GRPO = {
     "loss_type": "dapo",
@@ -34,6 +34,7 @@ GRPO = {
     correction=st.sampled_from(CORRECTIONS),
     clip_hard=st.none() | st.floats(1.0, 10.0),
     max_tokens=st.none() | st.integers(1, 10_000),
+    kl_weighted=st.booleans(),
 )
 def test_a_loss_comes_back_as_it_was_recorded(**given):
     loss = Loss(**given)
@@ -60,6 +61,29 @@ def test_cispo_clips_the_weight_itself():
 
 def test_what_changes_the_loss_and_is_not_said_here_is_named():
     assert read_loss(GRPO | {"top_entropy_quantile": 0.2}).unknown == ("top_entropy_quantile",)
+
+
+def test_trl_s_token_mean_is_over_its_generation_batch():
+    steps = {"gradient_accumulation_steps": 2.0, "steps_per_generation": 4.0}
+    assert read_loss(GRPO | steps).aggregation == "batch_token_mean"
+    assert read_loss(GRPO | steps | {"steps_per_generation": 2.0}).aggregation == "token_mean"
+
+
+def test_trl_weights_its_kl_term_by_the_ratio():
+    loss = read_loss(GRPO | {"beta": 0.1, "use_bias_correction_kl": 1.0})
+    assert (loss.kl_coefficient, loss.kl_weighted, loss.unknown) == (0.1, True, ())
+    assert not read_loss(GRPO | {"use_bias_correction_kl": 1.0}).kl_weighted
+
+
+def test_fields_that_are_said_take_the_place_of_recorded_ones():
+    said = parse_loss("kind=reinforce, correction-high=none,kl_weighted=true", Loss(clip_low=0.1, correction_high=2.0))
+    assert said == Loss(kind="reinforce", clip_low=0.1, kl_weighted=True)
+
+
+@pytest.mark.parametrize("text", ["kind", "clip=1", "clip_low=much", "kl_weighted=1", "kind=ppo"])
+def test_a_field_that_cannot_be_is_refused(text):
+    with pytest.raises(InvalidOption, match=r"names: kind|it is a number|true or false|ppo_clip, reinforce"):
+        parse_loss(text)
 
 
 def test_rloo_has_one_term_a_sequence():

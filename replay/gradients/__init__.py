@@ -1,0 +1,1 @@
+"""Gradients of recorded steps, as they were taken and as they would have been otherwise."""

@@ -1,0 +1,114 @@
+"""What a gradient's arm changes: the forward and backward, the logprobs that the loss compares with, the correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ...schemas.errors import InvalidOption
+from ...schemas.loss import CORRECTIONS, SEQUENCE_MEAN, SEQUENCE_SUM, Loss
+from ...schemas.passes import CURRENT, REPLAY_PREFIX, ROLLOUT, TRAIN
+from ..arms import Arm, parse_arm
+
+EXACT = ("exact", "token_exact", "sequence_exact")
+"""Importance weights train / rollout as they are: of the level that the loss's correction or ratio has, of tokens, of
+sequences."""
+_CANNOT = ("mode", "kv_dtype", "compile", "routing", "top_p", "top_k")
+_OWN = ("logprobs", "correction", "name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientArm:
+    """A gradient's change against the recording; the default is none."""
+
+    forward: Arm = field(default_factory=Arm)
+    """What forward and backward compute with."""
+    logprobs: str | None = None
+    """The pass in the place of the recorded one below the ratio, and in the place of train in the correction's ratio
+    train / rollout: train, rollout (which is bypass), current (whose ratio is 1), or replay/<arm>."""
+    correction: str | None = None
+    """none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, sequence_mask:C
+    with the largest ratio C, or LOW_HIGH in its place."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        changes = self.forward.changes
+        if self.forward.engine != "hf":
+            raise InvalidOption(
+                f"against engine={self.forward.engine}: has no backward; replay it first (tim-trace replay RUN --engine "
+                f"{self.forward.engine}), then use its logprobs: --against logprobs=replay/{self.forward.name}"
+            )
+        wrong = [name.replace("_", "-") for name in _CANNOT if name in changes]
+        if wrong:
+            raise InvalidOption(
+                f"against {wrong[0]}: has no backward here; with gradients go dtype, quantize, lm-head, logits-dtype, "
+                "attention, batch-size, padding, threads, deterministic, temperature, weights-version, logprobs and "
+                f"correction; or replay it, and use its logprobs: --against logprobs=replay/{self.forward.name}"
+            )
+        if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
+            raise InvalidOption(f"against logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
+        corrected(Loss(), self.correction)
+        if not self.name:
+            object.__setattr__(self, "name", self._made_name())
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing differs from the recording."""
+        return self.forward.is_identity and self.logprobs is None and self.correction is None
+
+    def _made_name(self) -> str:
+        own = [
+            f"{key}-{value}".replace(":", "-").replace("/", "-")
+            for key, value in (("logprobs", self.logprobs), ("correction", self.correction))
+            if value is not None
+        ]
+        return "+".join([*([] if own and self.forward.is_identity else [self.forward.name]), *own])
+
+
+def parse_gradient_arm(text: str) -> GradientArm:
+    """Read `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: a replay's changes, and those of the loss.
+
+    Raises InvalidOption.
+
+    >>> parse_gradient_arm("dtype=bf16,correction=none").name
+    'bf16+correction-none'
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    own = {
+        key.strip(): value.strip()
+        for key, equals, value in (part.partition("=") for part in parts)
+        if equals and key.strip() in _OWN
+    }
+    arm = GradientArm(
+        forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
+    )
+    if arm.is_identity:
+        raise InvalidOption(f"against: {text!r} changes nothing; the gradient as recorded is always there")
+    return arm
+
+
+def corrected(loss: Loss, correction: str | None) -> Loss:
+    """The loss with an arm's correction in the place of its own. Raises InvalidOption."""
+    if correction is None:
+        return loss
+    kind, _, bounds = correction.partition(":")
+    if (kind not in CORRECTIONS and kind not in EXACT) or bool(bounds) == (kind in ("none", *EXACT)):
+        raise InvalidOption(
+            f"against correction={correction}: use none, {', '.join(EXACT)}, or token_truncate, token_mask, "
+            "sequence_truncate or sequence_mask with a bound, as token_truncate:2 or token_mask:0.5_5"
+        )
+    if kind in EXACT:
+        kind = _exact_level(loss, kind) + "_truncate"
+    low, _, high = bounds.rpartition("_")
+    try:
+        numbers = [float(value) if value else None for value in (low, high)]
+    except ValueError as error:
+        raise InvalidOption(f"against correction={correction}: {bounds!r} is no bound; write 2, or 0.5_5") from error
+    return replace(loss, correction=kind, correction_low=numbers[0], correction_high=numbers[1])
+
+
+def _exact_level(loss: Loss, kind: str) -> str:
+    if kind != "exact":
+        return kind.partition("_")[0]
+    if loss.correction != "none":
+        return loss.correction.partition("_")[0]
+    return "sequence" if loss.level in (SEQUENCE_MEAN, SEQUENCE_SUM) else "token"

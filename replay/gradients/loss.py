@@ -1,0 +1,164 @@
+"""The recorded loss of rows of a forward, as torch computes it.
+
+Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.loss import CISPO, REINFORCE, SEQUENCE_MEAN, SEQUENCE_SUM, Loss
+from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
+from .arm import GradientArm, corrected
+from .divisors import Divisors, key_of
+from .update import LossRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """The loss of an optimizer step under an arm."""
+
+    loss: Loss
+    """With the arm's correction."""
+    below: str
+    """The pass below the ratio."""
+    above: str
+    """The pass in the place of train in the correction's train / rollout."""
+    divisors: Divisors
+
+    def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
+        """The rows' share of the loss: those of all rows add up to it."""
+        import torch
+
+        cells = _Cells.of(rows, current_N)
+        losses_B = self._aggregated(self._terms(cells), cells.mask_BT)
+        pairs = [self.divisors[key_of(entry)] for entry in rows]
+        first_B, second_B = (torch.tensor([pair[i] for pair in pairs]).to(losses_B) for i in range(2))
+        return (losses_B / first_B / second_B).sum()
+
+    def _terms(self, cells: _Cells) -> Any:
+        """[B, T] or [B, 1]: what is minimised. The order is that in which TRL has it: sums of gradients round by it."""
+        import torch
+
+        loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
+        below_BT = cells.logprobs(self.below)
+        # A token that the pass below gave nothing has a ratio of 1.
+        below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
+        ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
+        divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
+        if loss.kind == CISPO:
+            term = -ratio.clamp(max=loss.clip_high).detach() * advantage * current_BT
+        elif loss.kind == REINFORCE:
+            term = -(ratio * advantage)
+        else:
+            clipped = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+            if loss.clip_hard is not None:
+                ratio = torch.clamp(ratio, max=loss.clip_hard)
+            term = -torch.min(ratio * advantage, clipped * advantage)
+        if loss.correction != "none":
+            term = term * self._weights(cells)
+        return term if divergence is None else term + loss.kl_coefficient * divergence
+
+    def _divergence(self, cells: _Cells, ratio: Any) -> Any:
+        """[B, T] k3 against the reference, exp(d) - d - 1; 0 for a token that it gave nothing."""
+        import torch
+
+        current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
+        reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
+        k3_BT = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
+        return k3_BT * ratio if self.loss.kl_weighted else k3_BT
+
+    def _weights(self, cells: _Cells) -> Any:
+        """[B, T] or [B, 1] weights of the correction; a token without a rollout logprob has a ratio of 1."""
+        import torch
+
+        loss = self.loss
+        d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
+        d = torch.where(d.isnan(), torch.zeros_like(d), d)
+        if loss.correction.startswith("sequence"):
+            d = d.sum(-1, keepdim=True)
+        ratio = torch.exp(d)
+        if loss.correction.endswith("truncate"):
+            if loss.correction_low is None and loss.correction_high is None:
+                return ratio
+            return ratio.clamp(min=loss.correction_low, max=loss.correction_high)
+        low = -np.inf if loss.correction_low is None else loss.correction_low
+        high = np.inf if loss.correction_high is None else loss.correction_high
+        return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+    def _aggregated(self, term: Any, mask_BT: Any) -> Any:
+        """[B]"""
+        if self.loss.aggregation == "sequence" and term.shape[1] == 1:
+            return term.squeeze(-1)
+        sums_B = (term * mask_BT).sum(-1)
+        return sums_B / mask_BT.sum(-1).clamp(min=1.0) if self.loss.aggregation == "sequence_mean" else sums_B
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Rows side by side, as wide as they were recorded."""
+
+    rows: Sequence[LossRow]
+    current_BT: Any
+    mask_BT: Any
+    advantage: Any
+    """[B, 1] or [B, T]"""
+    place: Callable[[Sequence[np.ndarray], float], Any]
+    """Puts values of each row into [B, T]."""
+
+    @classmethod
+    def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
+        import torch
+
+        lengths = [len(entry.row.response_ids) for entry in rows]
+        width = max(n + entry.row.pad_right for n, entry in zip(lengths, rows, strict=True))
+        cells_N = np.concatenate([np.arange(n) + index * width for index, n in enumerate(lengths)])
+        cells_N = torch.from_numpy(cells_N).to(current_N.device)
+        empty = current_N.new_zeros(len(rows) * width)
+
+        def place(values: Sequence[np.ndarray], missing: float) -> Any:
+            filled_N = torch.from_numpy(np.concatenate(values).astype(np.float32)).to(empty)
+            return torch.full_like(empty, missing).index_copy(0, cells_N, filled_N).view(len(rows), width)
+
+        if all(len(entry.advantage) == 1 for entry in rows):
+            advantage = torch.from_numpy(np.stack([entry.advantage for entry in rows])).to(empty)
+        else:
+            wide = [np.broadcast_to(entry.advantage, n) for entry, n in zip(rows, lengths, strict=True)]
+            advantage = place(wide, 0.0)
+        return cls(
+            rows=rows,
+            current_BT=empty.index_copy(0, cells_N, current_N).view(len(rows), width),
+            mask_BT=place([entry.mask for entry in rows], 0.0),
+            advantage=advantage,
+            place=place,
+        )
+
+    def logprobs(self, name: str) -> Any:
+        """[B, T] of a pass, without a gradient; NaN where it has none."""
+        if name == CURRENT:
+            return self.current_BT.detach()
+        return self.place([entry.passes[name] for entry in self.rows], 0.0)
+
+
+def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
+    if level == SEQUENCE_SUM:
+        return ((current_BT * mask_BT).sum(-1) - (below_BT * mask_BT).sum(-1)).unsqueeze(-1)
+    log_ratio_BT = current_BT - below_BT
+    if level == SEQUENCE_MEAN:
+        return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    return log_ratio_BT
+
+
+def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
+    """The recorded passes that a loss compares with under an arm."""
+    under = corrected(loss, arm.correction)
+    found = {arm.logprobs or loss.denominator}
+    if under.correction != "none":
+        found |= {arm.logprobs or TRAIN, ROLLOUT}
+    if under.kl_coefficient:
+        found.add(REFERENCE)
+    return found - {CURRENT}

@@ -1,0 +1,122 @@
+"""The model of an arm with a forward that keeps what a backward needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ...schemas.errors import CannotReplay, TimTraceWarning
+from ..backends import kernels
+from ..batching import ForwardBatch
+from ..hf_scorer import HfScorer, is_out_of_memory
+from ..settings import settings
+from .update import LossRow
+
+Losses = Callable[[Sequence[LossRow], Any], Any]
+"""The loss of rows from their current logprobs, [N]."""
+
+
+class GradientScorer(HfScorer):
+    """Gives the gradient of losses, on a model in the mode that the recording's was in."""
+
+    def attach(self, model: Any, shared: Any = None) -> Any:
+        """Score with this model, in train mode and with gradient checkpoints where the recording was."""
+        scorer = super().attach(model, shared)
+        self._routers = []
+        model.train(self.trains)
+        checkpoints = self.trains and bool(self.contract.get("gradient_checkpointing"))
+        if checkpoints and getattr(model, "supports_gradient_checkpointing", False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return scorer
+
+    @property
+    def trains(self) -> bool:
+        """Whether the recorded model was in train mode."""
+        return bool(self.contract.get("training_mode", False))
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether it draws random numbers in its forward, which are others in each run."""
+        import torch
+
+        drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+        config = getattr(self._model, "config", None)
+        attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
+        modules = any(isinstance(module, drops) and module.p > 0 for module in self._model.modules())
+        return self.trains and (modules or attention > 0)
+
+    @property
+    def rows_left(self) -> int | None:
+        """Rows of a forward, once memory has run out; None before."""
+        return self._rows
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What a gradient is of: name -> parameter, a tied one under its first name."""
+        return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
+
+    def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
+        """The gradient of the rows' loss, a tensor a parameter, None for one without any; `seen` is given each forward and its logprobs.
+
+        Where memory runs out there are half as many rows a forward from then on. Raises CannotReplay.
+        """
+        while True:
+            try:
+                return self._gradient(rows, loss, seen)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._rows = self._half(rows, error)
+
+    def _half(self, rows: Sequence[LossRow], error: BaseException) -> int:
+        largest = self._rows or max(len(batch.rows) for batch, _ in self._forwards(rows))
+        if largest == 1 or self.arm.batch_size is not None:
+            way_out = "use a machine with more" if largest == 1 else "use batch-size with fewer"
+            raise CannotReplay(
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; {way_out}"
+            ) from error
+        warnings.warn(
+            f"arm {self.arm.name}: out of memory with {largest} rows a forward and backward; going on with "
+            f"{largest // 2}, so that the last digits may be others",
+            TimTraceWarning,
+            stacklevel=4,
+        )
+        return largest // 2
+
+    def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
+        import torch
+
+        parameters = list(self.parameters.values())
+        _forget(parameters)
+        with ExitStack() as stack:
+            stack.enter_context(settings(self.contract["torch"], self.arm))
+            stack.enter_context(kernels.forced(self.arm.attention))
+            stack.enter_context(torch.enable_grad())
+            for batch, entries in self._forwards(rows):
+                current_N = self._differentiable(batch)
+                seen(batch, current_N)
+                loss(entries, current_N).backward()
+        found = [parameter.grad for parameter in parameters]
+        _forget(parameters)
+        return found
+
+    def _differentiable(self, batch: ForwardBatch) -> Any:
+        if self.kernels:
+            return self._scorer.logprobs(batch)
+        with kernels.observed(self.kernels):
+            logprobs_N = self._scorer.logprobs(batch)
+        self.kernels = self.kernels or {self.numerics.attention}
+        return logprobs_N
+
+    def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
+        """Forwards in the arm's batch shape, each with the rows that it is of."""
+        entries: Mapping[int, LossRow] = {id(entry.row): entry for entry in rows}
+        for batch in self._batches([entry.row for entry in rows]):
+            yield batch, [entries[id(row)] for row in batch.rows]
+
+
+def _forget(parameters: Sequence[Any]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

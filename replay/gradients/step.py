@@ -1,0 +1,170 @@
+"""One optimizer step under arm after arm: the reference stays, and one gradient at a time is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...tracer.staging import to_numpy
+from ..batching import PACKED, ForwardBatch, responses
+from ..differences import differences
+from .arm import GradientArm
+from .loss import StepLoss
+from .results import GradientStep, same_digits
+from .scorer import GradientScorer
+from .statistics import expected_progress, modules, noise
+from .sums import Part, Sums, add, total_norm
+from .update import LossRow, Update
+
+
+class StepPasses:
+    """Takes the gradient of an optimizer step; the first arm's is the reference of the others."""
+
+    def __init__(
+        self,
+        update: Update,
+        *,
+        micro_batches: int,
+        logged_norm: float | None,
+        learning_rate: float | None,
+        smoothness: float | None,
+        accumulated: float | None,
+    ):
+        self.update = update
+        self._micro_batches = micro_batches
+        self._logged, self._rate, self._smoothness, self._accumulated = (
+            logged_norm, learning_rate, smoothness, accumulated,
+        )  # fmt: skip
+        self._sums: Sums | None = None
+        self._reference: list[Any] | None = None
+        self._reference_parts: list[Part] = []
+
+    def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
+        """The figures of an arm, with the weights that its scorer holds. Raises CannotReplay."""
+        if self._sums is None:
+            parameters = scorer.parameters
+            self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
+        seen = _Seen()
+        total, parts = self._gradient(self._sums, scorer, loss, seen)
+        if self._reference is None:
+            self._reference, self._reference_parts = total, parts
+        pair = self._sums.pair(total, self._reference)
+        whole, *kinds = modules(self._sums, pair, parts, self._reference_parts)
+        norm = total_norm(total)
+        signal, spread, scale = noise(float(pair.aa.sum()), parts)
+        is_recording = arm.is_identity
+        reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
+        return GradientStep(
+            step=self.update.step,
+            policy_version=self.update.policy_version,
+            arm=arm.name,
+            num_sequences=len(self.update.rows),
+            num_tokens=self.update.num_tokens,
+            grad_norm=norm,
+            logged_norm=self._logged,
+            reproduced=reproduced,
+            forward_held=seen.held,
+            num_micro_batches=len(parts),
+            whole=whole,
+            modules=tuple(kinds),
+            signal=signal,
+            noise=spread,
+            noise_scale=scale,
+            progress=expected_progress(whole, pair, self._rate, self._smoothness),
+            notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
+        )
+
+    def _gradient(
+        self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
+    ) -> tuple[list[Any], list[Part]]:
+        """The gradient, and what is kept of its micro-batches; in one run where the arm's own forwards are these."""
+        recorded = list(self.update.places.values())
+        parts = self.update.parts(self._micro_batches) if self._micro_batches else []
+        own_shape = scorer.arm.batch_size is not None or scorer.arm.padding == PACKED
+        if parts and (own_shape or len(parts) == len(recorded) or not self.update.composition_known):
+            return self._run(sums, scorer, loss, parts, seen, is_whole=True)
+        total, _ = self._run(sums, scorer, loss, recorded, seen, is_whole=True, keeps=False)
+        return total, self._run(sums, scorer, loss, parts, _Seen(), is_whole=False)[1]
+
+    def _run(
+        self,
+        sums: Sums,
+        scorer: GradientScorer,
+        loss: StepLoss,
+        parts: Sequence[Sequence[LossRow]],
+        seen: _Seen,
+        *,
+        is_whole: bool,
+        keeps: bool = True,
+    ) -> tuple[list[Any], list[Part]]:
+        """The sum of the parts' gradients where it is wanted, and what is kept of each."""
+        total: list[Any] | None = None
+        kept = []
+        for rows in parts:
+            found = scorer.gradient(rows, loss, seen)
+            if keeps:
+                kept.append(sums.part(found, len(rows)))
+            if is_whole:
+                total = add(total, found)
+        return total or [], kept
+
+    def _notes(
+        self, scorer: GradientScorer, loss: StepLoss, seen: _Seen, norm: float, reproduced: bool | None
+    ) -> list[str]:
+        update = self.update
+        notes = list(update.notes)
+        if not np.isfinite(norm):
+            notes.append(f"the gradient is not finite ({norm})")
+        if update.metric_step is None:
+            notes.append("its grad norm cannot be told from those of the step's other updates")
+        if reproduced is False:
+            notes += list(self._why(scorer, loss, seen))
+        return notes
+
+    def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
+        """Why the logged norm did not come back, as far as the trace tells."""
+        update, why = self.update, []
+        if loss.loss.unknown:
+            why.append(f"the loss has settings that are not known here: {', '.join(loss.loss.unknown)}")
+        if not update.composition_known:
+            why.append("which rows were a micro-batch was not recorded")
+        writers = len({writer for writer, _ in update.places})
+        if writers > 1:
+            why.append(f"{writers} processes computed it, and their sum is in another order here")
+        if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
+            why.append(
+                f"{len(update.places)} micro-batches of {int(self._accumulated) * writers} that an optimizer step "
+                "has were recorded"
+            )
+        if scorer.has_dropout:
+            why.append("the model drops out at random, as it did in the recording")
+        if scorer.run.model["config"].get("output_router_logits"):
+            why.append("the routers' own loss is not part of this")
+        if scorer.rows_left:
+            why.append(f"memory was short, with {scorer.rows_left} rows a forward")
+        why += list(differences(scorer.contract, scorer.made_by()))
+        why.append(
+            "the forward gave the recorded logprobs, to the bit"
+            if seen.held
+            else f"the forward's logprobs are up to {seen.largest:.2g} nats from the recorded ones"
+        )
+        return why
+
+
+class _Seen:
+    """Notes how the forwards' logprobs lie to the recorded ones."""
+
+    def __init__(self) -> None:
+        self.held = True
+        self.largest = 0.0
+
+    def __call__(self, batch: ForwardBatch, current_N: Any) -> None:
+        for row, values in zip(batch.rows, responses(batch, to_numpy(current_N.detach().cpu())), strict=True):
+            recorded, found = row.logprobs[row.scored], values[row.scored]
+            same = found.dtype == np.float32 and np.array_equal(recorded.view(np.uint32), found.view(np.uint32))
+            if not same:
+                self.held = False
+                off = np.abs(found.astype(np.float64) - recorded.astype(np.float64))
+                self.largest = max(self.largest, float(np.max(off, initial=0.0)))

@@ -1,0 +1,119 @@
+"""What is kept of gradients: their squares and sketches, and how two lie to each other.
+
+Shapes: M kinds of modules, K buckets of a sketch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...schemas.modules import KINDS, kind_of
+from .sketch import Sketcher
+
+_PIECE = 1 << 24
+
+Gradient = Sequence[Any]
+"""A tensor a parameter, None for one without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch's share of a gradient; the shares add up to it."""
+
+    squares: np.ndarray
+    """[M] squared lengths."""
+    sketches: np.ndarray
+    """[M, K]"""
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An arm's gradient a next to the reference r, by module: [M] each."""
+
+    aa: np.ndarray
+    ar: np.ndarray
+    rr: np.ndarray
+    dd: np.ndarray
+    """Squares of a - r."""
+
+
+class Sums:
+    """Takes sums over the gradients of one model."""
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int]):
+        self.names = list(names)
+        self._kinds = [KINDS.index(kind_of(name)) for name in names]
+        self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
+        """[M]"""
+        self._sketcher = Sketcher()
+
+    def part(self, gradient: Gradient, num_sequences: int) -> Part:
+        """What is kept of a micro-batch's share."""
+        from .sketch import NUM_BUCKETS
+
+        sketches = np.zeros((len(KINDS), NUM_BUCKETS))
+        squares = np.zeros(len(KINDS))
+        for name, kind, values in zip(self.names, self._kinds, gradient, strict=True):
+            if values is not None:
+                squares[kind] += _norm(values) ** 2
+                sketches[kind] += self._sketcher.sketch(name, values).numpy()
+        return Part(squares, sketches, num_sequences)
+
+    def squares(self, gradient: Gradient) -> np.ndarray:
+        """[M] squared lengths."""
+        found = np.zeros(len(KINDS))
+        for kind, values in zip(self._kinds, gradient, strict=True):
+            found[kind] += 0.0 if values is None else _norm(values) ** 2
+        return found
+
+    def pair(self, arm: Gradient, reference: Gradient) -> Pair:
+        """How an arm's gradient lies to the reference, summed in float64."""
+        sums = np.zeros((4, len(KINDS)))
+        for kind, a, r in zip(self._kinds, arm, reference, strict=True):
+            if a is not None or r is not None:
+                sums[:, kind] += _products(a, r)
+        return Pair(*sums)
+
+
+def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
+    """The sum so far with a gradient more, in its place: as gradients accumulate."""
+    import torch
+
+    if total is None:
+        return gradient
+    both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(total, gradient, strict=True)]
+
+
+def total_norm(gradient: Gradient) -> float:
+    """The norm that torch.nn.utils.clip_grad_norm_ finds, to the bit."""
+    import torch
+
+    return float(torch.nn.utils.get_total_norm([values for values in gradient if values is not None]))
+
+
+def _norm(values: Any) -> float:
+    import torch
+
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _products(a: Any, r: Any) -> np.ndarray:
+    """[4] sums of aa, ar, rr and (a - r)^2."""
+    import torch
+
+    a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)
+    r = torch.zeros_like(a) if r is None else r
+    sums = torch.zeros(4, dtype=torch.float64)
+    for one, other in zip(a.reshape(-1).split(_PIECE), r.reshape(-1).split(_PIECE), strict=True):
+        one, other = one.double(), other.double()
+        off = one - other
+        sums += torch.stack([one @ one, one @ other, other @ other, off @ off]).cpu()
+    return np.asarray(sums.numpy())

@@ -1,0 +1,40 @@
+"""Where in a model a tensor is, by its name."""
+
+from __future__ import annotations
+
+import re
+
+EMBEDDING, ATTENTION, MLP, NORM, HEAD, OTHER = "embedding", "attention", "mlp", "norm", "head", "other"
+KINDS = (EMBEDDING, ATTENTION, MLP, NORM, HEAD, OTHER)
+
+_WORDS = (
+    (HEAD, r"lm_head|embed_out|output_layer"),
+    (NORM, r"norm|\bln"),
+    (EMBEDDING, r"embed|wte|wpe|word_embeddings"),
+    (ATTENTION, r"attn|attention"),
+    (MLP, r"mlp|ffn|feed_forward|expert|moe|router|fc\d?|dense_h"),
+)
+"""A kind of module -> what a part of its tensors' names has in it; the first that is found counts."""
+
+
+def module_of(name: str) -> str:
+    """A tensor's module with its layers and experts taken together.
+
+    >>> module_of("model.layers.11.self_attn.q_proj.weight")
+    'model.layers.*.self_attn.q_proj'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name).removesuffix(".weight").removesuffix(".bias")
+
+
+def kind_of(name: str) -> str:
+    """The kind of module that a tensor is of: embedding, attention, mlp, norm, head or other.
+
+    A norm inside of an attention is a norm; a head that is tied to the embedding has the embedding's name.
+
+    >>> kind_of("model.layers.11.self_attn.q_norm.weight"), kind_of("model.layers.0.mlp.up_proj.weight")
+    ('norm', 'mlp')
+    """
+    for kind, words in _WORDS:
+        if re.search(words, name):
+            return kind
+    return OTHER

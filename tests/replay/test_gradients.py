@@ -1,0 +1,441 @@
+"""Gradients of real trainings, and of a loop whose every number is worked out again here."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from builders import make_trace
+from click.testing import CliRunner
+from runs import train
+from tim_trace import cli
+from tim_trace.analysis.gradient_text import gradient_text
+from tim_trace.replay.arms import Arm
+from tim_trace.replay.backends.transformers import TransformersScorer
+from tim_trace.replay.gradients.engine import gradient
+from tim_trace.schemas.errors import CannotReplay, InvalidOption, TimTraceWarning
+from tim_trace.schemas.loss import Loss
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "beta": 0.1}
+OF_GRPO = {
+    "loss_type": "grpo", "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "temperature": 0.7,
+    "beta": 0.1, "gradient_checkpointing": True,
+}  # fmt: skip
+OF_CISPO = {
+    "loss_type": "cispo", "epsilon_high": 5.0, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
+OF_RLOO = {
+    "beta": 0.05, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arguments", "config", "updates"),
+    [
+        ((), None, [(1, 0), (2, 1), (3, 2)]),
+        (("--steps", "4"), OFF_POLICY, [(1, 0), (1, 1), (3, 2), (3, 3)]),
+        ((), OF_GRPO, [(1, 0), (2, 1), (3, 2)]),
+        (("--steps", "4"), OF_CISPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
+        (("--trainer", "rloo"), OF_RLOO, [(1, 0), (1, 1), (3, 2)]),
+        ((), {"bf16": True}, [(1, 0), (2, 1), (3, 2)]),
+    ],
+    ids=["dapo", "off-policy-kl", "grpo-accumulation", "cispo", "rloo", "mixed-precision"],
+)
+def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config, updates):
+    run = train(*arguments, capture="logprobs", **({"config": config} if config else {}))
+    found = gradient(run.trace, micro_batches=0)
+    assert [(step.step, step.policy_version) for step in found.steps] == updates
+    norms = [entry["grad_norm"] for entry in run.result["history"] if "grad_norm" in entry]
+    assert [step.grad_norm for step in found.steps] == norms
+    assert all(step.reproduced and step.forward_held for step in found.steps)
+    assert "to its last digit in all" in found.sentence
+
+
+@pytest.mark.engine
+def test_the_norm_under_a_correction_of_vllm_s_logprobs_comes_back():
+    run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
+    found = gradient(run.trace, against=["correction=none", "logprobs=rollout", "correction=exact"])
+    assert found.loss.correction == "sequence_mask"
+    recorded, without, bypass, exact = found.steps[:4]
+    assert recorded.reproduced
+    assert recorded.whole.cosine == pytest.approx(1, abs=1e-12)
+    assert recorded.whole.bias == 0.0 < min(without.whole.bias, bypass.whole.bias)
+    assert exact.whole.cosine > 0.99
+
+
+# A loop of one's own: two optimizer steps on the first step's sequences, one on the third's, four micro-batches each.
+
+ROWS, MICRO = 8, 2
+LOSS = Loss(clip_low=0.01, clip_high=0.02, correction="token_truncate", correction_high=1.01)
+RATE = 0.05
+
+
+def small_model(**changes):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | changes))
+
+
+def make_batch(seed):
+    draw = np.random.default_rng(seed)
+    return {
+        "prompt_ids": [draw.integers(2, 20, 3).tolist() for _ in range(ROWS)],
+        "response_ids": [draw.integers(2, 20, n).tolist() for n in draw.integers(2, 7, ROWS)],
+        "advantage": draw.normal(size=ROWS).astype(np.float32),
+        "noise": [draw.normal(0, 0.03, 6).astype(np.float32) for _ in range(ROWS)],
+    }
+
+
+def logprobs(model, batch, rows):
+    """[T] log-probabilities of each row's response, of rows padded on the right to six tokens."""
+    ids = torch.zeros(len(rows), 9, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        tokens = batch["prompt_ids"][row] + batch["response_ids"][row]
+        ids[index, : len(tokens)], mask[index, : len(tokens)] = torch.tensor(tokens), 1
+    every = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits.float(), -1)
+    taken = every[:, 2:-1].gather(-1, ids[:, 3:, None]).squeeze(-1)
+    return [taken[index, : len(batch["response_ids"][row])] for index, row in enumerate(rows)]
+
+
+def objective(batch, rows, current, below, weights):
+    """LOSS of some rows by hand: what they add to the mean over all tokens of the step."""
+    total = sum(len(ids) for ids in batch["response_ids"])
+    loss = 0.0
+    for row, now in zip(rows, current, strict=True):
+        ratio = torch.exp(now - below[row])
+        clipped = ratio.clip(1 - LOSS.clip_low, 1 + LOSS.clip_high)
+        advantage = float(batch["advantage"][row])
+        loss = loss - (torch.minimum(ratio * advantage, clipped * advantage) * weights[row]).sum() / total
+    return loss
+
+
+def micro_batches():
+    return [list(range(start, start + MICRO)) for start in range(0, ROWS, MICRO)]
+
+
+def truncated(old, rollout):
+    return [torch.exp(a - b).clamp(max=LOSS.correction_high) for a, b in zip(old, rollout, strict=True)]
+
+
+def micro_gradients(model, batch, below, weights):
+    """Each micro-batch's share of the gradient, flat, by the names of the parameters."""
+    found = []
+    for rows in micro_batches():
+        model.zero_grad()
+        objective(batch, rows, logprobs(model, batch, rows), below, weights).backward()
+        found.append({name: value.grad.double().flatten() for name, value in model.named_parameters()})
+    return found
+
+
+def flat(gradient_):
+    return torch.cat(list(gradient_.values())).numpy()
+
+
+def forward(batch, first):
+    place = np.arange(ROWS)
+    lengths = np.array([len(ids) for ids in batch["response_ids"]])
+    return Forward(
+        ids=first + place // MICRO, places=(place % MICRO).astype("i4"), rows=np.full(ROWS, MICRO, "i4"),
+        pad_left=np.zeros(ROWS, "i4"), pad_right=(6 - lengths).astype("i4"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory):
+    """The loop's trace, and what it had in hand at its second optimizer step."""
+    folder = tmp_path_factory.mktemp("loop") / "run"
+    model, version = small_model(), 0
+    with Recorder(folder) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.add_contract("train", {"engine": "a loop"})
+        recorder.add_contract("current", {"engine": "a loop", "training_mode": True})
+        recorder.add_loss(LOSS)
+        for step, num_updates in ((1, 2), (3, 1)):
+            batch = make_batch(step)
+            recorder.add_weights(version, model.state_dict())
+            with torch.no_grad():
+                old = [value.clone() for rows in micro_batches() for value in logprobs(model, batch, rows)]
+            rollout = [a + torch.from_numpy(b[: len(a)]) for a, b in zip(old, batch["noise"], strict=True)]
+            rollout = [value.clamp(max=0) for value in rollout]
+            added = recorder.add_sequences(
+                step=step, prompt_ids=batch["prompt_ids"], response_ids=batch["response_ids"],
+                advantage=batch["advantage"], policy_version=version, group_ids=[row // 2 for row in range(ROWS)],
+            )  # fmt: skip
+            recorder.add_scores("rollout", added, logprobs=[value.numpy() for value in rollout])
+            recorder.add_scores("train", added, logprobs=[value.numpy() for value in old])
+            weights = truncated(old, rollout)
+            for _ in range(num_updates):
+                shares = micro_gradients(model, batch, old, weights)
+                with torch.no_grad():
+                    now = [v.clone() for rows in micro_batches() for v in logprobs(model, batch, rows)]
+                recorder.add_weights(version, model.state_dict())
+                recorder.add_scores(
+                    "current", added, logprobs=[value.numpy() for value in now], policy_version=version,
+                    forward=forward(batch, version * 4),
+                )  # fmt: skip
+                total = {key: sum(share[key] for share in shares) for key in shares[0]}
+                norm = float(np.linalg.norm(flat(total)))
+                recorder.add_metrics(version + 1, {"grad_norm": float(f"{norm:.5g}"), "learning_rate": RATE})
+                if version == 1:
+                    hand = {
+                        "shares": shares, "batch": batch, "old": old, "rollout": rollout,
+                        "state": {key: value.clone() for key, value in model.state_dict().items()},
+                    }  # fmt: skip
+                with torch.no_grad():
+                    for key, value in model.named_parameters():
+                        value -= RATE * total[key].view_as(value).float()
+                version += 1
+    return folder, hand
+
+
+def test_the_norm_that_a_loop_logged_comes_back_to_its_last_digit(loop):
+    found = gradient(loop[0])
+    assert [(step.step, step.policy_version, step.reproduced) for step in found.steps] == [
+        (1, 0, True), (1, 1, True), (3, 2, True),
+    ]  # fmt: skip
+    assert {step.num_micro_batches for step in found.steps} == {4}
+    norm = float(np.linalg.norm(sum(flat(share) for share in loop[1]["shares"])))
+    assert found.steps[1].grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def by_hand(loop, below, weights):
+    """[4, parameters] shares of the second optimizer step's gradient under other logprobs and weights."""
+    _, hand = loop
+    model = small_model()
+    model.load_state_dict(hand["state"])
+    return np.stack([flat(share) for share in micro_gradients(model, hand["batch"], below, weights)])
+
+
+def arms_by_hand(hand):
+    old, rollout = hand["old"], hand["rollout"]
+    ones = [torch.ones_like(value) for value in old]
+    exact = [torch.exp(a - b) for a, b in zip(old, rollout, strict=True)]
+    whole = [value.log().sum().exp() * torch.ones_like(value) for value in exact]
+    masked = [torch.where((value >= 0.99) & (value <= 1.02), value, 0.0) for value in exact]
+    return {
+        "correction=none": (old, ones),
+        "correction=exact": (old, exact),
+        "correction=sequence_exact": (old, whole),
+        "correction=token_mask:0.99_1.02": (old, masked),
+        "logprobs=rollout": (rollout, ones),
+        "logprobs=rollout,correction=none": (rollout, ones),
+    }
+
+
+@pytest.mark.parametrize("text", arms_by_hand({"old": [], "rollout": []}))
+def test_an_arm_s_figures_are_those_worked_out_by_hand(loop, text):
+    trace, hand = loop
+    r_i = np.stack([flat(share) for share in hand["shares"]])
+    a_i = by_hand(loop, *arms_by_hand(hand)[text])
+    step = next(
+        step for step in gradient(trace, steps="1", against=[text], smoothness=3.0).steps
+        if step.policy_version == 1 and step.arm != "as-recorded"
+    )  # fmt: skip
+    a, r, n = a_i.sum(0), r_i.sum(0), 4
+    close = {"rel": 2e-4}  # float32, and the bias is a small difference
+    assert step.whole.norm == pytest.approx(np.linalg.norm(a), **close)
+    assert step.whole.cosine == pytest.approx(a @ r / np.linalg.norm(a) / np.linalg.norm(r), abs=1e-6)
+    assert step.whole.norm_ratio == pytest.approx(np.linalg.norm(a) / np.linalg.norm(r), **close)
+    assert step.whole.bias == pytest.approx(np.linalg.norm(a - r), rel=2e-3)
+    variance = ((n * a_i - a) ** 2).sum() / (n * (n - 1))
+    assert step.whole.variance == pytest.approx(variance, **close)
+    off = a_i - r_i
+    error = np.sqrt(((n * off - (a - r)) ** 2).sum() / (n * (n - 1)))
+    assert step.whole.bias_error == pytest.approx(error, rel=0.1)  # of a sketch
+    # McCandlish et al. 2018: batches of 2 and of 8 sequences.
+    small, large = n * (a_i**2).sum(), a @ a
+    assert step.signal == pytest.approx((8 * large - 2 * small) / 6, rel=1e-3)
+    assert step.noise == pytest.approx((small - large) / (1 / 2 - 1 / 8), rel=1e-3)
+    # arXiv 2602.01826, eq. 13.
+    assert step.progress.a == pytest.approx(RATE * (1 - 3 * RATE / 2) * (r @ r), **close)
+    assert step.progress.b == pytest.approx(RATE * (1 - 3 * RATE) * (r @ (a - r)), rel=0.02)
+    assert step.progress.c == pytest.approx(-3 * RATE**2 / 2 * (variance + (a - r) @ (a - r)), **close)
+
+
+def test_kinds_of_modules_add_up_to_the_model(loop):
+    trace, hand = loop
+    step = gradient(trace, steps="3", against=["dtype=bf16"]).steps[1]
+    assert {part.module for part in step.modules} == {"embedding", "attention", "mlp", "norm", "head"}
+    for name in ("norm", "bias"):
+        squares = sum(getattr(part, name) ** 2 for part in step.modules)
+        assert squares == pytest.approx(getattr(step.whole, name) ** 2)
+    assert sum(part.variance for part in step.modules) == pytest.approx(step.whole.variance)
+    step = gradient(trace, steps="1").steps[1]
+    total = {name: sum(share[name] for share in hand["shares"]) for name in hand["shares"][0]}
+    (head,) = (part for part in step.modules if part.module == "head")
+    assert head.norm == pytest.approx(float(total["lm_head.weight"].norm()), rel=1e-4)
+
+
+def test_other_batch_shapes_and_kernels_change_little_and_double_precision_least(loop):
+    texts = ["batch-size=1", "attention=math", "padding=packed", "dtype=fp64", "quantize=int4", "weights-version=0"]
+    found = {step.arm: step.whole for step in gradient(loop[0], steps="3", against=texts).steps}
+    for name in ("batch-size-1", "math", "padding-packed", "fp64"):
+        assert found[name].bias < 1e-4 * found[name].norm
+        assert found[name].cosine == pytest.approx(1, abs=1e-8)
+    assert found["int4"].bias > 1e-3 * found["int4"].norm
+    assert found["weights-version-0"].bias > 1e-3 * found["int4"].norm
+
+
+def test_a_step_of_one_forward_is_dealt_out_by_groups(loop, tmp_path):
+    trace = tmp_path / "run"
+    model, batch = small_model(), make_batch(1)
+    with Recorder(trace) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.add_weights(0, model.state_dict())
+        recorder.add_contract("train", {"engine": "a loop"})
+        recorder.add_loss(Loss(denominator="current"))
+        added = recorder.add_sequences(
+            step=1, prompt_ids=batch["prompt_ids"], response_ids=batch["response_ids"], policy_version=0,
+            advantage=batch["advantage"], group_ids=[row % 4 for row in range(ROWS)],
+        )  # fmt: skip
+        whole = forward(batch, 0)
+        whole.ids[:], whole.places[:], whole.rows[:] = 0, np.arange(ROWS), ROWS
+        values = [np.full(len(ids), -1.0, np.float32) for ids in batch["response_ids"]]
+        recorder.add_scores("train", added, logprobs=values, forward=whole)
+    (split,) = gradient(trace).steps
+    (none,) = gradient(trace, micro_batches=0).steps
+    assert split.num_micro_batches == 4
+    assert none.num_micro_batches == 0
+    assert (none.whole.variance, none.progress, none.noise_scale) == (None, None, None)
+    assert split.grad_norm == none.grad_norm
+    assert split.reproduced is None
+    assert split.whole.variance > 0
+    assert split.progress is None  # no learning rate was recorded
+
+
+def test_out_of_memory_halves_the_rows_of_a_forward(loop, monkeypatch):
+    whole = TransformersScorer.logprobs
+
+    def little(self, batch):
+        if len(batch.rows) > 1:
+            raise MemoryError
+        return whole(self, batch)
+
+    monkeypatch.setattr(TransformersScorer, "logprobs", little)
+    with pytest.warns(TimTraceWarning, match="out of memory with 2 rows a forward and backward; going on with 1"):
+        (step,) = gradient(loop[0], steps="3").steps
+    assert step.reproduced  # five digits were logged
+
+
+def test_what_was_not_reproduced_is_said_with_both_numbers(loop):
+    found = gradient(loop[0], steps="1", loss="clip_high=0.5,correction=none")
+    assert found.steps[1].reproduced is False
+    assert repr(found.steps[0].grad_norm) in found.sentence or repr(found.steps[1].grad_norm) in found.sentence
+    assert "distances to it say less" in found.sentence
+    assert repr(found.steps[1].logged_norm) in found.sentence or repr(found.steps[0].logged_norm) in found.sentence
+
+
+def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
+    trace = tmp_path / "run"
+    shutil.copytree(loop[0], trace)
+    for path in trace.glob("writers/*"):
+        path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
+    (step,) = gradient(trace, steps="3").steps
+    assert step.reproduced is False
+    assert any("drops out at random" in note for note in step.notes)
+
+
+def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, tmp_path):
+    trace = tmp_path / "run"
+    shutil.copytree(loop[0], trace)
+    for path in trace.glob("metrics/*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
+    first, second, third = gradient(trace).steps
+    assert first.logged_norm is second.logged_norm is None
+    assert any("cannot be told from those" in note for note in first.notes)
+    assert third.reproduced
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"against": ["engine=vllm"]}, InvalidOption, "no backward.*logprobs=replay/vllm"),
+        ({"against": ["engine=exact"]}, InvalidOption, "no backward.*logprobs=replay/exact"),
+        ({"against": ["mode=decode"]}, InvalidOption, "against mode.*batch-size.*logprobs=replay/decode"),
+        ({"against": ["correction=none:2"]}, InvalidOption, "token_truncate:2"),
+        ({"against": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
+        ({"against": ["correction=token_mask:much"]}, InvalidOption, "'much' is no bound"),
+        ({"against": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
+        ({"against": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
+        ({"against": ["name=nothing"]}, InvalidOption, "changes nothing"),
+        ({"against": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
+        ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),
+        ({"loss": "clip=2"}, InvalidOption, "clip_low"),
+        ({"loss": "aggregation=constant", "steps": "1"}, CannotReplay, "--loss max_tokens=N"),
+        ({"loss": "kl_coefficient=0.1", "steps": "1"}, CannotReplay, "pass 'reference'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(loop, options, error, words):
+    with pytest.raises(error, match=words):
+        gradient(loop[0], **options)
+
+
+def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
+    make_trace(tmp_path / "bare")
+    with pytest.raises(CannotReplay, match="does not say which model"):
+        gradient(tmp_path / "bare")
+
+    trace = tmp_path / "run"
+    shutil.copytree(loop[0], trace)
+    for path in trace.glob("metrics/*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.filter([not name.startswith("hyper") for name in table["name"].to_pylist()]), path)
+    with pytest.raises(CannotReplay, match="--loss kind="):
+        gradient(trace)
+    for path in trace.glob("sequences/*.parquet"):
+        table = pq.read_table(path)
+        place = table.column_names.index("advantage")
+        field = table.schema.field(place)
+        pq.write_table(table.set_column(place, field, pa.nulls(len(table), field.type)), path)
+    with pytest.raises(CannotReplay, match=r"no advantages.*add_sequences\(advantage"):
+        gradient(trace, loss="kind=reinforce")
+
+
+def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_json(loop):
+    found = gradient(loop[0], steps="1:3", against=["dtype=bf16"])
+    for table, word in (("step", "progress_a"), ("module", "embedding"), ("arm", "num_biased")):
+        text = gradient_text(found, table)
+        assert "to its last digit in all 3 steps" in text
+        assert word in text
+    options = ["gradient", str(loop[0]), "--steps", "3", "--against", "dtype=bf16"]
+    printed = json.loads(CliRunner().invoke(cli.main, [*options, "--json"], catch_exceptions=False).stdout)
+    assert [step["arm"] for step in printed["steps"]] == ["as-recorded", "bf16"]
+    assert printed["steps"][1]["whole"]["cosine"] == pytest.approx(found.steps[-1].whole.cosine, abs=1e-6)
+    assert printed["sentence"] == gradient(loop[0], steps="3").sentence
+
+
+def test_arms_go_by_their_changes():
+    from tim_trace.replay.gradients.arm import parse_gradient_arm
+
+    arm = parse_gradient_arm("dtype=bf16,batch-size=2,logprobs=replay/x,correction=token_mask:0.5_5")
+    assert arm.forward == Arm(dtype="bf16", batch_size=2)
+    assert (arm.logprobs, arm.correction) == ("replay/x", "token_mask:0.5_5")
+    assert arm.name == "bf16+batch-size-2+logprobs-replay-x+correction-token_mask-0.5_5"
+    assert parse_gradient_arm("logprobs=rollout,name=bypass").name == "bypass"
+
+
+def test_a_sketch_tells_the_length_of_a_difference():
+    from tim_trace.replay.gradients.sketch import Sketcher
+
+    draw = np.random.default_rng(0)
+    x = torch.from_numpy(draw.normal(size=(300, 101)).astype(np.float32))
+    y = x + 1e-3 * torch.from_numpy(draw.standard_cauchy(size=x.shape).astype(np.float32)).clamp(-9, 9)
+    sketcher = Sketcher()
+    a, b = sketcher.sketch("w", x), sketcher.sketch("w", y)
+    assert float((a - b).norm()) == pytest.approx(float((x - y).norm()), rel=0.08)
+    assert float(a.norm()) == pytest.approx(float(x.norm()), rel=0.08)
