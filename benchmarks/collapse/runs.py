@@ -128,7 +128,9 @@ class _Run:
             advantage_B = advantage_B.roll(shift)
         train_BT = self.learner.score(prompt_BP, rollout)
         if self.switches.exact:
-            pair = (scores[rollout.mask].nan_to_num() for scores in (train_BT, rollout.logprobs))  # a run may end in NaN
+            pair = (
+                scores[rollout.mask].nan_to_num() for scores in (train_BT, rollout.logprobs)
+            )  # a run may end in NaN
             assert torch.equal(*pair), "the exact engine is not exact"
         updates = self.learner.learn(prompt_BP, rollout, train_BT, advantage_B)
         self._record(recorder, step, indices, prompt_BP, rollout, reward_B, advantage_B, train_BT, updates, version)
