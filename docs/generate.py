@@ -55,9 +55,9 @@ def _type(type):
     return re.sub(r"<(element|item): ", "<", str(type)).replace(" ('entries')", "")
 
 
-def thresholds():
-    """The numbers that a check decides by, as a Markdown table: each is an assignment with a docstring after it."""
-    source = (DOCS.parent / "analysis" / "check" / "thresholds.py").read_text(encoding="utf-8")
+def thresholds(judge):
+    """The numbers that a check or attribution decides by, as a Markdown table: each is an assignment with a docstring."""
+    source = (DOCS.parent / "analysis" / judge / "thresholds.py").read_text(encoding="utf-8")
     body = ast.parse(source).body
     lines = ["| threshold | value | reason |", "|---|---|---|"]
     for assigned, said in itertools.pairwise(body):
@@ -65,7 +65,8 @@ def thresholds():
             value = ast.get_source_segment(source, assigned.value)
             value = value if len(value) < 40 else "see the file"
             reason = " ".join(said.value.value.split()).replace("|", "\\|")
-            lines.append(f"| `{assigned.targets[0].id}` | {value} | {reason} |")
+            name = ast.get_source_segment(source, assigned.targets[0])
+            lines.append(f"| `{name}` | {value} | {reason} |")
     return "\n".join(lines)
 
 
@@ -73,7 +74,8 @@ def pages():
     """Page -> marker -> generated text."""
     return {
         "cli.md": {"help": "\n\n".join(helps())},
-        "faults.md": {"thresholds": thresholds()},
+        "collapses.md": {"thresholds": thresholds("attribution")},
+        "faults.md": {"thresholds": thresholds("check")},
         "trace-format.md": {
             "tables": "\n\n".join(table(spec) for spec in TABLES.values()),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
