@@ -64,7 +64,7 @@ def find_fall(outcome: Outcome) -> Fall | None:
 
     The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
     last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors, beyond what the choice of
-    the best of many windows gives; the errors are those of `_noise`.
+    the best of many windows gives; or what a straight line loses from there on must; the errors are those of `_noise`.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -78,7 +78,8 @@ def find_fall(outcome: Outcome) -> Fall | None:
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
-    if before - after < t.FALL_SHARE * max(abs(before), 1e-12) or excess < t.FALL_SD * np.sqrt(2.0):
+    sure = excess > t.FALL_SD * math.sqrt(2.0) or _slope_in_sd(values[best:], noise) > t.FALL_SD * math.sqrt(2.0)
+    if before - after < t.FALL_SHARE * max(abs(before), 1e-12) or not sure:
         return None
     if _settled_above(means, best, before, after):
         return None
@@ -115,10 +116,18 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
     return replace(fall, step=finer.step, low=finer.low, high=finer.high)
 
 
+def _slope_in_sd(values: np.ndarray, noise: float) -> float:
+    """How steeply values go down: what a straight line loses from end to end, over its standard error."""
+    n = len(values)
+    at = np.arange(n) - (n - 1) / 2
+    loss = -(n - 1) * float(at @ values) / max(float(at @ at), 1e-12)
+    return loss / max(noise * math.sqrt(12 / n), 1e-12)
+
+
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Whether the windows between the best and the last are not below the middle of both for long: a passing dip."""
+    """Whether the windows go back above the middle of both for long, once they were below it: a passing dip."""
     lower = means[best:] < (before + after) / 2
-    return bool(lower[len(lower) // 2 :].mean() < t.FALL_STAYS)
+    return bool(lower[int(np.argmax(lower)) :].mean() < t.FALL_STAYS)
 
 
 _ENOUGH = 40

@@ -13,9 +13,11 @@ from .evidence import Evidence
 FALL_SHARE = 0.09
 """Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
 FALL_STAYS = 0.6
-"""Least share of the later half of what follows that must lie below the middle: a fall is for good, a dip is not."""
+"""Least share of what follows the first window below the middle that must lie there, too: a fall is for good, a dip is not."""
 FALL_SD = 3.0
 """Least size of a fall in standard errors, beyond what choosing the best window explains."""
+FALLEN = 0.35
+"""Share of a fall that must be lost before a step for what happens there to come after it."""
 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 """Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it; the last is for what
@@ -82,6 +84,8 @@ NORM_JUMPS = 3.0
 """Least factor of the gradient norm."""
 LARGE_UPDATE = 0.003
 """Relative size of one update that is large: a thousandth is what supervised training is advised to take."""
+HUGE_UPDATE = 0.005
+"""The size from which hardly a run goes on learning."""
 
 CUSTOMARY: dict[str, tuple[float, float, str]] = {
     "adam_beta1": (0.5, 0.98, "0.8 to 0.95 is customary"),

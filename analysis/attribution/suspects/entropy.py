@@ -8,11 +8,12 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
+from .timing import AFTER, order, rises
 
 
 def entropy(facts: Facts) -> Suspect:
     """What speaks for entropy as the cause."""
-    evidence = _moves(facts) if "entropy" in facts.series else []
+    evidence = [*_moves(facts), *_pushed(facts)] if "entropy" in facts.series else []
     return Suspect(
         code="entropy",
         evidence=(*evidence, t.prior("entropy")),
@@ -36,6 +37,17 @@ def _moves(facts: Facts) -> list[Evidence]:
     if last < t.ENTROPY_LOST * first:
         # Who unlearns grows unsure; who grows surer while the reward falls was pushed to it.
         return [Evidence(sentence=f"{said}: the policy grows surer while it does worse", points=t.STRONG)]
+    if last > t.ENTROPY_GAINED**2 * first and any(order(facts, each) != AFTER for each in rises(facts, "entropy")):
+        return [Evidence(sentence=f"{said}: it explodes with the fall", points=t.STRONG)]
     if last > t.ENTROPY_GAINED * first:
         return [Evidence(sentence=f"{said}: it rises with the fall or after it", points=0.0)]
     return [Evidence(sentence=f"{said}: it stays in its range", points=-t.STRONG)]
+
+
+def _pushed(facts: Facts) -> list[Evidence]:
+    """Large updates move entropy, too."""
+    values = facts.values("update_to_weight")
+    known = values[np.isfinite(values)]
+    if not len(known) or float(np.median(known[: max(len(known) // 5, 1)])) < t.LARGE_UPDATE:
+        return []
+    return [Evidence(sentence="updates are large, which moves entropy as well", points=-t.WEAK)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -53,7 +54,11 @@ def kind(facts: Facts) -> str:
 def _size(facts: Facts) -> Evidence:
     gap = facts.gap
     assert gap is not None
-    points = t.of_size(gap.size)
+    largest = _largest_rise(facts)
+    size = gap.size
+    if largest is not None and order(facts, largest) != AFTER:
+        size = max(size, largest.after)
+    points = t.of_size(size)
     said = (
         "too small to bend a run"
         if points < 0
@@ -61,32 +66,30 @@ def _size(facts: Facts) -> Evidence:
         if points > 0
         else "of a size that may matter"
     )
-    return Evidence(
-        sentence=f"before the fall mean |d| is {gap.size:.2g} nats (effective sample size {gap.ess:.0%}): {said}",
-        points=points,
-    )
+    return Evidence(sentence=f"where the fall begins mean |d| is {size:.2g} nats: {said}", points=points)
+
+
+def _largest_rise(facts: Facts) -> ChangePoint | None:
+    """The change by which the gap grew most; None where it never grew twofold."""
+    changes = rises(facts, "mean_abs_d", 3.0)
+    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
+    return largest if largest and largest.after > t.GAP_JUMPS * max(largest.before, 1e-12) else None
 
 
 def _order(facts: Facts) -> list[Evidence]:
-    changes = rises(facts, "mean_abs_d", 3.0)
-    if not changes or facts.fall is None:
+    largest = _largest_rise(facts)
+    gap = facts.gap
+    if largest is None or gap is None or facts.fall is None:
         return []
-    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12))
     factor = largest.after / max(largest.before, 1e-12)
-    if factor < t.GAP_JUMPS:
-        return []
     said = f"the gap grows {factor:.3g}-fold from step {largest.step} on ({largest.low} to {largest.high})"
     when = order(facts, largest)
-    gap = facts.gap
-    assert gap is not None
     if when == AFTER:
         # What was large before may have done it, whatever followed.
         return [
             Evidence(sentence=f"{said}, after the fall began: it follows", points=-t.STRONG * (gap.size < t.LARGE_GAP))
         ]
-    if when == FIRST:
-        return [Evidence(sentence=f"{said}, before the fall", points=t.WEAK)]
-    return []
+    return [Evidence(sentence=f"{said}, {'before the fall' if when == FIRST else 'with the fall'}", points=t.WEAK)]
 
 
 def _semantics(facts: Facts) -> list[Evidence]:

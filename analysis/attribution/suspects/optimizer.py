@@ -32,7 +32,7 @@ def _spike(facts: Facts) -> list[Evidence]:
         return []
     first = int(facts.steps[np.flatnonzero(high)[0]])
     said = f"the learning rate is {np.nanmax(values) / usual:.3g} times its usual value from step {first} on"
-    if first > facts.fall.high:
+    if first > facts.fall.high and facts.has_fallen_by(first):
         return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK)]
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
     return [
@@ -59,9 +59,8 @@ def _steps(facts: Facts) -> list[Evidence]:
         return []
     end = int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.high, side="right"))
     size = float(np.median(known[: max(end, 1)]))
-    if size > t.LARGE_UPDATE:
-        return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=t.MEDIUM)]
-    return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=-t.WEAK)]
+    points = -t.WEAK if size < t.LARGE_UPDATE else t.MEDIUM if size < t.HUGE_UPDATE else t.STRONG
+    return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=points)]
 
 
 def _norm(facts: Facts) -> list[Evidence]:

@@ -9,12 +9,17 @@ FIRST, WITH, AFTER = "first", "with", "after"
 
 
 def order(facts: Facts, change: ChangePoint) -> str:
-    """Whether a change came before the fall, with it, or after it: by intervals that lie apart."""
+    """Whether a change came before the fall, with it, or after it.
+
+    By intervals that lie apart; and what came while the outcome still was what it had been did not come after. With it,
+    where nothing fell.
+    """
     fall = facts.fall
-    assert fall is not None
+    if fall is None:
+        return WITH
     if change.high < fall.low:
         return FIRST
-    return AFTER if change.low > fall.high else WITH
+    return AFTER if change.low > fall.high and facts.has_fallen_by(change.low) else WITH
 
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
