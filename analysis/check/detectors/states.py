@@ -12,9 +12,9 @@ from ..finding import Finding
 from ..thresholds import (
     ALIKE,
     MAX_LAG_LEFT,
-    MIN_ALONG,
     MAX_PERSISTENCE,
     MAX_TILT,
+    MIN_ALONG,
     MIN_CLEAR_PERSISTENCE,
     MIN_DRIFT_SCORE,
     MIN_GROWTH_SCORE,
@@ -183,10 +183,11 @@ def _by_drift(evidence: Evidence, size: str) -> list[Finding]:
     """Rounded weights leave the same gap at every step and at tokens of every probability; weights that were never updated
     one that grows; stale ones one that goes with the last updates. What else is possible follows the most probable."""
     found, along, seen = drift(evidence), along_movement(evidence), texture(evidence)
-    if abs(along) > MIN_ALONG:
+    behind = abs(along) > MIN_ALONG
+    if behind:
         late, other = (evidence.sample.b, evidence.sample.a) if along > 0 else (evidence.sample.a, evidence.sample.b)
         size += f"; it points along the movement of the weights ({abs(along):.1f} standard errors): {late.name} is behind {other.name}"
-    constant = found is None or found.score < MIN_DRIFT_SCORE
+    constant = not behind and (found is None or found.score < MIN_DRIFT_SCORE)
     if constant and seen.tilt < MAX_TILT and seen.persistence < MAX_PERSISTENCE:
         over = "" if found is None else f" and the same over {found.num_steps} steps"
         what = f"{size}; it is as large at improbable tokens as at probable ones{over}, as rounding of the weights makes it"
