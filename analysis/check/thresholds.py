@@ -224,16 +224,16 @@ MOVEMENT_SHRINKAGE = 3.0
 """Tokens' worth of doubt about the mean gap of a token after a token."""
 TEXTURE_LAGS = (1, 2, 4)
 """Tokens over which a gap's size is followed: near enough that a change inside of the sequence seldom falls between."""
-MIN_PERSISTENCE = 0.12
-"""Correlation of the gap's size from token to token, less twice its tilt, where weights changed inside of sequences; other
-weights reach 0.1, and more only where the gap's size goes with the probability, which lasts over tokens too."""
-MIN_CLEAR_PERSISTENCE = 0.2
-"""The same where the gap is no larger than rounding: rounding itself reaches 0.14."""
-MIN_SEQUENCE_SCORE = 8.0
-"""Standard deviations by which the gap's size differs between sequences where it changes inside of them: rounding stays below
-4."""
+MIN_PERSISTENCE = 0.07
+"""Correlation of the gap's size from token to token where weights changed inside of sequences, 0.1 and more in most; of other
+weights it is 0.04 in three of four."""
+MIN_CLEAR_PERSISTENCE = 0.12
+"""The same where the gap is no larger than rounding."""
+MIN_SEQUENCE_SCORE = 4.0
+"""Standard deviations by which the gap's size differs between sequences of a step where it changes inside of them: rounding
+stays below 2.5, other weights mostly below 4."""
 MAX_TILT = 0.02
 """Correlation of the gap's size with the logprob: rounded weights move all logits alike (-0.06 to 0.05), updates move those
 of probable tokens more (0.1)."""
-MAX_PERSISTENCE = 0.06
+MAX_PERSISTENCE = 0.05
 """Correlation of the gap's size from token to token that rounded weights leave at most."""

@@ -169,8 +169,7 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
 def _changed_inside(evidence: Evidence, size: str, least: float) -> list[Finding]:
     """Where weights or cached prefixes changed on the way, neighbouring tokens are off alike, and sequences are not."""
     seen = texture(evidence)
-    lasting = seen.persistence - 2 * max(seen.tilt, 0.0)
-    if lasting < least or seen.sequence_score < MIN_SEQUENCE_SCORE:
+    if seen.persistence < least or seen.sequence_score < MIN_SEQUENCE_SCORE:
         return []
     said = (
         f"{size}; neighbouring tokens are off alike (correlation {seen.persistence:.2f} of the gap's size), and sequences are "

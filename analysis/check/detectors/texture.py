@@ -13,7 +13,7 @@ from .variance import between
 
 @dataclass(frozen=True, slots=True)
 class Texture:
-    """Of log |d| / (1 - p) less what is usual for the token; 0 where too few tokens tell."""
+    """Of log |d| / (1 - p) less what is usual for the token and the step; 0 where too few tokens tell."""
 
     tilt: float
     """Correlation with the logprob: rounding of weights moves all logits alike, updates move those of probable tokens more."""
@@ -30,6 +30,12 @@ def texture(evidence: Evidence) -> Texture:
     there = np.isfinite(level)
     if there.sum() < 2 * max(TEXTURE_LAGS):
         return Texture(0.0, 0.0, 0.0)
+    steps, step = np.unique(evidence.sample.steps[evidence.seq], return_inverse=True)
+    num = len(steps)
+    level = (
+        level
+        - (np.bincount(step[there], level[there], num) / np.maximum(np.bincount(step[there], minlength=num), 1))[step]
+    )
     lags = []
     for lag in TEXTURE_LAGS:
         same = (evidence.seq[lag:] == evidence.seq[:-lag]) & there[lag:] & there[:-lag]
