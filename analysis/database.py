@@ -48,8 +48,12 @@ _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT"}
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces):
-        """Look at the traces and define the views. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+    def __init__(self, traces: Traces, *, lean: bool = False):
+        """Look at the traces and define views and macros. Raises TraceNotFound, NewerTrace or DamagedTrace.
+
+        A `lean` database has the tables alone: for questions that are put to these, and that would wait for macros which
+        they do not use. `define` adds those of a file.
+        """
         self.sources = _open(traces)
         self.connection = duckdb.connect()
         self._superseded: set[Pair] = set()
@@ -62,17 +66,21 @@ class Database:
         _define_passes(self.connection, self.sources)
         _define_computed(self.connection)
         self.define_sums(set())
-        register_routing(self.connection, self.sources)
-        register_verl_sums(self.connection)
-        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
-            self.connection.execute(sql_file(name))
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
-        self._define_lookup()
-        self.connection.execute(sql_file("statistics"))
-        define_corrections(self.connection, published(), sql_file("corrections"))
         self.distributions = ComparedDistributions(self.sources)
+        if not lean:
+            self._define_macros()
+
+    def _define_macros(self) -> None:
+        register_routing(self.connection, self.sources)
+        register_verl_sums(self.connection)
+        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
+            self.define(name)
+        self._define_lookup()
+        self.define("statistics")
+        define_corrections(self.connection, published(), sql_file("corrections"))
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
 
@@ -105,15 +113,19 @@ class Database:
                 raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
             raise
 
+    def define(self, name: str) -> None:
+        """Make the macros of one of this package's .sql files known, once."""
+        if name not in self._defined:
+            self.connection.execute(sql_file(name))
+            self._defined.add(name)
+
     def define_like(self, frameworks: Collection[str]) -> None:
         """Make the macros of frameworks' own numbers known. Raises InvalidOption for one that there is not."""
         for framework in frameworks:
             if framework not in FRAMEWORK_MACROS:
                 raise InvalidOption(f"like: got {framework!r}; use {', '.join(FRAMEWORK_MACROS)}")
             for name in FRAMEWORK_MACROS[framework]:
-                if name not in self._defined:
-                    self.connection.execute(sql_file(name))
-                    self._defined.add(name)
+                self.define(name)
 
     def define_named(self, query: str) -> None:
         """Make the macros known of the frameworks that a query names, and those of objectives."""

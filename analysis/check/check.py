@@ -29,19 +29,17 @@ def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progres
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    evidence = gather(Database(trace), parse_pair(pair), trace=os.fspath(trace), progress=progress)
+    evidence = gather(Database(trace, lean=True), parse_pair(pair), trace=os.fspath(trace), progress=progress)
     return judge(evidence, pair)
 
 
-def gather(
-    database: Database, pair: Pair, *, trace: str, full: bool = False, progress: Progress = no_progress
-) -> Evidence:
-    """Read what a check looks at; `full` asks for all sums of the run, and not for those of d squared alone.
+def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> Evidence:
+    """Read what a check looks at.
 
     Raises NothingToCompare when the passes share no token.
     """
     with progress("reading tokens", 1) as advance:
-        sums = read_sums(database, pair, full=full)
+        sums = read_sums(database, pair)
         advance(1)
     sample = read_sample(database, pair, sums.worst_steps())
     if not sample.mask.any():

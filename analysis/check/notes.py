@@ -25,7 +25,9 @@ def notes(evidence: Evidence) -> list[str]:
     if evidence.entropy is None:
         out.append("no entropies are recorded: tokens that nobody sampled, but both sides scored, cannot be seen")
     if len(np.unique(sample.steps)) < 3:
-        out.append("fewer than three steps: weights that are stale cannot be told from weights that are quantised")
+        out.append(
+            "fewer than three steps: how the gap goes from step to step cannot be seen, which tells other weights apart"
+        )
     if all(prompt is None for prompt in sample.prompts):
         out.append("no prompts are recorded: contexts that come again, and the precision of logits, cannot be seen")
     return out

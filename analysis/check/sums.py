@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.sums import SEQUENCE_SUMS
 from ..database import Database, quoted
-from ..pairs import quoted_pair
+from ..lists import mapped
 from ..source import Pair
+from ..token_lists import BATCH_ROWS, blocks, counted_tokens
+
+_TERMS = (
+    "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "num_outside", "sum_prob_diff",
+)  # fmt: skip
+_LOG_OUTSIDE = float(np.log(1.25))
+"""|d| beyond which exp(d) is below 0.8 or above 1.25."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +48,19 @@ class Sums:
         return [int(step) for step in steps[np.argsort(-mean, kind="stable")]]
 
 
-def read_sums(database: Database, pair: Pair, *, full: bool) -> Sums:
-    """The sums that the trace keeps, or else those of tokens: all of them, or the number of tokens and d squared."""
-    rows = database.connection.execute(_kept(pair) if pair in database.covered else _of_tokens(database, pair, full))
-    columns = {name: np.asarray(values) for name, values in rows.fetchnumpy().items()}
+def read_sums(database: Database, pair: Pair) -> Sums:
+    """The sums that the trace keeps, or else those of tokens."""
+    if pair in database.covered:
+        columns = database.connection.execute(_kept(pair)).fetchnumpy()
+        return _sums({name: np.asarray(values) for name, values in columns.items()})
+    database.connection.execute("RESET threads")
+    rows = database.connection.sql(_lists(database, pair)).to_arrow_reader(BATCH_ROWS)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(mapped(pool, _of_tokens, rows)) or [_of_tokens(pa.RecordBatch.from_pylist([], rows.schema))]
+    return _sums({name: np.concatenate([part[name] for part in found]) for name in found[0]})
+
+
+def _sums(columns: dict[str, np.ndarray]) -> Sums:
     return Sums(steps=columns.pop("step"), columns=columns)
 
 
@@ -54,19 +73,47 @@ def _kept(pair: Pair) -> str:
     )
 
 
-def _of_tokens(database: Database, pair: Pair, full: bool) -> str:
+def _lists(database: Database, pair: Pair) -> str:
+    """Both passes' lists, a sequence a row; no other table is read where no sequence has a mask."""
     masked = database.connection.execute("SELECT count(response_mask) > 0 FROM sequences").fetchall() == [(True,)]
-    tokens = f"{'masked' if masked else 'unmasked'}_pair({quoted_pair(pair)})"
-    light = "count(*) AS num_tokens, sum(d * d) AS sum_d2"
-    if not full:
-        return f"SELECT step, {light} FROM {tokens} GROUP BY step"
+    mask = "coalesce(s.response_mask, []::BOOLEAN[])" if masked else "[]::BOOLEAN[]"
+    sequences = "JOIN sequences AS s ON s.run = a.run AND s.step = a.step AND s.seq_id = a.seq_id" if masked else ""
     return f"""
-        SELECT step, {light}, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d, max(abs(d)) AS max_abs_d, sum(k3) AS sum_k3,
-               sum(growth) AS sum_expm1_d, sum(growth * (growth + 2)) AS sum_expm1_2d,
-               count(*) FILTER (d < ln(0.8) OR d > ln(1.25)) AS num_outside, sum(prob_b * abs(growth)) AS sum_prob_diff
-        FROM (
-            SELECT *, d + k3 AS growth, exp(logprob_b) AS prob_b
-            FROM (SELECT *, expm1_minus(d) AS k3 FROM {tokens})
-        )
-        GROUP BY step
+        SELECT a.step, a.logprobs AS a, b.logprobs AS b, {mask} AS mask
+        FROM scores AS a
+        JOIN scores AS b ON b.run = a.run AND b.step = a.step AND b.seq_id = a.seq_id
+        {sequences}
+        WHERE a."pass" = {quoted(pair[0])} AND b."pass" = {quoted(pair[1])} AND a.iteration = 0 AND b.iteration = 0
+          AND a.logprobs IS NOT NULL AND b.logprobs IS NOT NULL
     """
+
+
+def _of_tokens(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
+    """The step and sums of the tokens with a finite logprob in both passes, by sequence."""
+    a_T, b_T, num_counted = counted_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
+    there = np.isfinite(a_T) & np.isfinite(b_T)
+    num_tokens = num_counted
+    if not there.all():
+        seq = np.repeat(np.arange(len(num_counted)), num_counted)
+        a_T, b_T, num_tokens = a_T[there], b_T[there], np.bincount(seq[there], minlength=len(num_counted))
+    full = num_tokens > 0
+    found = {name: np.zeros(len(num_tokens)) for name in _TERMS}
+    for sequences, tokens, starts in blocks(num_tokens[full]):
+        place = np.flatnonzero(full)[sequences]
+        for name, term in _terms(a_T[tokens].astype(np.float64), b_T[tokens].astype(np.float64)).items():
+            add = np.maximum if name == "max_abs_d" else np.add
+            found[name][place] = add.reduceat(term, starts)
+    return {"step": rows.column("step").to_numpy(), "num_tokens": num_tokens, **found}
+
+
+def _terms(a_T: np.ndarray, b_T: np.ndarray) -> dict[str, np.ndarray]:
+    """What each token adds to each of `_TERMS`: see schemas.sums."""
+    d_T = a_T - b_T
+    size_T = np.abs(d_T)
+    with np.errstate(over="ignore", invalid="ignore"):
+        growth_T = np.expm1(d_T)  # keeps k3's digits where d is small
+        terms = (
+            d_T, size_T, d_T * d_T, growth_T - d_T, size_T, growth_T, growth_T * (growth_T + 2),
+            (size_T > _LOG_OUTSIDE).astype(np.float64), np.exp(b_T) * np.abs(growth_T),
+        )  # fmt: skip
+    return dict(zip(_TERMS, terms, strict=True))

@@ -191,10 +191,9 @@ ROUTER_TOP_SHARE = 0.9
 three quarters. Asked where no contract names experts."""
 MAX_ROUTER_TOKEN_EFFECT = 0.2
 """A flip comes with a context, not with a token: other weights, which can look as sparse, belong to tokens."""
-MIN_DRIFT_SCORE = 4.0
-"""Mean squared standard error of the steps' levels about their mean: 1 for a constant gap, as quantisation makes."""
-MIN_DRIFT = 0.06
-"""Standard deviation of the steps' levels beyond their errors, in log |d|."""
+MIN_DRIFT_SCORE = 13.0
+"""Mean squared standard error of the steps' levels about their mean: 1 for a constant gap; rounded weights reach 13, updates
+that come and go lie at 20 in the median."""
 MIN_GROWTH_SCORE = 4.0
 """Standard errors of the trend of the steps' levels, for weights that were never updated."""
 
@@ -219,9 +218,22 @@ UNSAMPLED_STARTS = 5.0
 
 FEW_TOKENS = 500
 """Tokens below which only gross faults can be told."""
-MIN_CONSTANT_STEPS = 5
-"""Steps over which a gap must stay the same to be a fixed rounding: an old difference of some weights changes slowly too."""
 MIN_ALONG = 2.5
 """Standard errors by which a gap must point along the movement of the weights: rounded weights stay below 2."""
 MOVEMENT_SHRINKAGE = 3.0
 """Tokens' worth of doubt about the mean gap of a token after a token."""
+TEXTURE_LAGS = (1, 2, 4)
+"""Tokens over which a gap's size is followed: near enough that a change inside of the sequence seldom falls between."""
+MIN_PERSISTENCE = 0.07
+"""Correlation of the gap's size from token to token where weights changed inside of sequences, 0.1 and more in most; of other
+weights it is 0.04 in three of four."""
+MIN_CLEAR_PERSISTENCE = 0.12
+"""The same where the gap is no larger than rounding."""
+MIN_SEQUENCE_SCORE = 4.0
+"""Standard deviations by which the gap's size differs between sequences of a step where it changes inside of them: rounding
+stays below 2.5, other weights mostly below 4."""
+MAX_TILT = 0.02
+"""Correlation of the gap's size with the logprob: rounded weights move all logits alike (-0.06 to 0.05), updates move those
+of probable tokens more (0.1)."""
+MAX_PERSISTENCE = 0.05
+"""Correlation of the gap's size from token to token that rounded weights leave at most."""

@@ -31,8 +31,8 @@ def diagnose(
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = Database(trace)
-    evidence = gather(database, names, trace=os.fspath(trace), full=True, progress=progress)
+    database = Database(trace, lean=True)
+    evidence = gather(database, names, trace=os.fspath(trace), progress=progress)
     checked = judge(evidence, pair)
     sides = precisions(evidence)
     metrics = own_metrics(evidence)

@@ -15,6 +15,7 @@ _ADDS_LITTLE = 0.1
 def settled(database: Database, pair: Pair, passes: list[str]) -> tuple[Settled, ...]:
     """Every replay, put in the place of pass a: those that remove most of the gap first."""
     found = []
+    database.define("triangle")
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
             continue

@@ -16,16 +16,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from ..lists import counted, first, flat, mapped
+from ..lists import mapped
+from ..token_lists import BATCH_ROWS, blocks, counted_tokens
 
 SAFETY_BOUND = 20.0
 """verl clamps log-ratios to +-20 nats before it takes their exp."""
-
-_BLOCK_TOKENS = 1 << 16
-"""Tokens that are worked on at once: few enough that the arrays stay in a core's cache."""
-
-_BATCH_ROWS = 1024
-"""Sequences that are handed to a thread at once."""
 
 _KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -53,7 +48,7 @@ def computed(connection: duckdb.DuckDBPyConnection, verl_rows: str) -> Iterator[
     to be defined anew afterwards.
     """
     connection.execute("RESET threads")
-    rows = connection.sql(verl_rows).to_arrow_reader(_BATCH_ROWS)
+    rows = connection.sql(verl_rows).to_arrow_reader(BATCH_ROWS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         batches = list(mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
     connection.register("verl_computed", pa.Table.from_batches(batches))
@@ -71,20 +66,14 @@ def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
 
 
-def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, starts_N: np.ndarray) -> np.ndarray:
-    """[13, N] sums over sequences that begin at `starts_N` and have a token each; NaN and infinities pass through."""
-    found = np.empty((len(_SUMS), len(starts_N)))
-    ends_N = np.append(starts_N[1:], len(old_T))
-    begin = 0
-    while begin < len(starts_N):
-        last = max(int(np.searchsorted(ends_N, starts_N[begin] + _BLOCK_TOKENS, "right")), begin + 1)
-        tokens = slice(starts_N[begin], ends_N[last - 1])
-        rows = starts_N[begin:last] - starts_N[begin]
+def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
+    """[13, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
+    found = np.empty((len(_SUMS), len(num_tokens_N)))
+    for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):
             terms = list(_terms(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64)))
-        found[:-1, begin:last] = [np.add.reduceat(term, rows) for term in terms[:-1]]
-        found[-1, begin:last] = np.maximum.reduceat(terms[-1], rows)
-        begin = last
+        found[:-1, sequences] = [np.add.reduceat(term, starts) for term in terms[:-1]]
+        found[-1, sequences] = np.maximum.reduceat(terms[-1], starts)
     return found
 
 
@@ -102,25 +91,9 @@ def _terms(old_T: np.ndarray, rollout_T: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
-    values_old, lengths = flat(old)
-    values_rollout, lengths_rollout = flat(rollout)
-    if not np.array_equal(lengths, lengths_rollout):
-        shortest = np.minimum(lengths, lengths_rollout)
-        values_old = values_old.filter(first(lengths, shortest))
-        values_rollout = values_rollout.filter(first(lengths_rollout, shortest))
-        lengths = shortest
-    there = counted(mask, lengths)
-    for values in (values_old, values_rollout):
-        if values.null_count:
-            there &= values.is_valid().to_numpy(zero_copy_only=False)
-    num_tokens = lengths
-    old_T, rollout_T = (v.to_numpy(zero_copy_only=False) for v in (values_old, values_rollout))
-    if not there.all():
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        num_tokens = np.bincount(row[there], minlength=len(lengths))
-        old_T, rollout_T = old_T[there], rollout_T[there]
-    found = np.zeros((len(_SUMS), len(lengths)))
+    old_T, rollout_T, num_tokens = counted_tokens(old, rollout, mask)
+    found = np.zeros((len(_SUMS), len(num_tokens)))
     full = num_tokens > 0
-    found[:, full] = token_sums(old_T, rollout_T, (np.cumsum(num_tokens) - num_tokens)[full])
+    found[:, full] = token_sums(old_T, rollout_T, num_tokens[full])
     arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
     return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])

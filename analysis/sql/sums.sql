@@ -80,21 +80,3 @@ CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_run, first_step, last_step) AS T
            sum_prob_a2, sum_prob_b2, sum_prob_ab
     FROM pair_keys(a, b, of_run, first_step, last_step)
     LEFT JOIN counted_sums(a, b, of_run, first_step, last_step) USING (run, step, seq_id, iteration_a, iteration_b);
-
--- unmasked_pair(a, b): d and the logprob of b of every token with a finite value in both, where no sequence has a mask.
--- It reads two lists and nothing else.
-CREATE OR REPLACE MACRO unmasked_pair(a, b) AS TABLE
-    SELECT step, logprob_b, logprob_a - logprob_b AS d
-    FROM (
-        SELECT scores_a.step, unnest(scores_a.logprobs)::DOUBLE AS logprob_a, unnest(scores_b.logprobs)::DOUBLE AS logprob_b
-        FROM scores AS scores_a
-        JOIN scores AS scores_b
-          ON scores_b.run = scores_a.run AND scores_b.step = scores_a.step AND scores_b.seq_id = scores_a.seq_id
-        WHERE scores_a."pass" = a AND scores_b."pass" = b AND scores_a.iteration = 0 AND scores_b.iteration = 0
-    )
-    WHERE isfinite(logprob_a) AND isfinite(logprob_b);
-
--- masked_pair(a, b): the same where masks say which tokens count.
-CREATE OR REPLACE MACRO masked_pair(a, b) AS TABLE
-    SELECT step, logprob_b, d FROM pair_tokens(a, b, NULL, NULL, NULL)
-    WHERE iteration_a = 0 AND iteration_b = 0 AND d IS NOT NULL;

@@ -20,11 +20,15 @@ from bigrams import (
 )
 from builders import tim_trace
 from tim_trace import cli
-from tim_trace.analysis.check.check import check, gather
+from tim_trace.analysis.check.check import check, gather, judge
+from tim_trace.analysis.check.detectors.texture import texture
+from tim_trace.analysis.check.detectors.variance import between
 from tim_trace.analysis.check.detectors.versions import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
-from tim_trace.analysis.check.thresholds import MIN_ALONG
+from tim_trace.analysis.check.sums import read_sums
+from tim_trace.analysis.check.thresholds import MAX_PERSISTENCE, MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_SEQUENCE_SCORE
 from tim_trace.analysis.database import Database
+from tim_trace.analysis.sums import summarize
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
@@ -198,6 +202,69 @@ def test_only_weights_that_are_behind_differ_along_their_movement(tmp_path, code
     database = Database(PLANTED[code].write(tmp_path / "trace"))
     along = along_movement(gather(database, ("train", "rollout"), trace=""))
     assert along > MIN_ALONG if points else abs(along) < MIN_ALONG
+
+
+def half_updated(step, number):
+    """Each sequence's first half, up to a place of its own, with weights of two updates before."""
+    old = step.scored(step.logits + 0.3 * np.random.default_rng(number).normal(size=step.logits.shape))
+    new = in_float32(step, number)
+    return [
+        np.where(np.arange(len(n)) < len(n) * (row % 4) / 4, o, n)
+        for row, (o, n) in enumerate(zip(old, new, strict=True))
+    ]
+
+
+def test_a_gap_that_changes_inside_of_sequences_lasts_from_token_to_token(tmp_path):
+    seen = {}
+    for name, rollout in {"inside": half_updated, "rounding": in_bfloat16}.items():
+        path = Recording(rollout=rollout, steps=6).write(tmp_path / name)
+        seen[name] = texture(gather(Database(path, lean=True), ("train", "rollout"), trace=""))
+    assert seen["inside"].persistence > MIN_CLEAR_PERSISTENCE
+    assert seen["inside"].sequence_score > MIN_SEQUENCE_SCORE
+    assert abs(seen["rounding"].persistence) < MAX_PERSISTENCE
+    assert seen["rounding"].sequence_score < MIN_SEQUENCE_SCORE
+
+
+def test_variance_between_groups_is_that_of_an_analysis_of_variance():
+    # Groups (1, 2) and (5, 8): 25 of 30 lie between them; F = 25 / 2.5 = 10; 1 - (5 / 2) / (30 / 3) = 0.75.
+    share, score = between(np.array([1.0, 5.0, 2.0, 8.0]), np.array([3, 7, 3, 7]))
+    assert share == pytest.approx(0.75)
+    assert score == pytest.approx(9 / np.sqrt(2 / 1 + 2 / 2))
+    assert between(np.ones(3), np.zeros(3)) == (0.0, 0.0)
+    assert between(np.arange(3.0), np.arange(3)) == (0.0, 0.0)
+
+
+def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
+    draw = np.random.default_rng(0)
+    with Recorder(tmp_path / "trace") as recorder:
+        for step in (1, 2):
+            rollout = -draw.exponential(1.0, (5, 9)).astype(np.float32)
+            train = np.minimum(rollout + draw.normal(0, 0.2, rollout.shape), 0).astype(np.float32)
+            train[0, 2], rollout[1, 3], train[2] = np.nan, -np.inf, np.nan
+            known = draw.random(rollout.shape) < 0.9
+            batch = recorder.add_sequences(
+                step=step,
+                response_ids=draw.integers(0, 50, rollout.shape),
+                response_mask=draw.random(rollout.shape) < 0.7,
+            )
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train, scored_mask=known)
+    pair = ("train", "rollout")
+    of_tokens = read_sums(Database(tmp_path / "trace", lean=True), pair)
+    assert summarize(tmp_path / "trace")
+    database = Database(tmp_path / "trace", lean=True)
+    assert pair in database.covered
+    kept = read_sums(database, pair)
+    for name, values in of_tokens.columns.items():
+        combine = np.max if name == "max_abs_d" else np.sum
+        assert combine(values) == pytest.approx(combine(kept.columns[name]), rel=1e-12), name
+    assert of_tokens.worst_steps() == kept.worst_steps()
+
+
+def test_a_lean_database_answers_as_a_whole_one_does(tmp_path):
+    path = PLANTED["quantised"].write(tmp_path / "trace")
+    lean, whole = (gather(Database(path, lean=lean), ("train", "rollout"), trace="") for lean in (True, False))
+    assert judge(lean, "train:rollout") == judge(whole, "train:rollout")
 
 
 def test_temperature_and_kept_mass_are_fitted(tmp_path):

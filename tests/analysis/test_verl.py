@@ -266,10 +266,10 @@ def test_a_sequence_s_sums_have_the_same_bits_whatever_is_beside_it():
     starts = np.cumsum(lengths) - lengths
     old = -draw.exponential(1.0, lengths.sum()).astype(np.float32)
     rollout = np.minimum(old + draw.normal(0, 0.01, len(old)).astype(np.float32), 0)
-    together = token_sums(old, rollout, starts)
+    together = token_sums(old, rollout, lengths)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         span = slice(start, start + length)
-        alone = token_sums(old[span], rollout[span], np.array([0]))
+        alone = token_sums(old[span], rollout[span], np.array([length]))
         np.testing.assert_array_equal(alone[:, 0].view(np.int64), together[:, row].view(np.int64))
 
 

@@ -12,17 +12,21 @@ from ..finding import Finding
 from ..thresholds import (
     ALIKE,
     MAX_LAG_LEFT,
+    MAX_PERSISTENCE,
+    MAX_TILT,
     MIN_ALONG,
-    MIN_CONSTANT_STEPS,
-    MIN_DRIFT,
+    MIN_CLEAR_PERSISTENCE,
     MIN_DRIFT_SCORE,
     MIN_GROWTH_SCORE,
+    MIN_PERSISTENCE,
+    MIN_SEQUENCE_SCORE,
     MIN_TOKEN_EFFECT,
     MIN_WEIGHTS_NOISE,
     STANDING_STILL,
 )
 from .contexts import Contexts
 from .numerics import Precision, allowed_noise, precisions
+from .texture import texture
 from .token_effect import token_effect
 from .versions import along_movement, drift, followed, lagged
 
@@ -114,12 +118,17 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
     sides = precisions(evidence)
     gap = measure_gap(evidence, sides)
     if not (gap.is_excessive or gap.is_of_weights):
-        return []
+        return _changed_inside(evidence, f"the logits differ by {gap.level:.2g} nats rms", MIN_CLEAR_PERSISTENCE)
     contexts = Contexts.of(evidence)
     size = (
         f"the logits differ by {gap.level:.2g} nats rms, where rounding of {_named(sides)} gives {gap.allowed:.2g} at most, "
         f"and {max(gap.token_effect, 0):.0%} of it belongs to the tokens' identity"
     )
+    adapters = [getattr(evidence.sample, s).name for s in "ab" if declared(evidence.contract(s), "model", "adapters")]
+    if len(adapters) == 1:
+        return [_finding(evidence, "adapter", f"only {adapters[0]} has an adapter, and {size}", 0.8, "")]
+    if changed := _changed_inside(evidence, size, MIN_PERSISTENCE):
+        return changed
     lag = lagged(contexts)
     if lag is not None and lag.left < MAX_LAG_LEFT:
         name = getattr(evidence.sample, lag.side).name
@@ -136,9 +145,6 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
                 _stale_option(evidence, lag.steps_behind),
             )
         ]
-    adapters = [getattr(evidence.sample, s).name for s in "ab" if declared(evidence.contract(s), "model", "adapters")]
-    if len(adapters) == 1:
-        return [_finding(evidence, "adapter", f"only {adapters[0]} has an adapter, and {size}", 0.8, "")]
     moves = followed(contexts)
     if moves is not None and max(moves.moved_a, moves.moved_b) > 0.5 * evidence.rms():
         low, high = sorted((moves.moved_a, moves.moved_b))
@@ -160,33 +166,41 @@ def find_other_weights(evidence: Evidence) -> list[Finding]:
     return _by_drift(evidence, size)
 
 
+def _changed_inside(evidence: Evidence, size: str, least: float) -> list[Finding]:
+    """Where weights or cached prefixes changed on the way, neighbouring tokens are off alike, and sequences are not."""
+    seen = texture(evidence)
+    if seen.persistence < least or seen.sequence_score < MIN_SEQUENCE_SCORE:
+        return []
+    said = (
+        f"{size}; neighbouring tokens are off alike (correlation {seen.persistence:.2f} of the gap's size), and sequences are "
+        f"not ({seen.sequence_score:.0f} standard deviations): weights or cached prefixes changed while they were being sampled"
+    )
+    return _ranked(evidence, said, ("change_inside_sequence", "stale_weights"))
+
+
 def _by_drift(evidence: Evidence, size: str) -> list[Finding]:
-    """Quantisation leaves the same gap at every step; weights that were never updated one that grows, the more slowly the
-    older it is; stale ones one that goes with the last updates. What else is possible follows the most probable."""
-    found, along = drift(evidence), along_movement(evidence)
+    """Rounded weights leave the same gap at every step and at tokens of every probability; weights that were never updated
+    one that grows; stale ones one that goes with the last updates. What else is possible follows the most probable."""
+    found, along, seen = drift(evidence), along_movement(evidence), texture(evidence)
     behind = abs(along) > MIN_ALONG
     if behind:
         late, other = (evidence.sample.b, evidence.sample.a) if along > 0 else (evidence.sample.a, evidence.sample.b)
         size += f"; it points along the movement of the weights ({abs(along):.1f} standard errors): {late.name} is behind {other.name}"
+    constant = not behind and (found is None or found.score < MIN_DRIFT_SCORE)
+    if constant and seen.tilt < MAX_TILT and seen.persistence < MAX_PERSISTENCE:
+        over = "" if found is None else f" and the same over {found.num_steps} steps"
+        what = f"{size}; it is as large at improbable tokens as at probable ones{over}, as rounding of the weights makes it"
+        return _ranked(evidence, what, ("quantised", "partial_sync"))
     if found is None:
-        seen = f"{size}; with fewer than three steps that compare, staleness and quantisation cannot be told apart"
-        return _ranked(evidence, seen, ("stale_weights", "partial_sync", "quantised"))
-    if found.score < MIN_DRIFT_SCORE or found.spread < MIN_DRIFT:
-        if behind or found.num_steps < MIN_CONSTANT_STEPS:
-            seen = f"{size}; it hardly changes over {found.num_steps} steps: some weights were not updated for long"
-            others = ("stale_weights", "adapter") if behind else ("quantised", "stale_weights")
-            return _ranked(evidence, seen, ("partial_sync", *others))
-        seen = (
-            f"{size}; the gap is the same at all {found.num_steps} steps, as a fixed rounding of the weights makes it"
-        )
-        return _ranked(evidence, seen, ("quantised", "partial_sync"))
+        what = f"{size}; with fewer than three steps that compare, other weights cannot be told apart"
+        return _ranked(evidence, what, ("stale_weights", "partial_sync", "quantised"))
     if found.growth > MIN_GROWTH_SCORE:
-        seen = (
+        what = (
             f"{size}; it grows from step to step ({found.growth:.1f} standard errors): some weights were never updated"
         )
-        return _ranked(evidence, seen, ("partial_sync", "adapter"))
-    seen = f"{size}; it comes and goes from step to step by {found.spread:.0%}, as single updates do"
-    return _ranked(evidence, seen, ("stale_weights", "partial_sync"))
+        return _ranked(evidence, what, ("partial_sync", "adapter"))
+    what = f"{size}; it is larger at probable tokens and does not grow with the steps, as the last updates make it"
+    return _ranked(evidence, what, ("stale_weights", "partial_sync"))
 
 
 def _ranked(evidence: Evidence, seen: str, codes: tuple[str, ...]) -> list[Finding]:

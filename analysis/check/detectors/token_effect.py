@@ -6,6 +6,7 @@ import numpy as np
 
 from ..evidence import Evidence, once
 from ..thresholds import MIN_EFFECT_TOKENS
+from .variance import between
 
 
 @once
@@ -19,18 +20,8 @@ def token_effect(evidence: Evidence) -> tuple[float, float]:
     # Sequences of a group begin alike, and what comes again is no new evidence.
     once = np.unique(np.stack([tokens, signed]), axis=1)
     tokens, signed = once[0].astype(np.int64), once[1]
-    _, place = np.unique(tokens, return_inverse=True)
-    count = np.bincount(place).astype(float)
-    num, groups = len(signed), len(count)
-    if num < max(MIN_EFFECT_TOKENS, groups + 10) or groups < 2:
+    num, groups = len(signed), len(np.unique(tokens))
+    if num < max(MIN_EFFECT_TOKENS, groups + 10):
         return 0.0, 0.0
     cut = float(np.quantile(np.abs(signed), 0.99))
-    x = np.clip(signed, -cut, cut)
-    means = np.bincount(place, x) / count
-    total = float(np.sum((x - x.mean()) ** 2))
-    between = float(np.sum(count * (means - x.mean()) ** 2))
-    if total <= 0:
-        return 0.0, 0.0
-    ratio = (between / (groups - 1)) / max((total - between) / (num - groups), 1e-30)
-    adjusted = 1 - ((total - between) / (num - groups)) / (total / (num - 1))
-    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
+    return between(np.clip(signed, -cut, cut), tokens)
