@@ -15,6 +15,7 @@ from .facts import Facts
 from .fall import Fall
 from .rollouts import Rollouts, relation
 from .suspects.lag import declared_lag
+from .suspects.mismatch import kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,9 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
     else:
         decided = own
         notes = (*notes, "run and control differ in nothing that the traces hold, and only the run fell")
-    return Compared(suspects=decided, fall=facts.fall, is_intervention=shares, differences=said, notes=notes)
+    return Compared(
+        suspects=decided, fall=facts.fall, is_intervention=shares and bool(codes), differences=said, notes=notes
+    )
 
 
 def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence: str) -> tuple[Suspect, ...]:
@@ -160,16 +163,8 @@ def _gaps(facts: Facts, control: Facts) -> Iterator[Difference]:
         return
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
-    said = f"mean |d| before the fall is {own.size:.2g} nats in the run and {other.size:.2g} in the control"
-    behind = next((s for s in _suspected(facts) if s in ("mismatch", "staleness")), "mismatch")
-    yield Difference(suspect=behind, sentence=said)
-
-
-def _suspected(facts: Facts) -> list[str]:
-    from .suspects import ALL
-
-    found = sorted((suspect(facts) for suspect in ALL), key=lambda suspect: -suspect.points)
-    return [suspect.code for suspect in found]
+    said = f"mean |d| where the fall begins is {own.size:.2g} nats in the run; in the control it is {other.size:.2g}"
+    yield Difference(suspect="staleness" if kind(facts) == "stale_weights" else "mismatch", sentence=said)
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:

@@ -71,17 +71,6 @@ class Facts:
             return self.rollouts
         return self.since_fall().until(self.fall.low + max(len(self.steps) // 10, 5))
 
-    def has_fallen_by(self, step: int) -> bool:
-        """Whether the outcome had lost a good part of the fall before a step: what comes later can be no cause."""
-        if self.fall is None:
-            return False
-        lost = []
-        for outcome in self.outcomes:
-            earlier = outcome.values[outcome.steps < step][-max(3, len(outcome.values) // 20) :]
-            if outcome.name == self.fall.outcome and len(earlier):
-                lost.append((self.fall.before - float(earlier.mean())) / (self.fall.before - self.fall.after))
-        return any(share > t.FALLEN for share in lost)
-
 
 def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
     """Read a trace. Raises TraceNotFound, NewerTrace or DamagedTrace."""

@@ -41,6 +41,8 @@ class Fall:
     low: int
     high: int
     """Steps between which it begins: breaks of a level that fit as well as the best one, up to the value after it."""
+    fallen: int
+    """The first step at which a good part of it is lost: what comes later can be no cause."""
     before: float
     """The level that it fell from."""
     after: float
@@ -92,6 +94,7 @@ def find_fall(outcome: Outcome) -> Fall | None:
         step=int(steps[step]),
         low=int(steps[low]),
         high=int(steps[min(high + 1, len(steps) - 1)]),
+        fallen=int(steps[_first_lost(values, step, before - t.FALLEN * (before - after))]),
         before=before,
         after=after,
         size_in_sd=float((before - after) / error),
@@ -113,7 +116,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
         return fall
-    return replace(fall, step=finer.step, low=finer.low, high=finer.high)
+    return replace(fall, step=finer.step, low=finer.low, high=finer.high, fallen=finer.fallen)
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
@@ -174,6 +177,13 @@ def _onset(values: np.ndarray, best: int, width: int, before: float, after: floa
     allowed = costs[first] * (1 + 2.71 / max(n - 3, 1))
     held = np.flatnonzero(costs <= allowed)
     return start + int(held[0]), start + first, start + int(held[-1])
+
+
+def _first_lost(values: np.ndarray, start: int, level: float) -> int:
+    """The first index from which two values in a row are below a level."""
+    lost = values[start:] < level
+    twice = np.flatnonzero(lost & np.r_[lost[1:], True])
+    return start + int(twice[0]) if len(twice) else len(values) - 1
 
 
 def _first_below(values: np.ndarray, start: int, width: int, level: float) -> int:

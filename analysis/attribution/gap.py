@@ -19,7 +19,8 @@ class Gap:
     """The mismatch of a run."""
 
     size: float
-    """Median of mean |d| over the tenth of the run before the fall, or where it begins if that is larger, nats."""
+    """Mean |d| where the fall begins, nats: the median over the tenth of the run before it, or the largest median of three
+    steps until a good part of it was lost."""
     first: float
     """Mean |d| of the first step, nats: of weights that no update has seen, where the run was recorded from its start."""
     settled: float
@@ -50,16 +51,23 @@ def read_gap(series: Mapping[str, Series], fall: Fall | None) -> Gap | None:
         return None
     steps, values = gap.steps[gap.known], gap.values[gap.known]
     before = _before(steps, fall)
-    onset = before if fall is None else (steps >= fall.low) & (steps <= fall.high)
+    onset = before if fall is None else (steps >= fall.low) & (steps <= max(fall.high, fall.fallen))
     ess = series.get("ess")
     n = len(values)
     return Gap(
-        size=max(float(np.median(values[chosen])) for chosen in (before, onset) if chosen.any()),
+        size=max(float(np.median(values[before])), _largest(values[onset]) if fall else 0.0),
         first=float(values[0]),
         settled=float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)])),
         late=float(np.median(values[-max(n // 4, 1) :])),
         ess=float(np.nanmedian(ess.values[ess.known][before])) if ess is not None and len(ess.values) == n else 1.0,
     )
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest median of three neighbours: one outlier is no gap."""
+    if len(values) < 3:
+        return float(np.median(values)) if len(values) else 0.0
+    return float(np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=-1).max())
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:

@@ -17,7 +17,7 @@ FALL_STAYS = 0.6
 FALL_SD = 3.0
 """Least size of a fall in standard errors, beyond what choosing the best window explains."""
 FALLEN = 0.35
-"""Share of a fall that must be lost before a step for what happens there to come after it."""
+"""Share of a fall that is lost when what happens then comes after it."""
 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 """Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it; the last is for what

@@ -21,7 +21,7 @@ def _cause(found: Attribution) -> str:
     first = found.suspects[0]
     how = (
         "By intervention (the control shares its seeds)" if found.kind == INTERVENTION else "By observation of one run"
-        if found.control is None else "By observation of two runs that do not share their seeds"
+        if found.control is None else "By observation of two runs"
     )  # fmt: skip
     mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
     innocent = "; not the mismatch" if mismatch.probability < 0.05 else ""

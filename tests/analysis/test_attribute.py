@@ -262,7 +262,7 @@ def test_an_advantage_agrees_with_its_reward_whatever_it_is_divided_by():
 
 
 def test_a_relation_is_that_within_groups():
-    group = np.repeat(np.arange(20), 4)
-    x = np.tile([0.0, 1.0, 2.0, 3.0], 20)
+    group = np.repeat(np.arange(40), 4)
+    x = np.tile([0.0, 1.0, 2.0, 3.0], 40)
     found = relation(rollouts(reward=x + 10 * group, length=-x - 7.0 * group, group=group), "reward", "length")
     assert found.correlation == pytest.approx(-1.0)

@@ -54,11 +54,7 @@ def kind(facts: Facts) -> str:
 def _size(facts: Facts) -> Evidence:
     gap = facts.gap
     assert gap is not None
-    largest = _largest_rise(facts)
-    size = gap.size
-    if largest is not None and order(facts, largest) != AFTER:
-        size = max(size, largest.after)
-    points = t.of_size(size)
+    points = t.of_size(gap.size)
     said = (
         "too small to bend a run"
         if points < 0
@@ -66,7 +62,7 @@ def _size(facts: Facts) -> Evidence:
         if points > 0
         else "of a size that may matter"
     )
-    return Evidence(sentence=f"where the fall begins mean |d| is {size:.2g} nats: {said}", points=points)
+    return Evidence(sentence=f"where the fall begins mean |d| is {gap.size:.2g} nats: {said}", points=points)
 
 
 def _largest_rise(facts: Facts) -> ChangePoint | None:

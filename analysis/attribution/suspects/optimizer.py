@@ -32,7 +32,7 @@ def _spike(facts: Facts) -> list[Evidence]:
         return []
     first = int(facts.steps[np.flatnonzero(high)[0]])
     said = f"the learning rate is {np.nanmax(values) / usual:.3g} times its usual value from step {first} on"
-    if first > facts.fall.high and facts.has_fallen_by(first):
+    if first > max(facts.fall.high, facts.fall.fallen):
         return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK)]
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
     return [

@@ -19,7 +19,7 @@ def order(facts: Facts, change: ChangePoint) -> str:
         return WITH
     if change.high < fall.low:
         return FIRST
-    return AFTER if change.low > fall.high and facts.has_fallen_by(change.low) else WITH
+    return AFTER if change.low > max(fall.high, fall.fallen) else WITH
 
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
