@@ -5,6 +5,7 @@ Shapes: B rows, P prompt tokens, T response tokens, L = P + T.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +75,22 @@ class Learner:
         """[B, T] logprobs of the weights as they are: the pass `train`."""
         return self._forward(prompt_BP, rollout.ids)[0]
 
-    def learn(self, prompt_BP: Tensor, rollout: Rollout, train_BT: Tensor, advantage_B: Tensor) -> list[Update]:
-        """The optimizer updates of one step."""
-        rows = torch.arange(len(prompt_BP)).view(self.algorithm.num_minibatches, -1)
+    def learn(
+        self,
+        prompt_BP: Tensor,
+        rollout: Rollout,
+        train_BT: Tensor,
+        advantage_B: Tensor,
+        before: Callable[[], None] | None = None,
+    ) -> list[Update]:
+        """The optimizer updates of one step; `before` is called before each."""
         weight_BT = self.correction(train_BT, rollout)
-        return [self._update(part, prompt_BP, rollout, train_BT, advantage_B, weight_BT) for part in rows]
+        updates = []
+        for rows in torch.arange(len(prompt_BP)).view(self.algorithm.num_minibatches, -1):
+            if before is not None:
+                before()
+            updates.append(self._update(rows, prompt_BP, rollout, train_BT, advantage_B, weight_BT))
+        return updates
 
     def correction(self, train_BT: Tensor, rollout: Rollout) -> Tensor:
         """[B, T] what multiplies each token's loss."""

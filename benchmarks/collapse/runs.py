@@ -9,6 +9,7 @@ import copy
 import json
 import random
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,20 @@ class Plan:
         return replace(self, switches=replace(self.switches, **changes))
 
 
-def perform(plan: Plan, folder: Path, models: Path) -> list[float]:
-    """Run a plan and record it as `folder`/trace, with `plan.json` beside; the evaluations, before the run and every ten steps."""
+def perform(plan: Plan, folder: Path, models: Path, weights_every: int = 0) -> list[float]:
+    """Run a plan and record it as `folder`/trace, with `plan.json` beside; the evaluations, before the run and every ten steps.
+
+    `weights_every` keeps the weights of every so many steps; 0 keeps none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     task = TASKS[plan.task]
     model = taught(plan.architecture, task, plan.seed, models)
-    run = _Run(plan, model)
+    run = _Run(plan, model, weights_every)
     with Recorder(folder / "trace") as recorder:
-        recorder.describe(model={"class": type(model).__name__, "config": model.config.to_dict()})
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        for scored in ("train", "current"):
+            recorder.add_contract(scored, {"engine": "laboratory", "model": {"attention": "eager"}})
         recorder.add_loss(run.learner.algorithm.loss)
         recorder.add_hyperparameters(run.hyperparameters)
         run.evaluate(0, recorder)
@@ -73,12 +80,17 @@ def perform(plan: Plan, folder: Path, models: Path) -> list[float]:
     return run.evaluations
 
 
+def _keep(recorder: Recorder, learner: Learner) -> None:
+    recorder.add_weights(learner.version, learner.model.state_dict())
+
+
 class _Run:
     """The state of a run."""
 
-    def __init__(self, plan: Plan, model: Any):
+    def __init__(self, plan: Plan, model: Any, weights_every: int):
         self.plan, self.task = plan, TASKS[plan.task]
         self.switches = plan.switches
+        self.weights_every = weights_every
         self.engine = Engine(copy.deepcopy(model), plan.switches, plan.seed)
         self.learner = Learner(model, ALGORITHMS[plan.algorithm], plan.switches, plan.rate)
         chance = random.Random(1000 + plan.seed)
@@ -132,7 +144,10 @@ class _Run:
                 scores[rollout.mask].nan_to_num() for scores in (train_BT, rollout.logprobs)
             )  # a run may end in NaN
             assert torch.equal(*pair), "the exact engine is not exact"
-        updates = self.learner.learn(prompt_BP, rollout, train_BT, advantage_B)
+        keeps = self.weights_every and step % self.weights_every == 0
+        updates = self.learner.learn(
+            prompt_BP, rollout, train_BT, advantage_B, before=partial(_keep, recorder, self.learner) if keeps else None
+        )
         self._record(recorder, step, indices, prompt_BP, rollout, reward_B, advantage_B, train_BT, updates, version)
         metrics = {
             "learning_rate": rate,
