@@ -20,12 +20,9 @@ from . import thresholds as t
 from .fall import Fall, Outcome, find_fall, is_evaluation, lost_share, refined
 from .gap import Gap, read_gap
 from .rollouts import Rollouts, read_rollouts
+from .settings import read_settings
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
-_SETTINGS = """
-SELECT replace(name, 'hyperparameter/', '') AS name, any_value(value) AS value, any_value(text) AS text
-FROM metrics WHERE name LIKE 'hyperparameter/%' GROUP BY 1
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +85,7 @@ def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
     elif not outcome.is_evaluation:
         notes.append("no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the "
                      "reward that was recorded is the wrong one")  # fmt: skip
-    settings = _settings(database)
+    settings = read_settings(database)
     return Facts(
         trace=os.fspath(trace),
         series=series,
@@ -130,11 +127,6 @@ def _agreed(evaluation: Outcome, fall: Fall | None, of_reward: Fall | None) -> F
     if fall is not None:
         return refined(fall, of_reward)
     return of_reward if lost_share(evaluation) > t.FALL_SHARE else None
-
-
-def _settings(database: Database) -> dict[str, Any]:
-    rows = database.connection.execute(_SETTINGS).fetchall()
-    return {name: text if value is None else value for name, value, text in rows}
 
 
 def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[str]) -> Checked | None:

@@ -199,6 +199,15 @@ def test_a_short_run_has_no_fall(tmp_path, steps):
     assert attribute(record(tmp_path / "run", Story(), steps)).fall is None
 
 
+@pytest.mark.parametrize(
+    "said", [{"adam_beta2": 0.1}, {"optim.beta2": 0.1}, {"betas": [0.9, 0.1]}, {"actor/optim/betas": "(0.9, 0.1)"}]
+)
+def test_adam_s_settings_are_known_by_many_names(tmp_path, said):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING, settings=said), 80))
+    optimizer = next(suspect for suspect in found.suspects if suspect.code == "optimizer")
+    assert any("adam_beta2 is 0.1" in each.sentence for each in optimizer.evidence)
+
+
 def test_an_evaluation_is_known_by_its_name():
     assert all(is_evaluation(name) for name in ("eval/reward", "val-core/acc/mean@4", "test_score", "eval_accuracy"))
     assert not any(is_evaluation(name) for name in ("reward", "train/reward", "eval_loss", "evaluation_time"))

@@ -1,0 +1,41 @@
+"""The settings of a run, with those of the optimizer under one name each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..database import Database
+
+_ROWS = """
+SELECT replace(name, 'hyperparameter/', '') AS name, any_value(value) AS value, any_value(text) AS text
+FROM metrics WHERE name LIKE 'hyperparameter/%' GROUP BY 1
+"""
+
+_OPTIMIZER = {
+    "learning_rate": ("learning_rate", "lr"),
+    "adam_beta1": ("adam_beta1", "beta1", "beta_1"),
+    "adam_beta2": ("adam_beta2", "beta2", "beta_2"),
+    "adam_epsilon": ("adam_epsilon", "adam_eps", "eps"),
+    "weight_decay": ("weight_decay", "wd"),
+    "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
+}
+"""One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
+
+_NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
+
+
+def read_settings(database: Database) -> dict[str, Any]:
+    """Hyperparameters by name, numbers or texts; the optimizer's under the names of _OPTIMIZER as well."""
+    rows = database.connection.execute(_ROWS).fetchall()
+    found: dict[str, Any] = {name: text if value is None else value for name, value, text in rows}
+    last_words = {re.split(r"[/.]", name)[-1]: value for name, value in found.items()}
+    for name, aliases in _OPTIMIZER.items():
+        value = next((last_words[alias] for alias in aliases if isinstance(last_words.get(alias), float)), None)
+        if value is not None:
+            found.setdefault(name, value)
+    betas = re.findall(_NUMBER, str(last_words.get("betas") or last_words.get("adam_betas") or ""))
+    if len(betas) == 2:
+        found.setdefault("adam_beta1", float(betas[0]))
+        found.setdefault("adam_beta2", float(betas[1]))
+    return found
