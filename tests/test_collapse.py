@@ -16,15 +16,13 @@ LABORATORY = Path(__file__).parent.parent / "benchmarks" / "collapse"
 def laboratory():
     """The modules of benchmarks/collapse, with models that are taught a little only."""
     sys.path.insert(0, str(LABORATORY))
-    import alarms
+    import causes
+    import laboratory as trainer
     import models
-    import runs
-    import score
-    import splits
     import switches
 
     models._RIGHT_ENOUGH = 0.2
-    yield {"alarms": alarms, "runs": runs, "score": score, "splits": splits, "switches": switches}
+    yield {"causes": causes, "trainer": trainer, "switches": switches}
     sys.path.remove(str(LABORATORY))
 
 
@@ -32,7 +30,7 @@ def laboratory():
 def made(laboratory, tmp_path_factory):
     """Name -> folder of short runs of one seed."""
     folder = tmp_path_factory.mktemp("laboratory")
-    Plan, Switches = laboratory["runs"].Plan, laboratory["switches"].Switches
+    Plan, Switches = laboratory["trainer"].Plan, laboratory["switches"].Switches
     wanted = {
         "sound": Switches(),
         "exact": Switches(exact=True),
@@ -43,7 +41,7 @@ def made(laboratory, tmp_path_factory):
     }
     for name, switches in wanted.items():
         plan = Plan(task="sum", algorithm="grpo", rate=2e-4, steps=10, switches=switches)
-        laboratory["runs"].perform(plan, folder / name, folder / "models")
+        laboratory["trainer"].perform(plan, folder / name, folder / "models")
     return {name: folder / name for name in wanted}
 
 
@@ -108,7 +106,7 @@ def test_truth_is_held_against_the_twin(laboratory, made):
 
 
 def test_every_run_of_a_split_has_its_twin(laboratory):
-    members = laboratory["splits"].members(laboratory["splits"].SPLITS["heldout"], 6)
+    members = laboratory["causes"].members(laboratory["causes"].SPLITS["heldout"], 6)
     names = {member.plan.name for member in members}
     assert all(member.twin in names for member in members)
-    assert len(names) == len(members) == 6 * (1 + len(laboratory["splits"].CAUSES))
+    assert len(names) == len(members) == 6 * (1 + len(laboratory["causes"].CAUSES))

@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 def main() -> None:
     """Make a split."""
-    from splits import CAUSES, SPLITS, members
+    from causes import CAUSES, SPLITS, members
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--split", choices=tuple(SPLITS), default="tuning")
@@ -55,7 +55,7 @@ def _replaced(split, name, value):
 
 def _make(job) -> str:
     import torch
-    from runs import perform
+    from laboratory import perform
 
     member, output, models = job
     folder = output / member.plan.name

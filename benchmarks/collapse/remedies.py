@@ -23,7 +23,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from runs import Plan, perform
+from laboratory import Plan, perform
 from switches import Switches
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.objective.objective import objective

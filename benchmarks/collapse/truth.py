@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splits import FAMILIES
+from causes import FAMILIES
 
 FELL = 0.9
 """A run whose last fifth is below this share of its best fifth fell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runs import Plan
+from laboratory import Plan
 from switches import Switches
 
 CAUSES: dict[str, tuple[Switches, ...]] = {
