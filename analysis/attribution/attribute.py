@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 
 from ...tracer.progress import Progress, no_progress
 from ..pairs import parse_pair
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, SUSPECTS, Attribution, Onset, Suspect
-from .control import compare
+from .attribution import INTERVENTION, OBSERVATION, Attribution, Onset, Suspect
+from .control import Compared, compare
 from .facts import Facts, read_facts
+from .odds import ranked
 from .suspects import ALL
 from .suspects.timing import order
 from .verdict import sentence
@@ -37,39 +37,34 @@ def attribute(
     with progress("reading the run", 1 if control is None else 2) as advance:
         facts = read_facts(trace, names)
         advance(1)
-        other = None
-        if control is not None:
-            other = read_facts(control, names)
-            advance(1)
-    if other is not None:
-        return _intervened(facts, other)
-    suspects = _ranked(facts) if facts.fall else ()
-    return _attribution(facts, suspects=suspects)
+        suspects = _suspects(facts) if facts.fall else ()
+        if control is None:
+            return _attribution(facts, suspects)
+        compared = compare(facts, read_facts(control, names, is_control=True), suspects)
+        advance(1)
+    return _attribution(facts, compared.suspects, control=os.fspath(control), compared=compared)
 
 
-def _ranked(facts: Facts) -> tuple[Suspect, ...]:
-    """Suspects with probabilities that sum to 1, the most probable first."""
-    found = [suspect(facts) for suspect in ALL]
-    found.append(Suspect(code="unknown", evidence=(t.prior("unknown"),)))
-    highest = max(suspect.points for suspect in found)
-    odds = [math.exp(suspect.points - highest) for suspect in found]
-    total = sum(odds)
-    with_odds = [replace(suspect, probability=each / total) for suspect, each in zip(found, odds, strict=True)]
-    return tuple(sorted(with_odds, key=lambda suspect: -suspect.probability))
+def _suspects(facts: Facts) -> tuple[Suspect, ...]:
+    """What one run says of each."""
+    return ranked([*(suspect(facts) for suspect in ALL), Suspect(code="unknown", evidence=(t.prior("unknown"),))])
 
 
-def _attribution(facts: Facts, *, suspects: tuple[Suspect, ...]) -> Attribution:
+def _attribution(
+    facts: Facts, suspects: tuple[Suspect, ...], *, control: str | None = None, compared: Compared | None = None
+) -> Attribution:
     found = Attribution(
         trace=facts.trace,
-        control=None,
-        kind=OBSERVATION,
+        control=control,
+        kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
         num_steps=len(facts.steps),
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
         onsets=_onsets(facts),
         suspects=suspects,
         sentence="",
-        notes=facts.notes,
+        differences=compared.differences if compared else (),
+        notes=(*facts.notes, *(compared.notes if compared else ())),
     )
     return replace(found, sentence=sentence(found))
 
@@ -90,21 +85,3 @@ def _onsets(facts: Facts) -> tuple[Onset, ...]:
             )
         )  # fmt: skip
     return tuple(sorted(found, key=lambda onset: onset.step))
-
-
-def _intervened(facts: Facts, control: Facts) -> Attribution:
-    """What a control says: whether it fell too, and what the two differ in first."""
-    own = _ranked(facts) if facts.fall else ()
-    compared = compare(facts, control, own)
-    found = replace(
-        _attribution(facts, suspects=compared.suspects),
-        control=control.trace,
-        kind=INTERVENTION if compared.is_intervention else OBSERVATION,
-        fall=compared.fall,
-        differences=compared.differences,
-        notes=(*facts.notes, *compared.notes),
-    )
-    return replace(found, sentence=sentence(found))
-
-
-__all__ = ["SUSPECTS", "attribute"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from . import thresholds as t
 from .attribution import Suspect
 from .evidence import Evidence
 from .facts import Facts
-from .fall import Fall
+from .odds import ranked
 from .rollouts import Rollouts, relation
 from .suspects.lag import declared_lag
 from .suspects.mismatch import kind
@@ -31,7 +30,6 @@ class Compared:
     """A run against its control."""
 
     suspects: tuple[Suspect, ...]
-    fall: Fall | None
     is_intervention: bool
     differences: tuple[str, ...]
     notes: tuple[str, ...]
@@ -52,7 +50,7 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
     codes = {each.suspect for each in differences}
     said = tuple(each.sentence for each in differences)
     if facts.fall is None:
-        return Compared(suspects=(), fall=None, is_intervention=shares, differences=said, notes=notes)
+        return Compared(suspects=(), is_intervention=shares, differences=said, notes=notes)
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
     if fell_too:
         decided = _weighed(
@@ -65,9 +63,7 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
     else:
         decided = own
         notes = (*notes, "run and control differ in nothing that the traces hold, and only the run fell")
-    return Compared(
-        suspects=decided, fall=facts.fall, is_intervention=shares and bool(codes), differences=said, notes=notes
-    )
+    return Compared(suspects=decided, is_intervention=shares and bool(codes), differences=said, notes=notes)
 
 
 def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence: str) -> tuple[Suspect, ...]:
@@ -77,10 +73,7 @@ def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence:
         else suspect
         for suspect in own
     ]
-    highest = max(suspect.points for suspect in judged)
-    total = sum(math.exp(suspect.points - highest) for suspect in judged)
-    found = [replace(suspect, probability=math.exp(suspect.points - highest) / total) for suspect in judged]
-    return tuple(sorted(found, key=lambda suspect: -suspect.probability))
+    return ranked(judged)
 
 
 def _differences(facts: Facts, control: Facts) -> Iterator[Difference]:

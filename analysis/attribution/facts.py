@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
-from ...schemas.loss import Loss, read_loss
 from ..check.check import gather, judge
 from ..check.checked import Checked
 from ..database import Database
@@ -19,13 +19,13 @@ from ..dynamics.series import Series, read_series
 from . import thresholds as t
 from .fall import Fall, Outcome, find_fall, is_evaluation, lost_share, refined
 from .gap import Gap, read_gap
-from .rollouts import Rollouts, read_rollouts
+from .rollouts import Repeats, Rollouts, read_rollouts, relation, repeats
 from .settings import read_settings
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What one trace says."""
 
@@ -33,8 +33,6 @@ class Facts:
     series: Mapping[str, Series]
     changes: Mapping[str, list[ChangePoint]]
     """Of each series, where it changed."""
-    outcomes: tuple[Outcome, ...]
-    """Evaluations first, then the reward."""
     outcome: Outcome | None
     """The one that is judged: an evaluation if there is one, else the reward."""
     fall: Fall | None
@@ -44,7 +42,6 @@ class Facts:
     rollouts: Rollouts
     settings: Mapping[str, Any]
     """Hyperparameters by name: numbers, or texts."""
-    loss: Loss | None
     notes: tuple[str, ...]
 
     @property
@@ -58,19 +55,30 @@ class Facts:
         found = self.series.get(name)
         return np.full(len(self.steps), np.nan) if found is None else found.values
 
+    @cached_property
     def since_fall(self) -> Rollouts:
         """The sequences from where the fall may begin on; all of them where none fell."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.fall.low)
+
+    @cached_property
+    def repeats(self) -> Repeats:
+        """What responses that came again since then say of the rewards."""
+        return repeats(self.since_fall)
+
+    @cached_property
+    def pays_length(self) -> float:
+        """Correlation of length and reward within groups since then."""
+        return relation(self.since_fall, "length", "reward").correlation
 
     def around_fall(self) -> Rollouts:
         """Those of a tenth of the run from there on, while the policy still knows something."""
         if self.fall is None:
             return self.rollouts
-        return self.since_fall().until(self.fall.low + max(len(self.steps) // 10, 5))
+        return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
 
 
-def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
-    """Read a trace. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str], *, is_control: bool = False) -> Facts:
+    """Read a trace; of a control nobody asks for changes and check, so that these are left out. Raises TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace)
     notes: list[str] = []
     series = read_series(database, pair=pair)
@@ -85,19 +93,16 @@ def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str]) -> Facts:
     elif not outcome.is_evaluation:
         notes.append("no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the "
                      "reward that was recorded is the wrong one")  # fmt: skip
-    settings = read_settings(database)
     return Facts(
         trace=os.fspath(trace),
         series=series,
-        changes={name: change_points(one) for name, one in series.items()},
-        outcomes=outcomes,
+        changes={} if is_control else {name: change_points(one) for name, one in series.items()},
         outcome=outcome,
         fall=fall,
         gap=read_gap(series, fall),
-        checked=_checked(database, pair, os.fspath(trace), notes),
+        checked=None if is_control else _checked(database, pair, os.fspath(trace), notes),
         rollouts=read_rollouts(database, pair[0]),
-        settings=settings,
-        loss=read_loss(settings),
+        settings=read_settings(database),
         notes=tuple(notes),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..dynamics.noise import robust_sd
+from ..dynamics.noise import robust_sd, running_median
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -72,7 +72,7 @@ def find_fall(outcome: Outcome) -> Fall | None:
     width = max(3, len(values) // 10)
     if len(values) < 3 * width:
         return None
-    means = np.convolve(values, np.ones(width) / width, mode="valid")
+    means = _means(values, width)
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
     noise = _noise(values)
@@ -85,7 +85,7 @@ def find_fall(outcome: Outcome) -> Fall | None:
         return None
     if _settled_above(means, best, before, after):
         return None
-    low, step, high = _onset(values, best, width, before, after)
+    low, step, high = _onset(values, best, before, after)
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
@@ -101,12 +101,17 @@ def find_fall(outcome: Outcome) -> Fall | None:
     )
 
 
+def _means(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of each window of `width` values."""
+    return np.convolve(values, np.ones(width) / width, mode="valid")
+
+
 def lost_share(outcome: Outcome) -> float:
     """What the last tenth lacks of the best one, as a share; noise makes it a little larger than 0."""
     width = max(3, len(outcome.values) // 10)
     if len(outcome.values) < 2 * width:
         return 0.0
-    means = np.convolve(outcome.values, np.ones(width) / width, mode="valid")
+    means = _means(outcome.values, width)
     return float((means.max() - means[-1]) / max(abs(float(means.max())), 1e-12))
 
 
@@ -147,25 +152,19 @@ def _noise(values: np.ndarray) -> float:
     n = len(values)
     phi = 0.0
     if n >= _ENOUGH:
-        left = values - _running_median(values, n // 5)
+        left = values - running_median(values, n // 5, "edge")
         phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300) + 5 / n
     phi = min(max(phi, 0.0), 0.9)
     scatter = robust_sd(values[:-2] - 2 * values[1:-1] + values[2:])
     return scatter * math.sqrt((1 + phi) / (1 - phi) / (6 - 8 * phi + 2 * phi**2))
 
 
-def _running_median(values: np.ndarray, width: int) -> np.ndarray:
-    padded = np.pad(values, width // 2, mode="edge")
-    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])
-
-
-def _onset(values: np.ndarray, best: int, width: int, before: float, after: float) -> tuple[int, int, int]:
+def _onset(values: np.ndarray, start: int, before: float, after: float) -> tuple[int, int, int]:
     """First index of the fall with the indices between which it lies: a broken line, level then falling then level.
 
     The break is where a level up to it and a straight line to the end's level fit best; the interval holds the breaks
     whose sum of squares is within that of chance (F, 90 %).
     """
-    start = max(best, 0)
     part = values[start:]
     n = len(part)
     costs = np.full(n, np.inf)

@@ -27,8 +27,6 @@ class Gap:
     """Median of mean |d| over the second tenth of the run up to its half."""
     late: float
     """Median over the last quarter."""
-    ess: float
-    """Median effective sample size of the weights exp(d) before the fall, 0 to 1."""
 
     @property
     def begins(self) -> str:
@@ -52,14 +50,12 @@ def read_gap(series: Mapping[str, Series], fall: Fall | None) -> Gap | None:
     steps, values = gap.steps[gap.known], gap.values[gap.known]
     before = _before(steps, fall)
     onset = before if fall is None else (steps >= fall.low) & (steps <= max(fall.high, fall.fallen))
-    ess = series.get("ess")
     n = len(values)
     return Gap(
         size=max(float(np.median(values[before])), _largest(values[onset]) if fall else 0.0),
         first=float(values[0]),
         settled=float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)])),
         late=float(np.median(values[-max(n // 4, 1) :])),
-        ess=float(np.nanmedian(ess.values[ess.known][before])) if ess is not None and len(ess.values) == n else 1.0,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..database import Database
+from . import thresholds as t
 
 _ROWS = """
 SELECT s.step, hash(s.prompt_ids) AS prompt, hash(s.prompt_ids, s.response_ids) AS whole,
@@ -81,24 +82,32 @@ class Repeats:
     mean_gap: float
     """Mean size of the difference of unequal pairs."""
 
+    @property
+    def lies_off(self) -> bool:
+        """Whether rewards that are moved back by `shift` rows differ much less."""
+        return self.shift != 0 and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
+
 
 def repeats(rollouts: Rollouts) -> Repeats:
     """Compare the rewards of equal responses to equal prompts, where they lie and moved by some rows within a step."""
-    found = {shift: _unequal(rollouts, shift) for shift in range(-_FARTHEST, _FARTHEST + 1)}
-    num, unequal, gap = found[0]
-    best = min(found, key=lambda shift: (found[shift][1], abs(shift))) if num else 0
-    return Repeats(num_pairs=num, unequal=unequal, shift=best, unequal_shifted=found[best][1], mean_gap=gap)
-
-
-def _unequal(rollouts: Rollouts, shift: int) -> tuple[int, float, float]:
-    """Neighbouring occurrences of the same response: how many, the share with unequal rewards, and by how much."""
-    reward = rollouts.reward if shift == 0 else _moved(rollouts, shift)
     order = np.lexsort((rollouts.step, rollouts.whole))
-    whole, reward = rollouts.whole[order], reward[order]
-    same = (whole[1:] == whole[:-1]) & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
+    whole = rollouts.whole[order]
+    again = whole[1:] == whole[:-1]
+    num, unequal, gap = _unequal(rollouts.reward[order], again)
+    shift, unequal_shifted = 0, unequal
+    if unequal > 0:
+        shares = {by: _unequal(_moved(rollouts, by)[order], again)[1] for by in range(-_FARTHEST, _FARTHEST + 1)}
+        shift = min(shares, key=lambda by: (shares[by], abs(by)))
+        unequal_shifted = shares[shift]
+    return Repeats(num_pairs=num, unequal=unequal, shift=shift, unequal_shifted=unequal_shifted, mean_gap=gap)
+
+
+def _unequal(reward: np.ndarray, again: np.ndarray) -> tuple[int, float, float]:
+    """Of rewards in the order of their responses, neighbours of one response: how many, the share that differs, by how much."""
+    same = again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
     count = int(same.sum())
     if count < _FEWEST:
-        return 0, float("nan"), float("nan")
+        return 0, math.nan, math.nan
     gap = np.abs(reward[1:] - reward[:-1])[same]
     differs = gap > 1e-6 * max(1.0, float(np.nanmax(np.abs(reward))))
     return count, float(differs.mean()), float(gap[differs].mean()) if differs.any() else 0.0

@@ -6,11 +6,7 @@ import re
 from typing import Any
 
 from ..database import Database
-
-_ROWS = """
-SELECT replace(name, 'hyperparameter/', '') AS name, any_value(value) AS value, any_value(text) AS text
-FROM metrics WHERE name LIKE 'hyperparameter/%' GROUP BY 1
-"""
+from ..hyperparameters import read_hyperparameters
 
 _OPTIMIZER = {
     "learning_rate": ("learning_rate", "lr"),
@@ -27,8 +23,7 @@ _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 def read_settings(database: Database) -> dict[str, Any]:
     """Hyperparameters by name, numbers or texts; the optimizer's under the names of _OPTIMIZER as well."""
-    rows = database.connection.execute(_ROWS).fetchall()
-    found: dict[str, Any] = {name: text if value is None else value for name, value, text in rows}
+    found = read_hyperparameters(database)
     last_words = {re.split(r"[/.]", name)[-1]: value for name, value in found.items()}
     for name, aliases in _OPTIMIZER.items():
         value = next((last_words[alias] for alias in aliases if isinstance(last_words.get(alias), float)), None)

@@ -6,6 +6,7 @@ Shapes: n values, one a step, without gaps.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
     """The series with single outliers, beyond 4 robust deviations from the median of 7 neighbours, moved in to there."""
     if len(values) < _WINDOW + 2:
         return values
-    middle = _running_median(values)
+    middle = running_median(values, _WINDOW, "reflect")
     apart = values - middle
     reach = _OUTLIER * robust_sd(apart)
     return np.asarray(middle + np.clip(apart, -reach, reach))
@@ -75,6 +76,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
     return float(np.mean(np.clip(apart, -reach, reach) ** 2)) / 2
 
 
-def _running_median(values: np.ndarray) -> np.ndarray:
-    padded = np.pad(values, _WINDOW // 2, mode="reflect")
-    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=-1))
+def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
+    """[n] the median of `width` neighbours of each value; `beyond` the ends they are mirrored, or the last is repeated."""
+    padded = np.pad(values, width // 2, mode=beyond)
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])

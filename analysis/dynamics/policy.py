@@ -8,8 +8,8 @@ import numpy as np
 
 from ...schemas import loss as losses
 from ...schemas.loss import Loss, read_loss
-from ...tracer.recorder import HYPERPARAMETER
 from ..database import Database, quoted
+from ..hyperparameters import read_hyperparameters
 from ..source import Pair
 from .columns import Column, by_step, columns_of
 from .gap import held
@@ -99,9 +99,7 @@ def read_lags(database: Database, pair: Pair, run: str) -> list[Column]:
 
 def read_clipping(database: Database, run: str) -> list[Column]:
     """Read the share of tokens whose term the recorded loss cuts; nothing where no loss that clips was recorded."""
-    query = "SELECT name, coalesce(text, value) FROM (SELECT name, text, value::VARCHAR AS value FROM metrics WHERE run = $run AND starts_with(name, $prefix))"
-    rows = database.connection.execute(query, {"run": run, "prefix": HYPERPARAMETER}).fetchall()
-    loss = read_loss({name.removeprefix(HYPERPARAMETER): _plain(value) for name, value in rows})
+    loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or loss.kind == losses.REINFORCE:
         return []
     has = held(database, run)
@@ -148,10 +146,3 @@ def _mean(database: Database, run: str, name: str, column: str) -> dict[str, np.
         masked=" AND mask" if has.masks else "",
     )
     return by_step(database, query, {"run": run, "name": name})
-
-
-def _plain(value: str) -> float | str:
-    try:
-        return float(value)
-    except ValueError:
-        return value

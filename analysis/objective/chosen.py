@@ -8,8 +8,8 @@ from typing import Any
 
 from ...schemas.errors import InvalidOption, InvalidRecord
 from ...schemas.loss import CISPO, PPO, REINFORCE, SEQUENCE_MEAN, SEQUENCE_SUM, TOKEN, Loss, read_loss
-from ...tracer.recorder import HYPERPARAMETER
 from ..database import Database
+from ..hyperparameters import read_hyperparameters
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "ppo_clip": {"kind": PPO, "level": TOKEN},
@@ -46,17 +46,10 @@ def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, s
 
 def _recorded(database: Database) -> tuple[Loss | None, str]:
     try:
-        loss = read_loss(_hyperparameters(database))
+        loss = read_loss(read_hyperparameters(database))
     except (InvalidRecord, ValueError) as error:
         return None, f"what the trace says of it cannot be read ({error})"
     return loss, "the trace says of no loss that is known"
-
-
-def _hyperparameters(database: Database) -> dict[str, Any]:
-    """Name -> value or text; of one that was recorded twice the last."""
-    query = "SELECT name, value, text FROM metrics WHERE step = 0 AND starts_with(name, ?) ORDER BY logged_at"
-    rows = database.connection.execute(query, [HYPERPARAMETER]).fetchall()
-    return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
 def _neutral(loss: Loss) -> Loss:

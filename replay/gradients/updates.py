@@ -11,10 +11,10 @@ import pyarrow.dataset as ds
 from ...schemas.errors import CannotReplay
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
 from ...schemas.passes import CURRENT, TRAIN
+from ...tracer.recorder import HYPERPARAMETER
 from ..recorded import RecordedRow, RecordedRun
 from .update import LossRow, Update
 
-HYPERPARAMETER = "hyperparameter/"
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
 _LOSS = "loss"

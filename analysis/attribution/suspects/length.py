@@ -8,19 +8,17 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import relation
 from .timing import AFTER, order
 
 
 def length(facts: Facts) -> Suspect:
     """What speaks for the length of responses."""
-    correlation = relation(facts.since_fall(), "length", "reward").correlation
-    pays = correlation > t.LENGTH_PAYS
+    pays = facts.pays_length > t.LENGTH_PAYS
     return Suspect(
         code="length",
         evidence=(
             *_moves(facts, t.LENGTH_MOVES_PAID if pays else t.LENGTH_MOVES),
-            *_pays(correlation),
+            *_pays(facts.pays_length),
             t.prior("length"),
         ),
         next="rerun with a penalty for overlong responses or a larger max_tokens; look at "

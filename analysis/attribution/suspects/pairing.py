@@ -8,7 +8,7 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import relation, repeats
+from ..rollouts import relation
 
 
 def pairing(facts: Facts) -> Suspect:
@@ -22,10 +22,10 @@ def pairing(facts: Facts) -> Suspect:
 
 
 def _rewards(facts: Facts) -> list[Evidence]:
-    found = repeats(facts.since_fall())
+    found = facts.repeats
     if not found.num_pairs:
         return []
-    if found.shift and found.unequal > t.UNEQUAL and found.unequal_shifted < t.UNEQUAL_SHIFTED * found.unequal:
+    if found.lies_off and found.unequal > t.UNEQUAL:
         return [
             Evidence(
                 sentence=f"{found.unequal:.0%} of {found.num_pairs:,} repeated responses have two rewards; moved by "
@@ -46,7 +46,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
-    found = relation(facts.since_fall(), "reward", "advantage").by_group
+    found = relation(facts.since_fall, "reward", "advantage").by_group
     if math.isnan(found):
         return []
     if found < t.ADVANTAGE_AGREES:

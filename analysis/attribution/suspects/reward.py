@@ -10,7 +10,7 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..rollouts import changed_rewards, relation, repeats
+from ..rollouts import changed_rewards, relation
 
 
 def reward(facts: Facts) -> Suspect:
@@ -25,7 +25,7 @@ def reward(facts: Facts) -> Suspect:
 
 
 def _noise(facts: Facts) -> list[Evidence]:
-    found = repeats(facts.since_fall())
+    found = facts.repeats
     if not found.num_pairs:
         return []
     if found.unequal <= t.UNEQUAL:
@@ -36,7 +36,7 @@ def _noise(facts: Facts) -> list[Evidence]:
                 points=-t.WEAK,
             )
         ]
-    if found.shift and found.unequal_shifted < t.UNEQUAL_SHIFTED * found.unequal:
+    if found.lies_off:
         return []
     return [
         Evidence(
@@ -54,8 +54,7 @@ def _changed(facts: Facts) -> list[Evidence]:
     num, share = changed_rewards(facts.rollouts.until(facts.fall.low - 1), facts.rollouts.since(facts.fall.high))
     if math.isnan(share) or share <= t.CHANGED:
         return []
-    found = repeats(facts.since_fall())
-    if found.shift and found.unequal_shifted < t.UNEQUAL_SHIFTED * found.unequal:
+    if facts.repeats.lies_off:
         return []
     return [
         Evidence(
@@ -109,7 +108,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
     after = values[known[-max(len(known) // 10, 3) :]].mean()
     lost = (before - after) / max(abs(before), 1e-12)
     if lost < t.HIDDEN * facts.fall.share:
-        paid = relation(facts.since_fall(), "length", "reward").correlation > t.LENGTH_PAYS
+        paid = facts.pays_length > t.LENGTH_PAYS
         return [
             Evidence(
                 sentence=f"the recorded reward goes from {before:.3g} to {after:.3g} while {facts.outcome.name} falls "

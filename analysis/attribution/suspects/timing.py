@@ -25,8 +25,3 @@ def order(facts: Facts, change: ChangePoint) -> str:
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
     """The changes of a series that went up."""
     return [change for change in facts.changes.get(name, []) if change.size_in_sd > least_sd]
-
-
-def falls(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
-    """The changes of a series that went down."""
-    return [change for change in facts.changes.get(name, []) if change.size_in_sd < -least_sd]
