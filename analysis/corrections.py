@@ -6,7 +6,7 @@ import warnings
 
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from .correction import Correction, define, published
-from .database import Database, Traces, sql_file
+from .database import Database, Traces, opened, sql_file
 from .pairs import parse_pair, quoted_pair, why_nothing
 from .rows import Rows
 from .source import Pair
@@ -15,7 +15,7 @@ BY = {"run": "correction_runs", "step": "correction_steps", "length": "correctio
 
 
 def corrections(
-    traces: Traces,
+    traces: Traces | Database,
     *,
     pair: str = "train:rollout",
     by: str = "run",
@@ -50,7 +50,7 @@ def corrections(
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
-    database = Database(traces)
+    database = opened(traces)
     define(database.connection, rules, sql_file("corrections"))
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if not len(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from importlib.resources import files
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -54,12 +55,16 @@ class Database:
         A `lean` database has the tables alone: for questions that are put to these, and that would wait for macros which
         they do not use. `define` adds those of a file.
         """
+        self.given = tuple(_urls(traces))
+        """The traces as they were named, for commands to copy."""
         self.sources = _open(traces)
         self.connection = duckdb.connect()
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
         self._defined: set[str] = set()
+        self.memory: dict[Any, Any] = {}
+        """What was read of it once: see remembered."""
         _register_filesystems(self.connection, self.sources)
         for table in TABLES:
             _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
@@ -93,6 +98,7 @@ class Database:
                 f"CREATE VIEW {name} AS SELECT * FROM all_{name} ANTI JOIN left_out USING (run, step, seq_id)"
             )
         self.is_whole = False
+        self.memory.clear()
         self.covered, self.run_covered = set(), set()
         self._define_lookup()
 
@@ -142,6 +148,7 @@ class Database:
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
         self._superseded.add(pair)
+        self.memory.clear()
         self.define_sums(self._superseded)
         self.covered.add(pair)
         if run_quantiles:
@@ -198,12 +205,15 @@ def sql_file(name: str) -> str:
     return (files(__package__) / "sql" / f"{name}.sql").read_text(encoding="utf-8")
 
 
+def _urls(traces: Traces) -> list[str]:
+    return [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+
+
 def _open(traces: Traces) -> list[Source]:
-    urls = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     sources: list[Source] = []
     names: set[str] = set()
-    for url in urls:
-        source = open_source(os.fspath(url))
+    for url in _urls(traces):
+        source = open_source(url)
         name, number = source.run, 1
         while source.run in names:
             number += 1

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 from ...tracer.progress import Progress, no_progress
+from ..database import Database
 from ..pairs import parse_pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Onset, Suspect
@@ -18,7 +19,7 @@ from .verdict import sentence
 
 
 def attribute(
-    trace: str | os.PathLike[str],
+    trace: str | os.PathLike[str] | Database,
     *,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",

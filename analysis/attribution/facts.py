@@ -13,7 +13,7 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.checked import Checked
-from ..database import Database
+from ..database import Database, opened
 from ..dynamics.changes import ChangePoint, change_points
 from ..dynamics.series import Series, read_series
 from . import thresholds as t
@@ -77,9 +77,10 @@ class Facts:
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
 
 
-def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str], *, is_control: bool = False) -> Facts:
+def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], *, is_control: bool = False) -> Facts:
     """Read a trace; of a control nobody asks for changes and check, so that these are left out. Raises TraceNotFound, NewerTrace or DamagedTrace."""
-    database = Database(trace)
+    database = opened(trace)
+    name = database.given[0]
     notes: list[str] = []
     series = read_series(database, pair=pair)
     outcomes = _outcomes(database, series)
@@ -94,13 +95,13 @@ def read_facts(trace: str | os.PathLike[str], pair: tuple[str, str], *, is_contr
         notes.append("no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the "
                      "reward that was recorded is the wrong one")  # fmt: skip
     return Facts(
-        trace=os.fspath(trace),
+        trace=name,
         series=series,
         changes={} if is_control else {name: change_points(one) for name, one in series.items()},
         outcome=outcome,
         fall=fall,
         gap=read_gap(series, fall),
-        checked=None if is_control else _checked(database, pair, os.fspath(trace), notes),
+        checked=None if is_control else _checked(database, pair, name, notes),
         rollouts=read_rollouts(database, pair[0]),
         settings=read_settings(database),
         notes=tuple(notes),

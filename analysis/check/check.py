@@ -12,12 +12,13 @@ from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
 from ..database import Database
 from ..pairs import parse_pair, why_nothing
+from ..remembered import remembered
 from ..source import Pair
 from .checked import Checked
 from .detectors import find
 from .evidence import Evidence
 from .notes import notes
-from .sample import read_sample
+from .sample import Sample, read_sample
 from .sums import read_sums
 
 
@@ -39,9 +40,9 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
     Raises NothingToCompare when the passes share no token.
     """
     with progress("reading tokens", 1) as advance:
-        sums = read_sums(database, pair)
+        sums = _sums(database, pair)
         advance(1)
-    sample = read_sample(database, pair, sums.worst_steps())
+    sample = _sample(database, pair)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
     return Evidence(
@@ -56,6 +57,14 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         keep=sample.compared,
     )
+
+
+_sums = remembered(read_sums)
+
+
+@remembered
+def _sample(database: Database, pair: Pair) -> Sample:
+    return read_sample(database, pair, _sums(database, pair).worst_steps())
 
 
 def judge(evidence: Evidence, pair: str) -> Checked:

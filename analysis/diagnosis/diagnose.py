@@ -21,7 +21,7 @@ _NOT_VALID = "; but it is no matter of numerics as long as the comparison is not
 
 
 def diagnose(
-    trace: str | os.PathLike[str], *, pair: str = "train:rollout", progress: Progress = no_progress
+    trace: str | os.PathLike[str] | Database, *, pair: str = "train:rollout", progress: Progress = no_progress
 ) -> Diagnosis:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
 
@@ -31,8 +31,8 @@ def diagnose(
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = Database(trace, lean=True)
-    evidence = gather(database, names, trace=os.fspath(trace), progress=progress)
+    database = trace if isinstance(trace, Database) else Database(trace, lean=True)
+    evidence = gather(database, names, trace=database.given[0], progress=progress)
     checked = judge(evidence, pair)
     sides = precisions(evidence)
     metrics = own_metrics(evidence)

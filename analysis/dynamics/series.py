@@ -8,6 +8,7 @@ import numpy as np
 
 from ...schemas.errors import InvalidOption
 from ..database import Database, Traces, opened
+from ..remembered import remembered
 from ..source import Pair
 from . import gap, logged, policy, rollouts, weight_changes
 from .columns import Column
@@ -37,8 +38,12 @@ def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     opened_database = opened(database)
-    chosen = _run(opened_database, run)
-    columns = list(_columns(opened_database, pair, chosen))
+    return dict(_read(opened_database, pair, _run(opened_database, run)))
+
+
+@remembered
+def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
+    columns = list(_columns(database, pair, run))
     if not columns:
         return {}
     steps = np.unique(np.concatenate([column.steps for column in columns])).astype(np.int64)

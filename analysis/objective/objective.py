@@ -67,7 +67,7 @@ def objective(
     }  # fmt: skip
     chosen, how = choose_loss(database, options)
     sides = choose_sides(database, chosen)
-    name = os.fspath(trace) if not isinstance(trace, Database) else ", ".join(each.run for each in database.sources)
+    name = ", ".join(database.given)
     if sides is None:
         return nothing_read(name, chosen, how, confidence)
     return _judge(name, how, sides, read_sums(database, sides, progress), confidence, _num_sequences(database))
