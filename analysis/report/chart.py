@@ -1,0 +1,127 @@
+"""What a figure shows, apart from how it is drawn: a page, a paper and a CSV file are made of the same chart.
+
+Shapes: n points of a line, S steps that have values of their own, B bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Array = np.ndarray
+
+LINEAR, LOG = "linear", "log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Points that belong together, from left to right."""
+
+    name: str
+    x: Array
+    """[n]"""
+    y: Array
+    """[n] float64; NaN where there is no value."""
+    is_side: bool = False
+    """Whether it only stands beside the others, and is drawn thin and broken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A place on the x axis at which something happened."""
+
+    x: float
+    low: float
+    high: float
+    """The interval of the place; equal to x where it is sure."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A range of the y axis."""
+
+    low: float
+    high: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """What every figure has."""
+
+    key: str
+    """Name of its file and of its place in the page."""
+    title: str
+    unit: str
+    """Of the values; empty where they have none."""
+    note: str
+    """What it is and how it is read, for one who does not know the word."""
+    sql: str
+    """A query over the trace that gives its values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines(Chart):
+    """Values over an axis."""
+
+    lines: tuple[Line, ...]
+    x_label: str
+    x_scale: str = LINEAR
+    y_scale: str = LINEAR
+    marks: tuple[Mark, ...] = ()
+    bands: tuple[Band, ...] = ()
+    by_step: Mapping[int, tuple[Array, ...]] = field(default_factory=dict)
+    """Step -> the y of each line at this step alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Density(Chart):
+    """Counts over two axes."""
+
+    x_label: str
+    y_label: str
+    x_edges: Array
+    """[X + 1]"""
+    y_edges: Array
+    """[Y + 1]"""
+    counts: Array
+    """[Y, X]"""
+    curves: tuple[Line, ...] = ()
+    by_step: Mapping[int, Array] = field(default_factory=dict)
+    """Step -> [Y, X] at this step alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram(Chart):
+    """Counts over one axis, drawn on a logarithmic scale."""
+
+    x_label: str
+    edges: Array
+    """[B + 1]"""
+    counts: Mapping[str, Array]
+    """Name -> [B]"""
+    by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
+    """Step -> the counts at this step alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A named value with its interval."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+    """What it says, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares(Chart):
+    """Named values side by side, in groups: one a colour."""
+
+    groups: Mapping[str, tuple[Share, ...]]
+    x_label: str

@@ -1,0 +1,179 @@
+"""How the mismatch lies over tokens, what it does to the loss, and what would remove it: one chart each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from ..rows import Rows
+from ..spread.spread import Spread
+from . import chart
+from .chart import Array, Chart, Density, Histogram, Line, Lines, Share, Shares
+from .subject import Subject
+
+_NOT_SHOWN = ("none", "token-is", "sequence-is")
+"""Corrections that cut and lower nothing."""
+
+_RATIO = (
+    "Natural logarithm of how much likelier a token is under the policy that is trained than under the one that sampled it "
+    "(before), and of the ratio that the loss uses after its clipping (after)."
+)
+
+
+def mismatch_charts(subject: Subject) -> list[Chart]:
+    """The charts of one run; of what the trace does not hold there is none."""
+    found: list[Chart] = []
+    if subject.spread is not None:
+        found += _spread_charts(subject, subject.spread)
+    found += _objective_charts(subject)
+    found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
+    return found
+
+
+def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
+    a, b = subject.pair
+    yield Density(
+        key="d-by-probability", title="d against the token's probability", unit="tokens",
+        note=f"Each cell counts tokens. Rounding of logits moves d by at most a constant times 1 - p: the lines are "
+        f"+-{spread.envelope:.3g} (1 - p), within which 99 % of the tokens below p = 0.99 lie (arXiv 2512.23087). What lies far "
+        "outside at p near 1 is no rounding. The outermost rows hold everything beyond.",
+        sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
+        x_edges=spread.edges.probability, y_edges=spread.edges.d, counts=spread.whole.density,
+        curves=_envelope(spread), by_step={step: shapes.density for step, shapes in spread.by_step.items()},
+    )  # fmt: skip
+    axes = (
+        ("position", "Mean |d| by place in the response", "place of the token", spread.edges.position,
+         "Flat for rounding. A step upwards at one place is a cache, a window or a rotary embedding that goes wrong there."),
+        ("length", "Mean |d| by length of the response", "tokens of the response", spread.edges.length,
+         "Whether long responses are worse token by token."),
+        ("entropy", "Mean |d| by entropy", "entropy of the next-token distribution, nats", spread.edges.entropy,
+         "A gap that grows with the entropy comes from uncertain tokens, as rounding does."),
+    )  # fmt: skip
+    for name, title, label, edges, note in axes:
+        profile = getattr(spread.whole, name)
+        if profile is not None:
+            yield _profile(spread, name, title, label, np.asarray(edges), note)
+    if spread.whole.ratios is not None:
+        for sign in ("positive", "negative"):
+            yield _ratios(spread, sign)
+
+
+def _envelope(spread: Spread) -> tuple[Line, ...]:
+    if not np.isfinite(spread.envelope):
+        return ()
+    x = np.linspace(0.0, 1.0, 41)
+    limit = float(spread.edges.d[-1])
+    upper = np.minimum(spread.envelope * (1 - x), limit)
+    return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
+
+
+def _profile(spread: Spread, name: str, title: str, label: str, edges: Array, note: str) -> Lines:
+    profile = getattr(spread.whole, name)
+    start = edges[:-1] if name == "entropy" else np.maximum(edges[:-1], 1)
+    there = profile.num > 0
+    return Lines(
+        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large gaps more.", sql=spread.sql[name],
+        lines=(Line(name="mean |d|", x=start[there], y=profile.mean_abs_d[there]), Line(name="rms d", x=start[there], y=profile.rms_d[there])),
+        x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
+        by_step={
+            step: (own.mean_abs_d[there], own.rms_d[there])
+            for step, shapes in spread.by_step.items()
+            if (own := getattr(shapes, name)) is not None
+        },
+    )  # fmt: skip
+
+
+def _ratios(spread: Spread, sign: str) -> Histogram:
+    which = "above" if sign == "positive" else "below"
+
+    def of(ratios: Mapping[tuple[str, str], Array]) -> dict[str, Array]:
+        return {when: counts for (when, of_sign), counts in ratios.items() if of_sign == sign}
+
+    assert spread.whole.ratios is not None
+    return Histogram(
+        key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
+        note=f"{_RATIO} The outermost bins hold everything beyond.", sql=spread.sql[f"ratios_{sign}"],
+        x_label="ln ratio, nats", edges=spread.edges.ratio, counts=of(spread.whole.ratios),
+        by_step={step: of(shapes.ratios) for step, shapes in spread.by_step.items() if shapes.ratios is not None},
+    )  # fmt: skip
+
+
+def _objective_charts(subject: Subject) -> Iterator[Chart]:
+    found = subject.objective
+    if found is None or not len(found.steps):
+        return
+    column = _column_of(found.steps)
+    steps = column("step")
+    command = f"tim-trace objective {subject.trace} --json"
+    drift = [
+        Line(name=name, x=steps, y=values)
+        for name, key in (("mismatch", "var_d"), ("policy drift", "var_drift"))
+        if (values := column(key)) is not None
+    ]
+    if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
+        positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
+        yield Lines(
+            key="ratio-split", title="What the ratio is made of", unit="nats squared",
+            note="Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
+            "= current - train. Off-policy drift is wanted and clipped; mismatch is neither.", sql=command,
+            lines=tuple(drift), x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
+        )  # fmt: skip
+    bias = [
+        Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
+        for name, key in (("sum of b", "relative_bias"), ("sum of |b|", "relative_abs_bias"))
+        if (values := column(key)) is not None and np.isfinite(values).any()
+    ]
+    if bias:
+        yield Lines(
+            key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
+            note="b is the contribution of a token under the ratio that the loss uses, less that under the true one; both "
+            "sums are over the sum of |f|, the size of the objective's terms. Above 0 the loss sees more objective than there "
+            "is. Where the sum is small beside the sum of |b|, the errors cancel (arXiv 2605.14220).", sql=command,
+            lines=tuple(bias), x_label="step",
+        )  # fmt: skip
+
+
+def _column_of(rows: Rows) -> Callable[[str], Array]:
+    columns = {name: place for place, name in enumerate(rows.columns)}
+
+    def column(name: str) -> Array:
+        if name not in columns:
+            return np.full(len(rows), np.nan)
+        return np.array([np.nan if row[columns[name]] is None else row[columns[name]] for row in rows.rows], float)
+
+    return column
+
+
+def _arms(subject: Subject) -> Shares | None:
+    found = subject.diagnosis
+    if found is None or not found.replays:
+        return None
+    shares = tuple(
+        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{each.sentence} ({each.num_tokens:,} tokens)")
+        for each in found.replays
+    )  # fmt: skip
+    a, b = subject.pair
+    return Shares(
+        key="arms", title="What each replay removes of the gap", unit="share of the gap's mean square",
+        note=f"The replay takes the place of {a}: 1 means that it agrees with {b} then, 0 that it changes nothing, below 0 that "
+        "it lies further away. Lines are 95 % intervals over sequences.",
+        sql=f"tim-trace diagnose {subject.trace} --json", groups={"removed": shares}, x_label="share removed",
+    )  # fmt: skip
+
+
+def _corrections(subject: Subject) -> Shares | None:
+    rows = subject.corrections
+    if rows is None:
+        return None
+    chosen = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    groups = {
+        name: tuple(Share(name=row["correction"], value=row[key] or 0.0, text=row["rule"]) for row in chosen)
+        for name, key in (("cut", "share_tokens_cut"), ("lowered", "share_tokens_truncated"))
+    }
+    return Shares(
+        key="corrections", title="What each correction would cut", unit="share of tokens",
+        note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.corrections_of}. How much it would help "
+        "is another question: see docs/collapses.md.",
+        sql=f"tim-trace corrections {subject.trace} --json", groups=groups, x_label="share of tokens",
+    )  # fmt: skip

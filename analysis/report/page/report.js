@@ -1,0 +1,377 @@
+"use strict";
+// The page's own behaviour: unpacks the data, lets Bokeh draw, and shows one chosen step everywhere.
+// Everything is in this file; nothing is fetched. Text of models only ever enters by textContent.
+const timTrace = (() => {
+  const state = {step: null, doc: null, frames: {}, sequences: null, views: {}, packs: {}};
+  const $ = (selector, root = document) => root.querySelector(selector);
+  const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const element = (tag, options = {}, ...children) => {
+    const made = document.createElement(tag);
+    Object.entries(options).forEach(([name, value]) => {
+      if (name === "text") made.textContent = value;
+      else if (name === "class") made.className = value;
+      else made.setAttribute(name, value);
+    });
+    made.append(...children);
+    return made;
+  };
+  const later = () => new Promise((done) => setTimeout(done, 0));
+
+  // --- data ---------------------------------------------------------------------------------------------------------
+  const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+  async function unpacked(id) {
+    const packed = new Blob([bytes($("#" + id).textContent)]).stream();
+    return new Response(packed.pipeThrough(new DecompressionStream("gzip"))).text();
+  }
+  const floats = (text) => new Float32Array(bytes(text).buffer);
+  const number = (value, digits = 4) => {
+    if (value === null || value === undefined || Number.isNaN(value)) return "not recorded";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 2);
+    return String(Number(value.toPrecision(digits)));
+  };
+
+  // --- figures ------------------------------------------------------------------------------------------------------
+  async function draw() {
+    const script = document.createElement("script");
+    script.textContent = await unpacked("pack-bokeh");
+    document.head.append(script);
+    await later();
+    const packed = JSON.parse(await unpacked("pack-figures"));
+    state.frames = packed.frames;
+    state.axis = packed.steps;
+    for (const group of packed.groups) {
+      const views = await Bokeh.embed.embed_items(group.docs, group.items);
+      for (const one of views) for (const view of one.roots) state.views[view.model.name] = view;
+      await later();
+    }
+    recolour();
+    state.rows = rowsByStep();
+    document.body.dataset.drawn = "yes";
+    const wanted = /(?:^|[#&])step=(-?\d+)/.exec(location.hash);
+    if (wanted) choose(Number(wanted[1]));
+  }
+
+  const plots = () => Object.entries(state.views).map(([key, view]) => [key, view.model]);
+  const source = (plot, name) => plot.select({type: "ColumnDataSource"})?.[0] ??
+    plot.renderers.map((each) => each.data_source).find((each) => each.name === name);
+  const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
+
+  function recolour() {
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink-soft").trim(), line = style.getPropertyValue("--line").trim();
+    const paper = style.getPropertyValue("--paper").trim();
+    for (const [, plot] of plots()) {
+      for (const model of plot.references()) {
+        const kind = model.type;
+        if (/Axis$/.test(kind)) {
+          model.setv({axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: line,
+            major_tick_line_color: line, axis_label_text_font_style: "normal", axis_label_text_font_size: "12px"});
+        } else if (kind === "Grid") model.grid_line_color = line;
+        else if (kind === "Legend") model.label_text_color = ink;
+        else if (kind === "ColorBar") model.setv({major_label_text_color: ink, title_text_color: ink, bar_line_color: line});
+        else if (kind === "Label") model.text_color = ink;
+      }
+      plot.border_fill_color = paper;
+    }
+  }
+
+  // --- one step, everywhere -----------------------------------------------------------------------------------------
+  function rowsByStep() {
+    return $$("#run figure.chart").map((box) => {
+      const plot = state.views[box.dataset.key]?.model;
+      const lines = [];
+      for (let place = 0; plot && found(plot, `${box.dataset.key}/${place}`); place++) {
+        const held = found(plot, `${box.dataset.key}/${place}`), at = new Map();
+        const xs = held.data.x, ys = held.data.y;
+        for (let i = 0; i < xs.length; i++) at.set(xs[i], ys[i]);
+        lines.push(at);
+      }
+      return {out: $("output", box), unit: box.dataset.unit, lines};
+    });
+  }
+
+  function readout(step) {
+    for (const {out, lines, unit} of state.rows ?? []) {
+      const told = lines.filter((at) => at.has(step)).map((at) => number(at.get(step)));
+      out.textContent = told.length ? `${told.slice(0, 3).join(" · ")} ${unit}` : "";
+    }
+    $("#hovered").textContent = `step ${step}`;
+  }
+
+  const nearest = (steps, x) => steps.reduce((best, step) => Math.abs(step - x) < Math.abs(best - x) ? step : best, steps[0]);
+
+  let waiting = null;
+  function hover(x) {
+    if (waiting === null) requestAnimationFrame(() => {
+      const step = nearest(state.axis, waiting);
+      waiting = null;
+      if (step !== state.hovered) readout(state.hovered = step);
+    });
+    waiting = x;
+  }
+
+  function click(x) { choose(nearest(state.axis, x)); }
+
+  function choose(step) {
+    if (!state.axis?.length) return;
+    state.step = step === null ? null : nearest(state.axis, step);
+    const slider = $("#step");
+    if (step !== null) {
+      slider.value = state.axis.indexOf(state.step);
+      readout(state.step);
+    }
+    $("#chosen").textContent = step === null ? "whole run" : `step ${state.step}`;
+    $("#whole").hidden = step === null;
+    slider.setAttribute("aria-valuetext", step === null ? "whole run" : `step ${state.step}`);
+    document.body.dataset.step = step === null ? "" : state.step;
+    history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
+    requestAnimationFrame(() => {
+      for (const [, plot] of plots()) mark(plot);
+      setTimeout(() => { Object.entries(state.frames).forEach(([key, frame]) => show(key, frame)); rows(); }, 0);
+    });
+  }
+
+  function mark(plot) {
+    const span = plot.center.concat(plot.above ?? []).find((each) => each.name === "chosen");
+    if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
+  }
+
+  // The values of a figure at one step, or of the whole run again.
+  function show(key, frame) {
+    const plot = state.views[key]?.model, told = $(`#f-${key} .of`);
+    if (!plot) return;
+    const place = state.step === null ? -1 : frame.steps.indexOf(nearest(frame.steps, state.step));
+    told.textContent = place < 0 ? "whole run" : frame.steps[place] === state.step ? `step ${state.step}` :
+      `step ${frame.steps[place]}, the nearest one that was read token by token`;
+    frame.fields.forEach((field) => {
+      const held = found(plot, field.source);
+      field.values ??= floats(field.data);
+      field.whole ??= held.data[field.column];
+      const size = field.size;
+      const own = place < 0 ? null : field.values.subarray(place * size, (place + 1) * size);
+      held.data = {...held.data, ...columns(field, own)};
+    });
+  }
+
+  function columns(field, own) {
+    if (field.kind === "density") {
+      field.wholeCounts ??= field.whole;
+      if (own === null) return {counts: field.wholeCounts, image: [image(flat(field.wholeCounts[0]), field.width)]};
+      return {counts: [rowsOf(own, field.width, (n) => n)], image: [image(own, field.width)]};
+    }
+    if (own === null) return field.kind === "counts" ? {counts: field.whole, top: tops(field.whole)} : {[field.column]: field.whole};
+    const values = Array.from(own);
+    return field.kind === "counts" ? {counts: values, top: tops(values)} : {[field.column]: values};
+  }
+  const tops = (counts) => Array.from(counts, (n) => n > 0 ? n : NaN);
+  const flat = (rows) => rows.flat ? rows.flat() : rows;
+  const rowsOf = (values, width, of) => Array.from({length: values.length / width}, (_, y) =>
+    Array.from(values.slice(y * width, (y + 1) * width), of));
+  const image = (values, width) => rowsOf(values, width, (n) => n > 0 ? Math.log10(n) : NaN);
+
+  function whole() {
+    const range = Object.values(state.views).map((view) => view.model.x_range).find((each) => each && each.reset_start !== undefined);
+    for (const box of $$("#run figure.chart")) state.views[box.dataset.key]?.model.x_range?.reset?.();
+    return range;
+  }
+
+  // --- tokens -------------------------------------------------------------------------------------------------------
+  function rows() {
+    const text = $("#filter-text").value.trim().toLowerCase(), why = $("#filter-why").value;
+    const own = $("#filter-step").checked && state.step !== null ? String(state.step) : null;
+    let shown = 0;
+    for (const row of $$("#sequences tbody tr")) {
+      const fits = (!own || row.dataset.step === own) && (!why || row.dataset.why.includes(why)) &&
+        (!text || row.textContent.toLowerCase().includes(text));
+      row.hidden = !fits;
+      shown += fits;
+      row.classList.toggle("of-step", state.step !== null && row.dataset.step === String(state.step));
+    }
+    $("#num-shown").textContent = `${shown} shown`;
+    $("#none-shown").hidden = shown > 0;
+  }
+
+  function sort(head) {
+    const place = [...head.parentNode.children].indexOf(head);
+    const down = head.getAttribute("aria-sort") !== "descending";
+    $$("th", head.parentNode).forEach((each) => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const body = $("#sequences tbody");
+    const value = (row) => {
+      const cell = row.children[place], text = cell.dataset.value ?? cell.textContent;
+      return cell.dataset.value === undefined ? text : text === "" ? -Infinity : Number(text);
+    };
+    const order = (a, b) => typeof a === "number" ? a - b : String(a).localeCompare(String(b));
+    body.append(...[...body.children].sort((a, b) => (down ? -1 : 1) * order(value(a), value(b))));
+  }
+
+  const MODES = {
+    d: {title: "d", of: (one, i) => one.d[i], both: true, unit: "nats"},
+    bias: {title: "contribution", of: (one, i) => one.bias ? one.bias[i] : NaN, both: true, unit: "of the advantage's unit"},
+    ratio: {title: "ln ratio", of: (one, i) => one.ratio[i], both: true, unit: "nats"},
+  };
+
+  async function open(row) {
+    state.sequences ??= JSON.parse(await unpacked("pack-sequences"));
+    const one = prepared(state.sequences.sequences[Number(row.dataset.place)]);
+    state.open = one;
+    $$("#sequences tr[aria-selected=true]").forEach((each) => each.setAttribute("aria-selected", "false"));
+    row.setAttribute("aria-selected", "true");
+    const box = $("#tokens-view");
+    box.hidden = false;
+    $("h3", box).textContent = `Step ${one.step}, sequence ${one.seq_id}`;
+    $(".facts", box).textContent = one.facts;
+    paint();
+    box.scrollIntoView({block: "nearest"});
+    $("#tokens-text").focus({preventScroll: true});
+  }
+
+  function prepared(one) {
+    if (one.d) return one;
+    const passes = state.sequences.passes, [a, b] = state.sequences.pair;
+    one.p = Object.fromEntries(passes.filter((name) => one.logprobs[name]).map((name) => [name, floats(one.logprobs[name])]));
+    for (const name of ["bias", "entropy", "advantages"]) if (one[name]) one[name] = floats(one[name]);
+    const nothing = new Float32Array(one.texts.length).fill(NaN);
+    const difference = (x, y) => x && y ? x.map((value, i) => value - y[i]) : nothing;
+    one.d = difference(one.p[a], one.p[b]);
+    one.ratio = difference(one.p.current ?? one.p[a], one.p[b]);
+    return one;
+  }
+
+  const STATES = ["", "not recorded", "NaN", "infinite"];
+  function paint() {
+    const one = state.open, mode = $("#mode").value;
+    const of = mode.startsWith("p:") ? (i) => Math.exp(one.p[mode.slice(2)]?.[i] ?? NaN) : (i) => MODES[mode].of(one, i);
+    const both = !mode.startsWith("p:");
+    const sizes = one.texts.map((_, i) => Math.abs(of(i))).filter(Number.isFinite).sort((x, y) => x - y);
+    const full = both ? (mode === "bias" ? Math.max(sizes.at(-1) ?? 1, 1e-12) : state.sequences.full) : 1;
+    $("#scale").textContent = both ? `full colour from ${number(full, 3)} ${MODES[mode].unit} on` : "dark: improbable";
+    const [up, down] = mode === "bias" ? ["adds to the objective", "takes from it"] :
+      mode === "ratio" ? ["likelier than when sampled", "less likely"] :
+      [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
+    $("#ends").replaceChildren(...(both ? [element("span", {class: "key up", text: up}), element("span", {class: "key down", text: down})] : []));
+    const text = $("#tokens-text");
+    const prompt = one.prompt.map(([id, piece], i) => token(piece, {class: "token prompt", "data-prompt": i}));
+    const gap = one.num_prompt_tokens > one.prompt.length ? [element("span", {class: "cut", text: `${one.num_prompt_tokens - one.prompt.length} prompt tokens before this `})] : [];
+    const before = one.first_token ? [element("span", {class: "cut", text: ` ${one.first_token} tokens before this `})] : [];
+    const rest = one.num_tokens - one.first_token - one.texts.length;
+    const after = rest > 0 ? [element("span", {class: "cut", text: ` ${rest} tokens after this`})] : [];
+    const body = one.texts.map((piece, i) => {
+      const value = of(i), holes = one.holes[i];
+      const made = token(piece, {class: "token", "data-i": i});
+      if (!one.mask[i]) made.classList.add("masked");
+      if (holes) made.classList.add("hole");
+      if (Number.isFinite(value)) {
+        const part = Math.min(1, Math.abs(value) / full), strength = both ? part : 1 - part;
+        made.classList.add(both && value < 0 ? "down" : "up");
+        made.style.setProperty("--strength", `${Math.round(88 * Math.sqrt(strength))}%`);
+      }
+      return made;
+    });
+    text.replaceChildren(...gap, ...prompt, element("span", {class: "turn", text: " response "}), ...before, ...body, ...after);
+    tell(0, false);
+  }
+  const token = (piece, options) => element("span", {...options, text: piece});
+
+  function tell(place, focus) {
+    const one = state.open, all = $$("#tokens-text .token[data-i]");
+    if (!all.length) return;
+    place = Math.max(0, Math.min(all.length - 1, place));
+    $$("#tokens-text .at").forEach((each) => each.classList.remove("at"));
+    all[place].classList.add("at");
+    if (focus) all[place].scrollIntoView({block: "nearest"});
+    state.place = place;
+    const facts = [["token", `${one.first_token + place} of ${one.num_tokens}`], ["id", one.ids[place]], ["text", one.texts[place]]];
+    for (const [name, values] of Object.entries(one.p)) {
+      const hole = STATES[one.states[name]?.[place] ?? 0];
+      facts.push([`logprob ${name}`, hole || exact(values[place])], [`p ${name}`, hole ? "" : number(Math.exp(values[place]), 6)]);
+    }
+    facts.push(["d", Number.isFinite(one.d[place]) ? `${exact(one.d[place])} nats` : "none"]);
+    if (Number.isFinite(one.ratio[place])) facts.push(["ratio", number(Math.exp(one.ratio[place]), 6)]);
+    const advantage = one.advantages ? one.advantages[place] : one.advantage;
+    if (advantage !== null) facts.push(["advantage", number(advantage, 6)]);
+    if (one.bias && Number.isFinite(one.bias[place])) facts.push(["contribution b", number(one.bias[place], 4)]);
+    if (one.entropy && Number.isFinite(one.entropy[place])) facts.push(["entropy", number(one.entropy[place], 6)]);
+    if (!one.mask[place]) facts.push(["mask", "does not count in the loss"]);
+    $("#token-facts").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", {text: name}), element("dd", {text: value})]));
+  }
+  const exact = (value) => Number.isFinite(value) ? Number(value.toPrecision(9)).toString() : String(value);
+
+  function keys(event) {
+    const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: 12, ArrowUp: -12, PageDown: 100, PageUp: -100}[event.key];
+    const end = {Home: 0, End: 1e9}[event.key];
+    if (step === undefined && end === undefined) return;
+    event.preventDefault();
+    tell(end ?? state.place + step, true);
+  }
+
+  // --- the page -----------------------------------------------------------------------------------------------------
+  async function copy(button) {
+    const text = $("#" + button.dataset.copy).textContent;
+    try { await navigator.clipboard.writeText(text); } catch {
+      const box = element("textarea", {class: "off"});
+      box.value = text;
+      document.body.append(box);
+      box.select();
+      document.execCommand("copy");
+      box.remove();
+    }
+    const said = button.textContent;
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = said; }, 1200);
+  }
+
+  function theme() {
+    const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+    setTimeout(recolour, 0);
+  }
+
+  function listen() {
+    document.addEventListener("click", (event) => {
+      const on = (selector) => event.target.closest(selector);
+      if (on("[data-copy]")) copy(on("[data-copy]"));
+      else if (on("[data-step-link]")) choose(Number(on("[data-step-link]").dataset.stepLink));
+      else if (on("#sequences th button")) sort(on("th"));
+      else if (on("#sequences tbody tr")) open(on("tr"));
+      else if (on(".token[data-i]")) tell(Number(on(".token").dataset.i), false);
+    });
+    $("#theme").addEventListener("click", theme);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(recolour, 0));
+    $("#whole")?.addEventListener("click", () => choose(null));
+    $("#step")?.addEventListener("input", (event) => choose(state.axis[Number(event.target.value)]));
+    $("#reset")?.addEventListener("click", whole);
+    window.addEventListener("hashchange", () => {
+      const wanted = /step=(-?\d+)/.exec(location.hash);
+      if (wanted && Number(wanted[1]) !== state.step) choose(Number(wanted[1]));
+    });
+    if (!$("#sequences")) return;
+    for (const id of ["filter-text", "filter-why", "filter-step"]) $("#" + id).addEventListener("input", rows);
+    $("#sequences").addEventListener("keydown", (event) => {
+      const row = event.target.closest("tbody tr");
+      if (row && (event.key === "Enter" || event.key === " ")) { event.preventDefault(); open(row); }
+    });
+    $("#mode").addEventListener("input", paint);
+    $("#tokens-text").addEventListener("keydown", keys);
+    $("#tokens-text").addEventListener("mouseover", (event) => {
+      const on = event.target.closest(".token[data-i]");
+      if (on) tell(Number(on.dataset.i), false);
+    });
+  }
+
+  function start() {
+    listen();
+    const go = () => draw().catch((error) => {
+      document.body.dataset.drawn = "no";
+      $("#trouble").hidden = false;
+      $("#trouble").append(element("code", {text: String(error)}));
+      throw error;
+    });
+    // What is to be read is shown first, then drawn.
+    requestAnimationFrame(() => setTimeout(go, 0));
+  }
+
+  return {start, hover, click, whole, choose, state};
+})();
+timTrace.start();

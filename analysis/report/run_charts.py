@@ -1,0 +1,136 @@
+"""What a run did by step: one chart a series, over one axis of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..diagnosis.diagnosis import Diagnosis
+from ..dynamics.quantities import KINDS, LOG, Series
+from . import chart, sources
+from .chart import Band, Line, Lines, Mark
+from .subject import Subject
+from .terms import EVALUATION, SERIES, Term
+
+_OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
+_MOST_MARKS = 8
+
+
+def run_charts(subjects: Sequence[Subject]) -> list[Lines]:
+    """One chart a series that moves in any run, with the other runs and the replays beside it. The first run has the marks."""
+    found = [_chart(name, term, subjects) for name, term in SERIES.items()]
+    charts = [one for one in found if one is not None]
+    outcome = _evaluation(subjects)
+    if outcome is not None:
+        place = next((i + 1 for i, one in enumerate(charts) if one.key == "reward"), 0)
+        charts.insert(place, outcome)
+    return charts
+
+
+def constants(subject: Subject) -> dict[str, float]:
+    """Series that have one value all along -> the value."""
+    return {
+        name: float(values[0])
+        for name in SERIES
+        if name in subject.series and len(values := _known(subject.series[name])) and np.all(values == values[0])
+    }
+
+
+def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> Lines | None:
+    lines = [
+        Line(name=subject.name, x=series.steps, y=series.values)
+        for subject in subjects
+        if (series := subject.series.get(name)) is not None and len(_known(series))
+    ]
+    if not lines or all(_is_constant(line.y) for line in lines):
+        return None
+    if name in _OF_MISMATCH:
+        lines += _arms(name, subjects)
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    first = subjects[0]
+    return Lines(
+        key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
+        sql=sources.of_series(name, first), lines=tuple(lines), x_label="step",
+        y_scale=chart.LOG if KINDS[name][1] == LOG and values.min() > 0 else chart.LINEAR,
+        marks=_marks(name, first), bands=_floor(name, first.diagnosis),
+    )  # fmt: skip
+
+
+def _known(series: Series) -> np.ndarray:
+    return np.asarray(series.values[series.known])
+
+
+def _is_constant(values: np.ndarray) -> bool:
+    known = values[np.isfinite(values)]
+    return bool(np.all(known == known[0])) if len(known) else True
+
+
+def _source(name: str, subjects: Sequence[Subject]) -> str:
+    series = subjects[0].series.get(name)
+    return f"Here: {series.source}." if series is not None and series.source else ""
+
+
+def _arms(name: str, subjects: Sequence[Subject]) -> list[Line]:
+    many = len(subjects) > 1
+    return [
+        Line(name=f"{subject.name} {arm}" if many else arm, x=column.steps, y=column.values, is_side=True)
+        for subject in subjects
+        for arm, columns in subject.arms.items()
+        for column in columns
+        if column.name == name
+    ]
+
+
+def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
+    """Where the series changed; of many changes the largest."""
+    moved = next((one for one in subject.dynamics.series if one.name == name), None) if subject.dynamics else None
+    if moved is None:
+        return ()
+    largest = sorted(moved.changes, key=lambda change: -abs(change.size_in_sd))[:_MOST_MARKS]
+    return tuple(
+        Mark(
+            x=change.step, low=change.low, high=change.high,
+            text=f"{'jumps' if change.kind == 'shift' else 'bends'} at step {change.step} ({change.low} to {change.high}): "
+            f"{change.before:.3g} to {change.after:.3g}",
+        )
+        for change in sorted(largest, key=lambda change: change.step)
+    )  # fmt: skip
+
+
+_FLOOR = {"k3": "k3", "max_abs_d": "max_abs_d"}
+"""Series -> the published metric of the same definition."""
+
+
+def _floor(name: str, found: Diagnosis | None) -> tuple[Band, ...]:
+    """The range that healthy runs of these dtypes were measured in, by others."""
+    if found is None or name not in _FLOOR:
+        return ()
+    healthy = [
+        each.figure
+        for each in found.figures
+        if each.fits and each.figure.metric == _FLOOR[name] and not each.figure.is_fault
+    ]
+    if not healthy:
+        return ()
+    low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
+    who = ", ".join(dict.fromkeys(figure.source for figure in healthy))
+    return (Band(low=low, high=high, text=f"published for these dtypes: {low:g} to {high:g} ({who})"),)
+
+
+def _evaluation(subjects: Sequence[Subject]) -> Lines | None:
+    lines = [
+        Line(name=subject.name, x=subject.evaluation.steps, y=subject.evaluation.values)
+        for subject in subjects
+        if subject.evaluation is not None
+    ]
+    if not lines:
+        return None
+    first = next(subject for subject in subjects if subject.evaluation is not None)
+    assert first.evaluation is not None
+    name = first.evaluation.name
+    return Lines(
+        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=sources.of_metric(name, 0),
+        lines=tuple(lines), x_label="step",
+    )  # fmt: skip
+

@@ -1,0 +1,29 @@
+"""A part of a large trace, for figures that would otherwise take longer than all others together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from ..database import Database
+
+MOST_TOKENS = 8_000_000
+"""Tokens that are read at most, unless a single step has more."""
+
+
+def without_most_steps(database: Database) -> tuple[Database, str]:
+    """A database of steps spread over the run that have `MOST_TOKENS` tokens together, and which those are, in words."""
+    query = "SELECT step, sum(num_response_tokens)::BIGINT FROM sequences GROUP BY step ORDER BY step"
+    rows = database.connection.execute(query).fetchall()
+    total = sum(num for _, num in rows)
+    if total <= MOST_TOKENS:
+        return database, f"all {len(rows)} steps"
+    num = max(1, int(len(rows) * MOST_TOKENS / total))
+    kept = [rows[index][0] for index in np.unique(np.linspace(0, len(rows) - 1, num).round().astype(int))]
+    part = Database(list(database.given))
+    names = ", ".join(str(step) for step in kept)
+    others: pa.Table = part.connection.sql(
+        f"SELECT run, step, seq_id FROM sequences WHERE step NOT IN ({names})"
+    ).to_arrow_table()
+    part.leave_out(others)
+    return part, f"{len(kept)} of {len(rows)} steps, evenly spread"

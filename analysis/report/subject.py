@@ -1,0 +1,141 @@
+"""Everything that a report says of one run, as the analysis computes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...schemas.errors import TimTraceError
+from ...schemas.passes import REPLAY_PREFIX
+from ...tracer.progress import Advance, Progress
+from ..attribution.attribute import attribute
+from ..attribution.attribution import Attribution
+from ..corrections import corrections
+from ..database import Database
+from ..diagnosis.diagnose import diagnose
+from ..diagnosis.diagnosis import Diagnosis
+from ..dynamics.columns import Column, by_step
+from ..dynamics.dynamics import dynamics
+from ..dynamics.gap import read_gap
+from ..dynamics.motion import Dynamics
+from ..dynamics.quantities import Series
+from ..dynamics.series import read_series
+from ..excerpts.excerpts import Excerpts, read_excerpts
+from ..hyperparameters import read_hyperparameters
+from ..info import TraceInfo, info
+from ..objective.judged import Objective
+from ..objective.objective import objective
+from ..rows import Rows
+from ..source import Pair
+from ..spread.spread import Spread, read_spread
+from .sample import without_most_steps
+
+Found = TypeVar("Found")
+
+NUM_QUESTIONS = 9
+"""Questions that are put to a run: what a progress bar counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One run. What could not be asked of it is None, and `unanswered` says why."""
+
+    trace: str
+    """As it was named, for commands to copy."""
+    name: str
+    pair: Pair
+    info: TraceInfo
+    series: Mapping[str, Series]
+    diagnosis: Diagnosis | None
+    dynamics: Dynamics | None
+    objective: Objective | None
+    attribution: Attribution | None
+    corrections: Rows | None
+    corrections_of: str
+    """Which steps the corrections are of, in words."""
+    arms: Mapping[str, tuple[Column, ...]]
+    """Name of a replay -> its mismatch with pass b by step: see dynamics.gap."""
+    spread: Spread | None
+    excerpts: Excerpts
+    contracts: tuple[Mapping[str, Any], ...]
+    """Rows of the view `passes`."""
+    settings: Mapping[str, Any]
+    """Hyperparameters, by name."""
+    evaluation: Column | None
+    """The logged evaluation that attribute judged; None where it judged the reward, or nothing."""
+    unanswered: Mapping[str, str]
+    """What could not be asked -> why."""
+
+    @property
+    def steps(self) -> np.ndarray:
+        """[n] int64 steps of the run."""
+        found = next(iter(self.series.values()), None)
+        return np.empty(0, np.int64) if found is None else found.steps
+
+
+def read_subject(trace: str | os.PathLike[str], pair: Pair, advance: Advance, progress: Progress) -> Subject:
+    """Put every question to a trace, over one database. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+    database = Database(trace)
+    names, why = ":".join(pair), dict[str, str]()
+
+    def ask(what: str, question: Callable[[], Found]) -> Found | None:
+        try:
+            return question()
+        except TimTraceError as error:
+            why[what] = str(error)
+            return None
+        finally:
+            advance(1)
+
+    held = info(os.fspath(trace))
+    diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names))
+    series = read_series(database, pair=pair)
+    moved = ask("dynamics", lambda: dynamics(database, pair=names))
+    judged = ask("objective", lambda: objective(database))
+    attributed = ask("attribution", lambda: attribute(database, pair=names))
+    notable = _notable(moved, attributed)
+    spread = ask("spread", lambda: read_spread(database, pair, notable=notable))
+    part, of_part = without_most_steps(database)
+    corrected = ask("corrections", lambda: corrections(part, pair=names))
+    arms = ask("arms", lambda: _arms(database, pair)) or {}
+    excerpts = read_excerpts(database, pair, notable=notable)
+    advance(1)
+    return Subject(
+        trace=os.fspath(trace), name=database.sources[0].run, pair=pair, info=held, series=series, diagnosis=diagnosed,
+        dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, corrections_of=of_part, arms=arms,
+        spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
+        settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,
+    )  # fmt: skip
+
+
+def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
+    """Steps that a reader will want to look at."""
+    steps = {change.step for series in moved.series for change in series.changes} if moved else set()
+    if attributed and attributed.fall:
+        steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
+    return tuple(sorted(steps))
+
+
+_LOGGED = "SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = $name GROUP BY step ORDER BY step"
+
+
+def _evaluation(database: Database, attributed: Attribution | None) -> Column | None:
+    if attributed is None or attributed.outcome in ("", "reward"):
+        return None
+    rows = by_step(database, _LOGGED, {"name": attributed.outcome})
+    return Column(attributed.outcome, rows["step"], rows["value"], f"logged as {attributed.outcome}")
+
+
+def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
+    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY 1'
+    names = [name for (name,) in database.connection.execute(query).fetchall() if name.startswith(REPLAY_PREFIX)]
+    found = {
+        name: tuple(read_gap(database, (name, pair[1]), database.sources[0].run).columns)
+        for name in names
+        if name not in pair
+    }
+    return {name: columns for name, columns in found.items() if columns}
