@@ -85,6 +85,11 @@ class Terms:
             found |= self._signed("applied", applied) | self._signed("abs_applied", size_K)
         return found | self._clips(loss) | self._moments(), size_K
 
+    def applied(self, loss: Loss) -> Array:
+        """[K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens that a term stands for."""
+        true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
+        return np.asarray((self.weight * used - true) * self.tokens)
+
     def _clips(self, loss: Loss) -> dict[str, Array]:
         true, used = (is_clipped(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         return (

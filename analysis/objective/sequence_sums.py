@@ -36,7 +36,7 @@ COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for sid
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]:
     """[C, N] sums of COLUMNS; and [K] |bias| of the terms as the loss applied it, with the terms."""
-    found, parts = _compared(tokens)
+    found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
         "sum_d2": parts.total(parts.d_T * parts.d_T), "sum_drift": parts.total(parts.drift_T),
@@ -50,7 +50,7 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]
     return np.stack([found[name] for name in COLUMNS]), size_K, terms
 
 
-def _compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
+def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
     """Counts of tokens, and their differences, where what does not count is 0."""
     d_T, drift_T = tokens.train_T - tokens.rollout_T, tokens.now_T - tokens.train_T
     has_one, starts_N = tokens.advantage_T is None, tokens.starts_N

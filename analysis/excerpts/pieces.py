@@ -1,0 +1,100 @@
+"""What a tokenizer's vocabulary entry stands for, by the tokenizer's own decoder.
+
+One token is read at a time, without its neighbours: bytes that are part of a character only are shown as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> the byte that it stands for in byte-level BPE: bytes_to_unicode of GPT-2's encoder.py.
+
+    Printable bytes of Latin-1 stand for themselves, the others are numbered from U+0100.
+    """
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What of a decoder bears on single tokens."""
+
+    byte_level: bool = False
+    """Whether characters stand for bytes (GPT-2, Qwen, Llama 3)."""
+    byte_fallback: bool = False
+    """Whether <0xE2> stands for a byte (SentencePiece)."""
+    replaced: tuple[tuple[str, str], ...] = ()
+    """(what, by what), in order: a metaspace or an end of word by a space."""
+    prefix: str | None = None
+    """Of pieces that go on with a word (WordPiece); others begin one."""
+    spaced: bool = False
+    """Whether every piece is a word of its own, as where there is no decoder."""
+
+    def text(self, piece: str) -> str:
+        """What a vocabulary entry stands for."""
+        if self.byte_level:
+            return of_bytes(b"".join(_bytes(char) for char in piece))
+        if self.byte_fallback and (found := _BYTE.fullmatch(piece)):
+            return of_bytes(bytes([int(found[1], 16)]))
+        for old, new in self.replaced:
+            piece = piece.replace(old, new)
+        if self.prefix is not None:
+            return piece.removeprefix(self.prefix) if piece.startswith(self.prefix) else f" {piece}"
+        return f" {piece}" if self.spaced else piece
+
+
+def read_decoding(state: str | None) -> Decoding:
+    """The decoding that a decoder's JSON says; None: the tokenizer has no decoder, and joins its tokens with spaces."""
+    if state is None:
+        return Decoding(spaced=True)
+    parts = {str(part.get("type")): part for part in _parts(json.loads(state))}
+    replaced = [found for part in _parts(json.loads(state)) if (found := _replaced(part)) is not None]
+    return Decoding(
+        byte_level="ByteLevel" in parts,
+        byte_fallback="ByteFallback" in parts,
+        replaced=tuple(replaced),
+        prefix=str(parts["WordPiece"]["prefix"]) if "WordPiece" in parts else None,
+    )
+
+
+def of_bytes(content: bytes) -> str:
+    """Bytes as UTF-8; those that make no whole character as <0xE2>.
+
+    >>> of_bytes(b"a\\xe2\\x82")
+    'a<0xE2><0x82>'
+    """
+    text = content.decode("utf-8", "surrogateescape")
+    return "".join(f"<0x{ord(char) - 0xDC00:02X}>" if 0xDC80 <= ord(char) <= 0xDCFF else char for char in text)
+
+
+def _bytes(char: str) -> bytes:
+    """A character of the byte alphabet as its byte; another one, which it should not hold, as itself."""
+    return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
+
+
+def _parts(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [part for each in decoder["decoders"] for part in _parts(each)]
+
+
+def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
+    if part.get("type") == "Metaspace":
+        return str(part["replacement"]), " "
+    if part.get("type") == "BPEDecoder":
+        return str(part["suffix"]), " "
+    if part.get("type") == "Replace" and "String" in part["pattern"]:
+        return str(part["pattern"]["String"]), str(part["content"])
+    return None
