@@ -21,6 +21,15 @@ _RATIO = (
 )
 
 
+GROUPS = {
+    "d-by-probability": "Where the gap lies",
+    "ratio-positive": "What the loss sees of it",
+    "arms": "What would remove it",
+    "corrections": "What would cut it",
+}
+"""First chart of a group -> the group's heading."""
+
+
 def mismatch_charts(subject: Subject) -> list[Chart]:
     """The charts of one run; of what the trace does not hold there is none."""
     found: list[Chart] = []

@@ -1,0 +1,98 @@
+"""A report as one file of HTML that opens from disk: script, style and data are inside of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from bokeh.embed.util import standalone_docs_json_and_render_items
+from bokeh.resources import Resources
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from .. import mismatch_charts
+from ..chart import Chart, Lines
+from ..terms import SERIES, WORDS
+from .figures import COLOURS, single, stacked
+from .frames import frames_of
+from .packing import pack, pack_text
+from .sequences import sequences_of
+
+if TYPE_CHECKING:
+    from ..report import Report
+
+
+def page(report: Report) -> str:
+    """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
+    groups = [_embedded(stacked(report.run)), *(_embedded([single(one)]) for one in report.mismatch)]
+    roots = {name: root for group in groups for name, root in group["roots"].items()}
+    first = report.subjects[0]
+    figures = {
+        "groups": [{"docs": group["docs"], "items": group["items"]} for group in groups if group["items"]],
+        "frames": frames_of(report.mismatch),
+        "steps": [int(step) for step in first.steps],
+    }
+    return _template().render(
+        report=report,
+        first=first,
+        roots=roots,
+        colours=COLOURS,
+        words=WORDS,
+        series=SERIES,
+        names=_names(report.run),
+        style=Markup(_own("report.css")),  # noqa: S704  # our own file
+        script=Markup(_own("report.js")),  # noqa: S704
+        packs={
+            "bokeh": pack_text(bokeh_script()),
+            "figures": pack(figures),
+            "sequences": pack(sequences_of(first)),
+        },
+    )
+
+
+@cache
+def bokeh_script() -> str:
+    """BokehJS, as its package carries it, with its licence's head."""
+    return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+
+
+def _embedded(plots: list[Any]) -> dict[str, Any]:
+    """Figures of one document, and the element that each is put into."""
+    if not plots:
+        return {"docs": {}, "items": [], "roots": {}}
+    docs, items = standalone_docs_json_and_render_items(plots)
+    (item,) = items
+    roots = {plot.name: element for plot, element in item.roots._roots.items()}
+    return {"docs": docs, "items": [item.to_json()], "roots": roots}
+
+
+def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
+    """The lines that any stacked figure has, in the order of their colours, and whether each is a side line."""
+    longest: dict[str, bool] = {}
+    for one in charts:
+        for line in one.lines:
+            longest.setdefault(line.name, line.is_side)
+    return list(longest.items())
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = _number
+    environment.filters["is_command"] = lambda text: text.startswith("tim-trace ")
+    environment.filters["group"] = _group
+    return environment.from_string(_own("report.html"))
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def _group(one: Chart) -> str:
+    """The heading that a chart of the mismatch stands under."""
+    return mismatch_charts.GROUPS.get(one.key, "")
+
+
+def _own(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

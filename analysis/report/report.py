@@ -1,0 +1,90 @@
+"""One or several runs as a report: everything that the analysis knows, to be drawn."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ... import __version__
+from ...schemas.errors import InvalidOption
+from ...tracer.progress import Progress, no_progress
+from ..database import Traces
+from ..pairs import parse_pair
+from .chart import Chart, Lines
+from .mismatch_charts import mismatch_charts
+from .provenance import Provenance, provenance
+from .run_charts import constants, run_charts
+from .subject import NUM_QUESTIONS, Subject, read_subject
+from .verdict import Verdict, verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a report says. In a notebook it shows itself."""
+
+    subjects: tuple[Subject, ...]
+    """The runs; the first is the one that is reported, the others stand beside it."""
+    verdicts: tuple[Verdict, ...]
+    """One a run."""
+    run: tuple[Lines, ...]
+    """Charts of the series by step."""
+    constants: dict[str, float]
+    """Series of the first run that never move -> their value."""
+    mismatch: tuple[Chart, ...]
+    """Charts of the first run's mismatch."""
+    provenance: tuple[Provenance, ...]
+    """One a run."""
+    made_with: str
+    """Version of tim-trace."""
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        """Every chart, in order."""
+        return (*self.run, *self.mismatch)
+
+    def html(self) -> str:
+        """The report as one self-contained file of HTML."""
+        from .page.page import page
+
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that its style and script stay there."""
+        return f'<iframe srcdoc="{html.escape(self.html())}" width="100%" height="900" style="border:0"></iframe>'
+
+
+def report(traces: Traces, *, pair: str = "train:rollout", progress: Progress = no_progress) -> Report:
+    """Put every question to a trace, and to others that stand beside it, and hold the answers ready to be drawn.
+
+    The first trace is the one that is reported; series of the others lie over its own. d = logprob(a) - logprob(b) of
+    `pair`, nats. What a trace cannot answer is said in the verdict, and the rest is answered.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
+    if not given:
+        raise InvalidOption("report: got no trace; name one folder or several")
+    subjects = _subjects(given, names, progress)
+    first = subjects[0]
+    return Report(
+        subjects=subjects,
+        verdicts=tuple(verdict(subject) for subject in subjects),
+        run=tuple(run_charts(subjects)),
+        constants=constants(first),
+        mismatch=tuple(mismatch_charts(first)),
+        provenance=tuple(provenance(subject) for subject in subjects),
+        made_with=__version__,
+    )
+
+
+def _subjects(
+    given: Sequence[str | os.PathLike[str]], pair: tuple[str, str], progress: Progress
+) -> tuple[Subject, ...]:
+    found: list[Subject] = []
+    with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
+        for trace in given:
+            found.append(read_subject(trace, pair, advance, progress))
+    return tuple(found)
