@@ -102,7 +102,7 @@ def _ratios(spread: Spread, sign: str) -> Histogram:
     assert spread.whole.ratios is not None
     return Histogram(
         key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
-        note=f"{_RATIO} The outermost bins hold everything beyond.", sql=spread.sql[f"ratios_{sign}"],
+        note=f"{_RATIO} The outermost bins hold everything beyond.", sql=spread.sql["ratios"],
         x_label="ln ratio, nats", edges=spread.edges.ratio, counts=of(spread.whole.ratios),
         by_step={step: of(shapes.ratios) for step, shapes in spread.by_step.items() if shapes.ratios is not None},
     )  # fmt: skip
@@ -159,7 +159,7 @@ def _arms(subject: Subject) -> Shares | None:
     if found is None or not found.replays:
         return None
     shares = tuple(
-        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{each.sentence} ({each.num_tokens:,} tokens)")
+        Share(name=each.arm, value=each.removed, low=getattr(each, "low", None), high=getattr(each, "high", None), text=f"{each.sentence} ({each.num_tokens:,} tokens)")
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair

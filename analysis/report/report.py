@@ -85,6 +85,16 @@ def _subjects(
 ) -> tuple[Subject, ...]:
     found: list[Subject] = []
     with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
-        for trace in given:
-            found.append(read_subject(trace, pair, advance, progress))
+        for trace, name in zip(given, _names([os.fspath(trace) for trace in given]), strict=True):
+            found.append(read_subject(trace, pair, name, advance))
     return tuple(found)
+
+
+def _names(urls: Sequence[str]) -> list[str]:
+    """As much of the end of each path as tells it from the others."""
+    parts = [url.rstrip("/").split("/") for url in urls]
+    for depth in range(1, max(len(part) for part in parts) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(part)} ({place})" for place, part in enumerate(parts, 1)]

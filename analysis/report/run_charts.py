@@ -133,4 +133,3 @@ def _evaluation(subjects: Sequence[Subject]) -> Lines | None:
         key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=sources.of_metric(name, 0),
         lines=tuple(lines), x_label="step",
     )  # fmt: skip
-

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...schemas.errors import TimTraceError
 from ...schemas.passes import REPLAY_PREFIX
-from ...tracer.progress import Advance, Progress
+from ...tracer.progress import Advance
 from ..attribution.attribute import attribute
 from ..attribution.attribution import Attribution
 from ..corrections import corrections
@@ -77,7 +77,7 @@ class Subject:
         return np.empty(0, np.int64) if found is None else found.steps
 
 
-def read_subject(trace: str | os.PathLike[str], pair: Pair, advance: Advance, progress: Progress) -> Subject:
+def read_subject(trace: str | os.PathLike[str], pair: Pair, name: str, advance: Advance) -> Subject:
     """Put every question to a trace, over one database. Raises TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace)
     names, why = ":".join(pair), dict[str, str]()
@@ -105,7 +105,7 @@ def read_subject(trace: str | os.PathLike[str], pair: Pair, advance: Advance, pr
     excerpts = read_excerpts(database, pair, notable=notable)
     advance(1)
     return Subject(
-        trace=os.fspath(trace), name=database.sources[0].run, pair=pair, info=held, series=series, diagnosis=diagnosed,
+        trace=os.fspath(trace), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, corrections_of=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
         settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,

@@ -142,7 +142,7 @@ def _bends(subject: Subject) -> Answer:
         told = " ".join((*found.verdict, *found.cannot)) if found else subject.unanswered.get("objective", "")
         return _open(question, "cannot be told", "what it did to the objective cannot be told", told, command)
     size = abs(found.value("relative_abs_bias") or 0.0)
-    sounds = GOOD if size < SMALL or _straddles(relative) and size < LARGE else BAD if size >= LARGE else NOTICE
+    sounds = GOOD if size < SMALL or (_straddles(relative) and size < LARGE) else BAD if size >= LARGE else NOTICE
     word = "next to nothing" if size < SMALL else "noise" if _straddles(relative) else "a push one way"
     return Answer(
         question=question, sounds=sounds, short=word,

@@ -84,7 +84,9 @@ def _of_series(one: Lines, steps: Range1d, cross: Span) -> figure:
 
 def _mark(plot: figure, one: Lines) -> None:
     for band in one.bands:
-        plot.add_layout(BoxAnnotation(bottom=band.low, top=band.high, fill_color="#009E73", fill_alpha=0.13, line_color=None))
+        plot.add_layout(
+            BoxAnnotation(bottom=band.low, top=band.high, fill_color="#009E73", fill_alpha=0.13, line_color=None)
+        )
     for mark in one.marks:
         if mark.high > mark.low:
             plot.add_layout(
@@ -115,7 +117,9 @@ def _lines(one: Lines) -> figure:
     _mark(plot, one)
     for place, line in enumerate(one.lines):
         _draw(plot, line, place, name=f"{one.key}/{place}", legend_label=line.name)
-    plot.add_tools(HoverTool(tooltips=[(one.x_label, "@x{0.[000]}"), ("", "@y{0.[00000]a} " + one.unit), ("", "$name")]))
+    plot.add_tools(
+        HoverTool(tooltips=[(one.x_label, "@x{0.[000]}"), ("", "@y{0.[00000]a} " + one.unit), ("", "$name")])
+    )
     if one.x_label == "step":
         plot.js_on_event("tap", CustomJS(code=_CLICK))
         plot.add_layout(Span(name="chosen", dimension="height", line_color="#E69F00", line_width=2, visible=False))
@@ -142,7 +146,10 @@ def _density(one: Density) -> figure:
     for line in one.curves:
         plot.line(line.x, line.y, color="#D55E00", line_width=1.6, line_dash="dashed", legend_label=line.name)
     plot.add_tools(
-        HoverTool(renderers=[cells], tooltips=[(one.x_label, "$x{0.000}"), ("d", "$y{0.00000} nats"), ("tokens", "@counts{0,0}")])
+        HoverTool(
+            renderers=[cells],
+            tooltips=[(one.x_label, "$x{0.000}"), ("d", "$y{0.00000} nats"), ("tokens", "@counts{0,0}")],
+        )
     )
     bar = cells.construct_color_bar(
         width=10, title="tokens", ticker=FixedTicker(ticks=list(range(int(highest) + 1))), background_fill_alpha=0,
@@ -188,7 +195,7 @@ def bar_tops(counts: np.ndarray) -> np.ndarray:
 def _shares(one: Shares) -> figure:
     names = list(dict.fromkeys(share.name for group in one.groups.values() for share in group))[::-1]
     plot = figure(
-        name=one.key, height=90 + 22 * len(names) * max(1, len(one.groups) - 0.6), sizing_mode="stretch_width", y_range=names,
+        name=one.key, height=90 + len(names) * (12 + 10 * len(one.groups)), sizing_mode="stretch_width", y_range=names,
         toolbar_location=None, tools="", x_axis_label=one.x_label,
     )  # fmt: skip
     width = 0.8 / len(one.groups)
@@ -212,7 +219,14 @@ def _shares(one: Shares) -> figure:
                 Whisker(base="y", lower="low", upper="high", dimension="width", source=source, line_color="#777777")
             )
         plot.add_tools(
-            HoverTool(renderers=[bars], tooltips=[("", "@name"), (group, "@value{0.[00000]} (@low{0.[0000]} to @high{0.[0000]})"), ("", "@text")])
+            HoverTool(
+                renderers=[bars],
+                tooltips=[
+                    ("", "@name"),
+                    (group, "@value{0.[00000]} (@low{0.[0000]} to @high{0.[0000]})"),
+                    ("", "@text"),
+                ],
+            )
         )
     return _plain(plot)
 

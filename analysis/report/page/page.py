@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from bokeh.embed.util import standalone_docs_json_and_render_items
+from bokeh.document import Document
 from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 def page(report: Report) -> str:
     """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
     groups = [_embedded(stacked(report.run)), *(_embedded([single(one)]) for one in report.mismatch)]
-    roots = {name: root for group in groups for name, root in group["roots"].items()}
     first = report.subjects[0]
     figures = {
-        "groups": [{"docs": group["docs"], "items": group["items"]} for group in groups if group["items"]],
+        "groups": [group for group in groups if group["items"][0]["roots"]],
         "frames": frames_of(report.mismatch),
         "steps": [int(step) for step in first.steps],
     }
     return _template().render(
         report=report,
         first=first,
-        roots=roots,
+        element_of=element_of,
         colours=COLOURS,
         words=WORDS,
         series=SERIES,
         names=_names(report.run),
-        style=Markup(_own("report.css")),  # noqa: S704  # our own file
-        script=Markup(_own("report.js")),  # noqa: S704
+        style=Markup(_own("report.css")),  # our own file
+        script=Markup(_own("report.js")),
         packs={
             "bokeh": pack_text(bokeh_script()),
             "figures": pack(figures),
@@ -59,12 +58,20 @@ def bokeh_script() -> str:
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
     """Figures of one document, and the element that each is put into."""
-    if not plots:
-        return {"docs": {}, "items": [], "roots": {}}
-    docs, items = standalone_docs_json_and_render_items(plots)
-    (item,) = items
-    roots = {plot.name: element for plot, element in item.roots._roots.items()}
-    return {"docs": docs, "items": [item.to_json()], "roots": roots}
+    document = Document()
+    for plot in plots:
+        document.add_root(plot)
+    name = plots[0].name if plots else ""
+    roots = {plot.id: element_of(plot.name) for plot in plots}
+    return {
+        "docs": {name: document.to_json(deferred=False)},
+        "items": [{"docid": name, "roots": roots, "root_ids": list(roots)}],
+    }
+
+
+def element_of(key: str) -> str:
+    """The id of the element that a chart is drawn into."""
+    return f"plot-{key}"
 
 
 def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:

@@ -44,7 +44,11 @@ def facts(one: Excerpt) -> str:
 
 def _sequence(one: Excerpt) -> dict[str, Any]:
     states = {name: values.tolist() for name, values in one.state.items()}
-    holes = np.any([np.asarray(values) != 0 for values in one.state.values()], axis=0) if one.state else np.zeros(len(one.ids))
+    holes = (
+        np.any([np.asarray(values) != 0 for values in one.state.values()], axis=0)
+        if one.state
+        else np.zeros(len(one.ids))
+    )
     return {
         "step": one.step, "seq_id": one.seq_id, "facts": facts(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
