@@ -15,6 +15,10 @@ class TraceExists(TimTraceError, FileExistsError):
     """Something lies where a trace should be written."""
 
 
+class FileExists(TimTraceError, FileExistsError):
+    """A file lies where another one should be written."""
+
+
 class NewerTrace(TimTraceError, ValueError):
     """The trace has a format version that this build does not know."""
 

@@ -52,7 +52,7 @@ def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
         curves=_envelope(spread), by_step={step: shapes.density for step, shapes in spread.by_step.items()},
     )  # fmt: skip
     axes = (
-        ("position", "Mean |d| by place in the response", "place of the token", spread.edges.position,
+        ("position", "Mean |d| by place in the response", "place of the token, from 1", spread.edges.position,
          "Flat for rounding. A step upwards at one place is a cache, a window or a rotary embedding that goes wrong there."),
         ("length", "Mean |d| by length of the response", "tokens of the response", spread.edges.length,
          "Whether long responses are worse token by token."),
@@ -79,7 +79,7 @@ def _envelope(spread: Spread) -> tuple[Line, ...]:
 
 def _profile(spread: Spread, name: str, title: str, label: str, edges: Array, note: str) -> Lines:
     profile = getattr(spread.whole, name)
-    start = edges[:-1] if name == "entropy" else np.maximum(edges[:-1], 1)
+    start = edges[:-1] + (1 if name == "position" else 0)
     there = profile.num > 0
     return Lines(
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large gaps more.", sql=spread.sql[name],
@@ -159,7 +159,7 @@ def _arms(subject: Subject) -> Shares | None:
     if found is None or not found.replays:
         return None
     shares = tuple(
-        Share(name=each.arm, value=each.removed, low=getattr(each, "low", None), high=getattr(each, "high", None), text=f"{each.sentence} ({each.num_tokens:,} tokens)")
+        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{each.sentence} ({each.num_tokens:,} tokens)")
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair
@@ -175,14 +175,18 @@ def _corrections(subject: Subject) -> Shares | None:
     rows = subject.corrections
     if rows is None:
         return None
-    chosen = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    keys = {"cut": "share_tokens_cut", "lowered": "share_tokens_truncated"}
+    weighing = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    chosen = [row for row in weighing if any(row[key] for key in keys.values())]
+    idle = [row["correction"] for row in weighing if row not in chosen]
     groups = {
         name: tuple(Share(name=row["correction"], value=row[key] or 0.0, text=row["rule"]) for row in chosen)
-        for name, key in (("cut", "share_tokens_cut"), ("lowered", "share_tokens_truncated"))
+        for name, key in keys.items()
     }
     return Shares(
         key="corrections", title="What each correction would cut", unit="share of tokens",
         note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.corrections_of}. How much it would help "
         "is another question: see docs/collapses.md.",
         sql=f"tim-trace corrections {subject.trace} --json", groups=groups, x_label="share of tokens",
+        remark=f"{len(idle)} of {len(weighing)} would cut and lower nothing: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

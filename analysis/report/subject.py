@@ -77,7 +77,9 @@ class Subject:
         return np.empty(0, np.int64) if found is None else found.steps
 
 
-def read_subject(trace: str | os.PathLike[str], pair: Pair, name: str, advance: Advance) -> Subject:
+def read_subject(
+    trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, advance: Advance
+) -> Subject:
     """Put every question to a trace, over one database. Raises TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace)
     names, why = ":".join(pair), dict[str, str]()
@@ -96,7 +98,7 @@ def read_subject(trace: str | os.PathLike[str], pair: Pair, name: str, advance: 
     series = read_series(database, pair=pair)
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
     judged = ask("objective", lambda: objective(database))
-    attributed = ask("attribution", lambda: attribute(database, pair=names))
+    attributed = ask("attribution", lambda: attribute(database, control=control, pair=names))
     notable = _notable(moved, attributed)
     spread = ask("spread", lambda: read_spread(database, pair, notable=notable))
     part, of_part = without_most_steps(database)

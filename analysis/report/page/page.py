@@ -87,9 +87,17 @@ def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
-    environment.filters["is_command"] = lambda text: text.startswith("tim-trace ")
+    environment.filters["split_command"] = _split_command
     environment.filters["group"] = _group
     return environment.from_string(_own("report.html"))
+
+
+def _split_command(text: str) -> tuple[str, str]:
+    """The command of an advice, to copy, and what is said of it; one of both may be empty."""
+    if not text.startswith("tim-trace "):
+        return "", text
+    command, _, said = text.partition("   (")
+    return command, said.removesuffix(")")
 
 
 def _number(value: float | None, digits: int = 4) -> str:
