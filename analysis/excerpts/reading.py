@@ -68,7 +68,7 @@ _OWN = (
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]) -> str:
-    steps, seq_ids = ({key[place] for key in keys} for place in (0, 1))
+    steps, seq_ids = {step for step, _ in keys}, {seq_id for _, seq_id in keys}
     # Literals reach the files: what lies between the chosen rows is not unpacked.
     within = (
         f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in sorted(steps))}) "

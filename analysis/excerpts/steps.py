@@ -13,7 +13,7 @@ from ..source import Pair
 LOOKED_TOKENS = 4_000_000
 """Response tokens that are looked at in any case."""
 
-KEPT_SHARE = 0.25
+KEPT_SHARE = 0.2
 """Share of the run's tokens that is looked at where the trace keeps the pair's sums, so that no token is read to choose."""
 
 
