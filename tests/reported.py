@@ -21,11 +21,15 @@ def make_run(path, *, num_steps=NUM_STEPS, passes=("rollout", "train", "current"
     draw = np.random.default_rng(0)
     with Recorder(path) as recorder:
         recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.2))
-        recorder.add_contract("rollout", {"engine": "vllm", "config": {"note": "<i>of the engine</i>"}, "dtype": "bfloat16"})
+        recorder.add_contract(
+            "rollout", {"engine": "vllm", "config": {"note": "<i>of the engine</i>"}, "dtype": "bfloat16"}
+        )
         recorder.add_contract("train", {"engine": "trl", "dtype": "float32", "same": True})
         for step in range(1, num_steps + 1):
             _add_step(recorder, draw, step, passes)
-            recorder.add_metrics(step, {"grad_norm": 1.0 + 0.01 * step, "learning_rate": 1e-3, "eval/<u>score</u>": 0.5})
+            recorder.add_metrics(
+                step, {"grad_norm": 1.0 + 0.01 * step, "learning_rate": 1e-3, "eval/<u>score</u>": 0.5}
+            )
     tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(HOSTILE)}, unk_token=HOSTILE[0]))
     (path / "tokenizer").mkdir()
     tokenizer.save(str(path / "tokenizer" / "tokenizer.json"))

@@ -54,7 +54,9 @@ class Opened:
         )
         self.page = self.context.new_page()
         self.troubles, self.requests = [], []
-        self.page.on("console", lambda said: self.troubles.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console", lambda said: self.troubles.append(said.text) if said.type in ("error", "warning") else None
+        )
         self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("dialog", lambda dialog: self.troubles.append(dialog.message))
@@ -131,9 +133,13 @@ def test_a_click_shows_that_step_everywhere(opened):
     assert shown.ask("document.querySelector('#chosen').textContent") == f"step {step}"
     shown.wait(f"document.querySelector('#f-d-by-probability .of').textContent === 'step {step}'")
     assert sum(shown.data("d-by-probability")["counts"][0]) == ROWS * 6 - 1
-    assert shown.ask("[...document.querySelectorAll('#sequences tr.of-step')].every((row) => row.dataset.step === document.body.dataset.step)")
+    assert shown.ask(
+        "[...document.querySelectorAll('#sequences tr.of-step')].every((row) => row.dataset.step === document.body.dataset.step)"
+    )
     shown.page.check("#filter-step")
-    rows = shown.ask("[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.step)")
+    rows = shown.ask(
+        "[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.step)"
+    )
     assert rows
     assert set(rows) == {str(step)}
     shown.page.click("#whole")
@@ -153,6 +159,7 @@ def test_a_link_to_a_step_opens_at_that_step(opened):
 
 def test_zooming_one_series_zooms_all(opened):
     shown = opened()
+    shown.page.locator("#f-k3 .plot").scroll_into_view_if_needed()
     box = shown.page.locator("#f-k3 .plot").bounding_box()
     shown.page.mouse.move(box["x"] + 300, box["y"] + 20)
     shown.page.mouse.down()
@@ -170,10 +177,14 @@ def test_the_words_of_a_model_stay_words(opened):
     for place in range(6):
         shown.page.locator("#sequences tbody tr").nth(place).click()
         shown.wait("document.querySelectorAll('#tokens-text .token[data-i]').length === 6")
-        assert shown.ask("[...document.querySelectorAll('#tokens-text .token')].every((each) => each.children.length === 0)")
+        assert shown.ask(
+            "[...document.querySelectorAll('#tokens-text .token')].every((each) => each.children.length === 0)"
+        )
         texts = shown.ask("document.querySelector('#tokens-text').textContent")
         assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b-\u200f\x00-\x08\x1b]", texts)
-    told = shown.ask("window.hacked === undefined && document.querySelectorAll('main script, main img, b.bold').length === 0")
+    told = shown.ask(
+        "window.hacked === undefined && document.querySelectorAll('main script, main img, b.bold').length === 0"
+    )
     assert told
     assert "<em>" in shown.ask("document.querySelector('#sequences .id').textContent")
     assert shown.ask("document.querySelectorAll('#sequences em, #provenance i, figcaption u').length") == 0
@@ -192,7 +203,9 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
         "Object.fromEntries([...document.querySelectorAll('#token-facts dt')].map((each) => [each.textContent, each.nextSibling.textContent]))"
     )
     assert facts["token"] == "2 of 6"
-    one = shown.ask("({d: timTrace.state.open.d[2], id: timTrace.state.open.ids[2], train: timTrace.state.open.p.train[2]})")
+    one = shown.ask(
+        "({d: timTrace.state.open.d[2], id: timTrace.state.open.ids[2], train: timTrace.state.open.p.train[2]})"
+    )
     assert float(facts["d"].split()[0]) == pytest.approx(one["d"], rel=1e-8)
     assert float(facts["logprob train"]) == pytest.approx(one["train"], rel=1e-8)
     assert one["d"] == pytest.approx(-1 - NUM_STEPS / 100, abs=1e-5)
@@ -207,7 +220,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
 
 def test_masked_tokens_are_struck_and_prompts_dimmed(opened):
     shown = opened()
-    shown.page.fill("#filter-text", "-0")
+    shown.page.fill("#filter-text", "</em>-0")
     shown.page.locator("#sequences tbody tr:not([hidden])").first.click()
     shown.wait("document.querySelectorAll('#tokens-text .masked').length === 1")
     style = "getComputedStyle(document.querySelector('#tokens-text {}')).{}"
@@ -224,7 +237,11 @@ def test_the_table_is_sorted_and_filtered(opened):
     shown.page.locator("#sequences th", has_text="reward").locator("button").click()
     assert shown.ask(column) == sorted(values)
     shown.page.select_option("#filter-why", "typical")
-    assert set(shown.ask("[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.why.includes('typical'))")) == {True}
+    assert set(
+        shown.ask(
+            "[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.why.includes('typical'))"
+        )
+    ) == {True}
     shown.page.fill("#filter-text", "no such thing")
     assert shown.ask("!document.querySelector('#none-shown').hidden")
 
@@ -250,7 +267,9 @@ def test_runs_lie_over_each_other(opened):
     assert len(shown.data("reward", 0)["x"]) == NUM_STEPS
     assert len(shown.data("reward", 1)["x"]) == 14
     shown.page.uncheck("[data-line='other']")
-    shown.wait("timTrace.state.views.reward.model.renderers.filter((each) => each.name === 'other').every((each) => !each.visible)")
+    shown.wait(
+        "timTrace.state.views.reward.model.renderers.filter((each) => each.name === 'other').every((each) => !each.visible)"
+    )
     assert shown.ask("document.querySelectorAll('#verdict tbody tr').length") == 2
     assert shown.troubles == []
 
@@ -269,7 +288,9 @@ def test_every_control_can_be_reached_with_the_keyboard(opened):
     shown.page.keyboard.press("Tab")
     reached = set()
     for _ in range(120):
-        reached.add(shown.ask("document.activeElement.id || document.activeElement.className || document.activeElement.tagName"))
+        reached.add(
+            shown.ask("document.activeElement.id || document.activeElement.className || document.activeElement.tagName")
+        )
         shown.page.keyboard.press("Tab")
     assert {"theme", "step", "reset", "skip"} <= reached
     shown.page.focus("#step")

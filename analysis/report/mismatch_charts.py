@@ -44,9 +44,8 @@ def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
     a, b = subject.pair
     yield Density(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
-        note=f"Each cell counts tokens. Rounding of logits moves d by at most a constant times 1 - p: the lines are "
-        f"+-{spread.envelope:.3g} (1 - p), within which 99 % of the tokens below p = 0.99 lie (arXiv 2512.23087). What lies far "
-        "outside at p near 1 is no rounding. The outermost rows hold everything beyond.",
+        note=f"Each cell counts tokens. {_told(spread.envelope)}What lies far out at p near 1 is no rounding. The outermost rows "
+        "hold everything beyond.",
         sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=spread.edges.probability, y_edges=spread.edges.d, counts=spread.whole.density,
         curves=_envelope(spread), by_step={step: shapes.density for step, shapes in spread.by_step.items()},
@@ -68,8 +67,17 @@ def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
             yield _ratios(spread, sign)
 
 
+def _told(envelope: float | None) -> str:
+    if envelope is None:
+        return ""
+    return (
+        f"Rounding of logits moves d by at most a constant times 1 - p (arXiv 2512.23087): the lines are +-{envelope:.3g} (1 - p), "
+        "within which 99 % of the tokens below p = 0.99 lie. "
+    )
+
+
 def _envelope(spread: Spread) -> tuple[Line, ...]:
-    if not np.isfinite(spread.envelope):
+    if spread.envelope is None:
         return ()
     x = np.linspace(0.0, 1.0, 41)
     limit = float(spread.edges.d[-1])
@@ -185,7 +193,7 @@ def _corrections(subject: Subject) -> Shares | None:
     }
     return Shares(
         key="corrections", title="What each correction would cut", unit="share of tokens",
-        note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.corrections_of}. How much it would help "
+        note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.part}. How much it would help "
         "is another question: see docs/collapses.md.",
         sql=f"tim-trace corrections {subject.trace} --json", groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would cut and lower nothing: {', '.join(idle)}." if idle else "",

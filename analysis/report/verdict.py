@@ -150,7 +150,7 @@ def _bends(subject: Subject) -> Answer:
         question=question, sounds=sounds, short=word,
         clause=f"it moves the objective by {relative.value:+.2%} of its size{_interval(relative, found)}",
         figure=f"{relative.value:+.3%} of sum |f|, {size:.3%} without cancelling",
-        sureness=_interval(relative, found).strip(" ()") or "no interval: fewer than two groups",
+        sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
         detail=" ".join(found.verdict), command=command,
     )  # fmt: skip
 

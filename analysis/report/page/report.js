@@ -269,7 +269,9 @@ const timTrace = (() => {
       }
       return made;
     });
-    text.replaceChildren(...gap, ...prompt, element("span", {class: "turn", text: " response "}), ...before, ...body, ...after);
+    const breakable = (tokens) => tokens.flatMap((each) => [each, element("wbr")]);
+    text.replaceChildren(...gap, ...breakable(prompt), element("span", {class: "turn", text: " response "}), ...before,
+      ...breakable(body), ...after);
     tell(0, false);
   }
   const token = (piece, options) => element("span", {...options, text: piece});
