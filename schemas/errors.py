@@ -15,8 +15,8 @@ class TraceExists(TimTraceError, FileExistsError):
     """Something lies where a trace should be written."""
 
 
-class FileExists(TimTraceError, FileExistsError):
-    """A file lies where another one should be written."""
+class FileThere(TimTraceError, FileExistsError):
+    """A file lies where a report or a figure should be written."""
 
 
 class NewerTrace(TimTraceError, ValueError):

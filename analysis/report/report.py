@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import __version__
-from ...schemas.errors import FileExists, InvalidOption
+from ...schemas.errors import FileThere, InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import whole_file
 from ..database import Traces
@@ -81,7 +81,7 @@ def report(
     picture and a CSV file of each figure; `pdf` a file with a page a figure, and a folder of CSV files beside it. What lies
     there is replaced with `force` alone. In a notebook what is returned shows itself.
 
-    Raises FileExists, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises FileThere, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
@@ -92,15 +92,21 @@ def report(
     if output is not None:
         with whole_file(Path(output)) as path:
             path.write_text(made.html(), encoding="utf-8", errors="replace")
-    if png is not None:
-        from .paper.write import write_png
-
-        write_png(made.charts, png, force=force)
-    if pdf is not None:
-        from .paper.write import write_pdf
-
-        write_pdf(made.charts, pdf, title=made.title, force=force)
+    if png is not None or pdf is not None:
+        _write_figures(made, png, pdf, force)
     return made
+
+
+def _write_figures(
+    made: Report, png: str | os.PathLike[str] | None, pdf: str | os.PathLike[str] | None, force: bool
+) -> None:
+    from .paper.files import figures_of, write_pdf, write_png
+
+    figures = figures_of(made.charts, made.run)
+    if png is not None:
+        write_png(figures, png, force=force)
+    if pdf is not None:
+        write_pdf(figures, pdf, title=made.title, force=force)
 
 
 def _report(subjects: tuple[Subject, ...]) -> Report:
@@ -118,7 +124,7 @@ def _report(subjects: tuple[Subject, ...]) -> Report:
 
 def _free(path: str | os.PathLike[str] | None, force: bool) -> None:
     if path is not None and not force and os.path.exists(path):
-        raise FileExists(f"{os.fspath(path)}: lies there already; name another file, or replace it with --force")
+        raise FileThere(f"{os.fspath(path)}: lies there already; name another file, or replace it with --force")
 
 
 def _subjects(
