@@ -16,7 +16,7 @@ NUM_STEPS = 30
 ROWS, LENGTH = 8, 6
 
 
-def make_run(path, *, num_steps=NUM_STEPS, passes=("rollout", "train", "current"), name="<b>run</b>"):
+def make_run(path, *, num_steps=NUM_STEPS, passes=("rollout", "train", "current")):
     """Record it. The gap is ten times as large from step 20 on; token 2 of the last row of each step lies furthest off."""
     draw = np.random.default_rng(0)
     with Recorder(path) as recorder:
