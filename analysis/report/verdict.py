@@ -145,7 +145,8 @@ def _bends(subject: Subject) -> Answer:
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
     pushes = not _straddles(relative) and push >= SMALL
     sounds = BAD if size >= LARGE else NOTICE if pushes else GOOD
-    word = "a push one way" if pushes else "next to nothing" if push < SMALL else "noise"
+    word = "a push one way" if pushes else "next to nothing" if push < SMALL and size < LARGE else "noise"
+    word += ", and a large one" if size >= LARGE and not pushes else ""
     return Answer(
         question=question, sounds=sounds, short=word,
         clause=f"it moves the objective by {relative.value:+.2%} of its size{_interval(relative, found)}",

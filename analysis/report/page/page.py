@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from .. import mismatch_charts
 from ..chart import Chart, Lines
-from ..terms import SERIES, WORDS
+from ..terms import SERIES
+from .explained import explained, term
 from .figures import COLOURS, single, stacked
 from .frames import frames_of
 from .packing import pack, pack_text
@@ -37,7 +38,6 @@ def page(report: Report) -> str:
         first=first,
         element_of=element_of,
         colours=COLOURS,
-        words=WORDS,
         series=SERIES,
         names=_names(report.run),
         style=Markup(_own("report.css")),  # our own file
@@ -89,6 +89,8 @@ def _template() -> Any:
     environment.filters["number"] = _number
     environment.filters["split_command"] = _split_command
     environment.filters["group"] = _group
+    environment.filters["explained"] = explained
+    environment.globals["term"] = term
     return environment.from_string(_own("report.html"))
 
 
