@@ -15,6 +15,10 @@ class TraceExists(TimTraceError, FileExistsError):
     """Something lies where a trace should be written."""
 
 
+class FileThere(TimTraceError, FileExistsError):
+    """A file lies where a report or a figure should be written."""
+
+
 class NewerTrace(TimTraceError, ValueError):
     """The trace has a format version that this build does not know."""
 
