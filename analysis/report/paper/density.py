@@ -12,6 +12,7 @@ from ..colours import MARK
 from .legend import head
 from .style import COLUMN, dash, new_figure
 from .text import plain
+from .ticks import set_ticks
 
 
 def density_figure(one: Density) -> Figure:
@@ -34,8 +35,11 @@ def density_figure(one: Density) -> Figure:
         (curves[curve.name],) = axes.plot(curve.x, curve.y, color=MARK, linestyle=dash(place + 1), linewidth=1.1)
     axes.set(xlim=(one.x_edges[0], one.x_edges[-1]), ylim=(one.y_edges[0], one.y_edges[-1]))
     axes.grid(False)
+    set_ticks(axes.xaxis)
+    set_ticks(axes.yaxis)
     axes.set(xlabel=plain(one.x_label), ylabel=plain(one.y_label, 40))
     bar = figure.colorbar(cells, ax=axes, aspect=28, pad=0.02)
+    set_ticks(bar.ax.yaxis)
     bar.set_label(plain(one.unit, 30))
     bar.outline.set_linewidth(0.4)  # type: ignore[operator]  # matplotlib types it as what draws it
     head(axes, one.title, curves, always=True)

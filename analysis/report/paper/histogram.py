@@ -9,6 +9,7 @@ from ..chart import Histogram
 from .legend import head
 from .style import COLUMN, colour, dash, new_figure
 from .text import plain
+from .ticks import set_ticks
 
 _FLOOR = 0.5
 """Where the axis begins, so that a bin with one token has a height."""
@@ -30,6 +31,8 @@ def histogram_figure(one: Histogram) -> Figure:
         axes.stairs(tops, one.edges, baseline=_FLOOR, color=colour(place), linestyle=dash(place), linewidth=0.9)
     highest = max((float(counts.max(initial=0)) for counts in one.counts.values()), default=0.0)
     axes.set(xlim=(one.edges[0], one.edges[-1]), ylim=(_FLOOR, max(highest, 5.0) * 2))
+    set_ticks(axes.xaxis)
+    set_ticks(axes.yaxis)
     axes.set(xlabel=plain(one.x_label), ylabel=plain(one.unit, 30))
     head(axes, one.title, handles)
     return figure

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from .style import SMALL
 from .text import plain, wrapped
 
-_LETTER = 0.6
+_LETTER = 0.56
 """Width of a letter over the font's size, about."""
 _HANDLE = 6
 """Letters that the drawn part of an entry takes, with the room around it."""
@@ -28,6 +28,7 @@ def head(axes: Axes, title: str, entries: Mapping[str, Any], *, always: bool = F
     rows = -(-len(names) // columns) if len(names) > (0 if always else 1) else 0
     axes.set_title(wrapped(title, int(width * 72 / (8 * _LETTER))), pad=4 + rows * SMALL * _ROW)
     if rows:
+        figure.set_figheight(figure.get_figheight() + rows * SMALL * _ROW / 72)  # the axes keep their height
         axes.legend(
             list(entries.values()),
             [f" {name}" if name.startswith("_") else name for name in names],  # matplotlib leaves out names with _ in front

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ..chart import LOG, Array, Band, Line, Lines, Mark
 from ..colours import BAND, MARK
 from .legend import head
 from .style import COLUMN, SMALL, colour, dash, new_figure
 from .text import plain
+from .ticks import set_ticks
 
 _FEW = 40
 """Of so few points each has a dot."""
@@ -31,7 +31,7 @@ def lines_figure(one: Lines) -> Figure:
     return figure
 
 
-def draw_lines(axes: Axes, one: Lines, places: Mapping[str, int] | None = None, most_marks: int = 8) -> dict[str, Any]:
+def draw_lines(axes: Axes, one: Lines, places: Mapping[str, int] | None = None, most_ticks: int = 6) -> dict[str, Any]:
     """Draw lines, marks and bands, and give what a legend says: name -> what was drawn.
 
     Lines take the colours of their place in the chart, or in `places` where that has their name.
@@ -42,11 +42,15 @@ def draw_lines(axes: Axes, one: Lines, places: Mapping[str, int] | None = None, 
         handles[line.name] = _draw(axes, line, (places or {}).get(line.name, place))
     low, high = axes.get_ylim()
     for band in one.bands:
-        patch = axes.axhspan(band.low, band.high, facecolor=BAND, edgecolor=BAND, linewidth=0.8, alpha=0.15, zorder=0.5)
+        patch = axes.axhspan(
+            band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), linewidth=0.6, zorder=0.5
+        )
         if _overlaps(band, low, high):
-            handles[band.text] = patch
+            handles[band.text.split(" (")[0]] = patch  # whose they are is in the CSV
     axes.set_ylim(low, high)  # a band far off must not press the lines together
-    draw_marks(axes, one.marks[:most_marks])
+    set_ticks(axes.xaxis, integer=one.x_label == "step")
+    set_ticks(axes.yaxis, most_ticks)
+    draw_marks(axes, one.marks)
     return handles
 
 
@@ -54,8 +58,6 @@ def _scale(axes: Axes, one: Lines) -> None:
     """Set the axes before anything is drawn. A logarithmic axis of nothing above 0 would have no ends, so it stays linear."""
     if one.x_scale == LOG and _has_positive([line.x for line in one.lines]):
         axes.set_xscale("log")
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=one.x_label == "step"))
     if one.y_scale == LOG and _has_positive([line.y for line in one.lines]):
         axes.set_yscale("log")
 
@@ -66,13 +68,13 @@ def _has_positive(values: Sequence[Array]) -> bool:
 
 def _draw(axes: Axes, line: Line, place: int) -> Any:
     x, y = line.x.astype(np.float64), np.where(np.isfinite(line.y), line.y, np.nan)
-    width = 0.8 if line.is_side else 1.1
+    width = 0.7 if line.is_side else 1.2
     (drawn,) = axes.plot(x, y, color=colour(place), linestyle=dash(place, is_side=line.is_side), linewidth=width)
     known = np.isfinite(y)
     alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]  # a line does not show these
     dots = known if len(x) <= _FEW else alone
     if dots.any():
-        axes.plot(x[dots], y[dots], linestyle="none", marker="o", markersize=2.2, color=colour(place))
+        axes.plot(x[dots], y[dots], linestyle="none", marker="o", markersize=1.6 if line.is_side else 2.4, color=colour(place))
     return drawn
 
 
@@ -103,4 +105,5 @@ def _label(axes: Axes, marks: Sequence[Mark]) -> None:
         axes.annotate(
             text, (mark.x, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(1.2, -0.6 - 6.0 * row),
             textcoords="offset points", va="top", ha="left", fontsize=SMALL - 1, color=MARK, annotation_clip=False,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, zorder=3,
         )  # fmt: skip

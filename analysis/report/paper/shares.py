@@ -12,6 +12,7 @@ from ..chart import Array, Share, Shares
 from .legend import head
 from .style import COLUMN, SMALL, colour, new_figure
 from .text import plain
+from .ticks import set_ticks
 
 _HATCHES = ("", "////", "\\\\\\\\", "....")
 _ROW, _BAR = 0.06, 0.085
@@ -39,6 +40,7 @@ def shares_figure(one: Shares) -> Figure:
     axes.tick_params(axis="y", length=0, labelsize=SMALL)
     axes.grid(False, axis="y")
     axes.axvline(0, color="black", linewidth=0.6)
+    set_ticks(axes.xaxis)
     axes.set_xlabel(plain(one.x_label))
     head(axes, one.title, handles)
     return figure

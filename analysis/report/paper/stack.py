@@ -43,12 +43,11 @@ def stack_figure(one: Stack) -> Figure:
     handles = {}
     panels = figure.subplots(num, 1, sharex=True, squeeze=False)[:, 0]
     for axes, chart in zip(panels, one.charts, strict=False):
-        drawn = draw_lines(axes, chart, places)
+        drawn = draw_lines(axes, chart, places, most_ticks=4)
         handles.update({name: drawn[name] for name in places if name in drawn})
         label = wrapped(chart.title, 22, 2) + (f"\n{plain(chart.unit, 22)}" if chart.unit else "")
         axes.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SMALL)
-        if axes.get_yscale() == "linear":
-            axes.locator_params(axis="y", nbins=3)
     head(panels[0], one.title, handles)
+    figure.align_ylabels(panels)
     panels[-1].set_xlabel(plain(one.charts[-1].x_label) if one.charts else "")
     return figure

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..colours import COLOURS
@@ -22,7 +21,7 @@ DPI = 200
 SMALL = 6.5
 """Points: ticks, legends and labels of marks; everything else has 8."""
 
-DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.4)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (2.4, 1.2)))
+DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """As many as have no divisor in common with the colours, so that 40 lines differ in one or the other."""
 
 _STYLE = {
@@ -36,9 +35,6 @@ _STYLE = {
     "axes.linewidth": 0.6,
     "axes.axisbelow": True,
     "axes.grid": True,
-    "axes.formatter.limits": (-3, 4),
-    "axes.formatter.use_mathtext": True,
-    "axes.formatter.useoffset": False,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.5,
     "xtick.labelsize": SMALL,
@@ -55,6 +51,7 @@ _STYLE = {
     "legend.borderpad": 0.1,
     "legend.borderaxespad": 0.2,
     "lines.solid_capstyle": "round",
+    "lines.scale_dashes": False,
     "hatch.linewidth": 0.5,
     "text.usetex": False,
     "figure.dpi": DPI,
@@ -72,11 +69,6 @@ def paper_style() -> AbstractContextManager[None]:
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; inches."""
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def new_axes(width: float, height: float) -> Axes:
-    """Axes that fill a figure of their own; inches."""
-    return new_figure(width, height).add_subplot()
 
 
 def colour(place: int) -> str:
