@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
@@ -29,7 +31,7 @@ def density_figure(one: Density) -> Figure:
         norm=LogNorm(1, max(float(one.counts.max(initial=0)), 10.0)),
     )  # fmt: skip
     axes.add_collection(cells, autolim=False)
-    curves = {}
+    curves: dict[str, Any] = {}
     for curve in one.curves:
         place = list(curves).index(curve.name) if curve.name in curves else len(curves)
         (curves[curve.name],) = axes.plot(curve.x, curve.y, color=MARK, linestyle=dash(place + 1), linewidth=1.1)
@@ -41,6 +43,8 @@ def density_figure(one: Density) -> Figure:
     bar = figure.colorbar(cells, ax=axes, aspect=28, pad=0.02)
     set_ticks(bar.ax.yaxis)
     bar.set_label(plain(one.unit, 30))
+    assert bar.solids is not None
+    bar.solids.set(rasterized=False, edgecolor="face", linewidth=0.2)
     bar.outline.set_linewidth(0.4)  # type: ignore[operator]  # matplotlib types it as what draws it
     head(axes, one.title, curves, always=True)
     return figure

@@ -46,7 +46,7 @@ def draw_lines(axes: Axes, one: Lines, places: Mapping[str, int] | None = None, 
             band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), linewidth=0.6, zorder=0.5
         )
         if _overlaps(band, low, high):
-            handles[band.text.split(" (")[0]] = patch  # whose they are is in the CSV
+            handles["published range"] = patch  # by whom it was, its CSV says
     axes.set_ylim(low, high)  # a band far off must not press the lines together
     set_ticks(axes.xaxis, integer=one.x_label == "step")
     set_ticks(axes.yaxis, most_ticks)
@@ -74,7 +74,9 @@ def _draw(axes: Axes, line: Line, place: int) -> Any:
     alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]  # a line does not show these
     dots = known if len(x) <= _FEW else alone
     if dots.any():
-        axes.plot(x[dots], y[dots], linestyle="none", marker="o", markersize=1.6 if line.is_side else 2.4, color=colour(place))
+        axes.plot(
+            x[dots], y[dots], linestyle="none", marker="o", markersize=1.6 if line.is_side else 2.4, color=colour(place)
+        )
     return drawn
 
 

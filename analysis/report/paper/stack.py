@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
-from ..chart import Chart, Lines
+from ..chart import LINEAR, Chart, Lines
 from .legend import head
 from .lines import draw_lines
 from .style import PAGE, SMALL, new_figure
@@ -27,7 +27,7 @@ class Stack(Chart):
 def stack_of(series: Sequence[Lines]) -> Stack:
     """The overview of a run."""
     return Stack(
-        key="run", title="The run by step", unit="", sql="", charts=tuple(series),
+        key="run", title="The run by step", unit="", sql="", charts=tuple(replace(chart, x_scale=LINEAR) for chart in series),
         note="Every series that moves, over one axis of steps. Dashed lines: where a series changed, with the interval of it.",
     )  # fmt: skip
 
@@ -47,6 +47,8 @@ def stack_figure(one: Stack) -> Figure:
         handles.update({name: drawn[name] for name in places if name in drawn})
         label = wrapped(chart.title, 22, 2) + (f"\n{plain(chart.unit, 22)}" if chart.unit else "")
         axes.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SMALL)
+    for axes in panels[:-1]:
+        axes.tick_params(axis="x", which="both", length=0)
     head(panels[0], one.title, handles)
     figure.align_ylabels(panels)
     panels[-1].set_xlabel(plain(one.charts[-1].x_label) if one.charts else "")

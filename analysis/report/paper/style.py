@@ -78,4 +78,4 @@ def colour(place: int) -> str:
 
 def dash(place: int, *, is_side: bool = False) -> Any:
     """Dashes of the line at a place; a line that stands beside others is never solid."""
-    return DASHES[1 + place % (len(DASHES) - 1)] if is_side else DASHES[place % len(DASHES)]
+    return DASHES[1 + (place + place // len(COLOURS)) % (len(DASHES) - 1)] if is_side else DASHES[place % len(DASHES)]
