@@ -60,8 +60,9 @@ def to_csv(rows: Rows) -> Iterator[str]:
     """Write a table as CSV, a line at a time: numbers with all their digits, an empty field for NULL."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        csv.writer(line, lineterminator="").writerow([_csv_cell(value) for value in row])
-        yield line.getvalue()
+        # A cell is quoted where it holds a character that ends lines, so the writer has to know both of them.
+        csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
+        yield line.getvalue().removesuffix("\r\n")
 
 
 def to_text(rows: Rows, width: int | None = None) -> str:

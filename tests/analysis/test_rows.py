@@ -1,4 +1,7 @@
-from tim_trace.analysis.rows import Rows, to_text
+import csv
+import io
+
+from tim_trace.analysis.rows import Rows, to_csv, to_text
 
 
 def test_a_table_lines_up_and_numbers_stand_right():
@@ -23,3 +26,9 @@ def test_a_table_wider_than_the_terminal_is_cut_into_blocks_that_repeat_the_firs
 
 def test_a_table_without_rows_shows_its_columns():
     assert to_text(Rows(("a", "b"), [])) == "a  b\n-  -"
+
+
+def test_text_of_several_lines_is_one_cell_of_csv():
+    cells = ["two\nlines", "a\rb", 'a "b", c', ""]
+    lines = "".join(f"{line}\n" for line in to_csv(Rows(("a", "b", "c", "d"), [tuple(cells)])))
+    assert list(csv.reader(io.StringIO(lines, newline=""))) == [["a", "b", "c", "d"], cells]

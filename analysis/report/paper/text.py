@@ -1,0 +1,38 @@
+"""Names of runs and metrics, which may hold anything, as text that matplotlib draws as it stands."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import cache
+
+from matplotlib.font_manager import findfont, get_font
+
+
+def plain(text: str, most: int = 60) -> str:
+    """One line of text without formulas, cut in its middle to `most` characters.
+
+    A character that the font lacks, or that cannot be seen, is written as its number; the CSV has it as it is.
+    """
+    shown = "".join(_shown(character) for character in " ".join(text.split()))
+    if len(shown) > most:
+        head = (most - 3 + 1) // 2
+        shown = f"{shown[:head]}...{shown[len(shown) - (most - 3 - head) :]}"
+    return shown.replace("$", r"\$")  # otherwise what stands between two of them is a formula
+
+
+def wrapped(text: str, width: int, most_lines: int = 3) -> str:
+    """Text broken into lines of `width` characters, the last one cut where there are too many."""
+    lines = textwrap.wrap(plain(text, width * most_lines), width) or [""]
+    return "\n".join(lines[:most_lines])
+
+
+def _shown(character: str) -> str:
+    number = ord(character)
+    if number in _glyphs() and character.isprintable():
+        return character
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
