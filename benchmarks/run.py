@@ -18,6 +18,7 @@ import objectives
 import packing
 import querying
 import replaying
+import reports
 import startup
 import weights
 import writing
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "likeness": likeness.compare,
     "judging": judging.compare,
     "objectives": objectives.compare,
+    "reports": reports.compare,
     "replaying": replaying.compare,
     "gradients": gradients.compare,
     "packing": packing.compare,

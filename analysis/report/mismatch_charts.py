@@ -108,6 +108,7 @@ def _ratios(spread: Spread, sign: str) -> Histogram:
         return {when: counts for (when, of_sign), counts in ratios.items() if of_sign == sign}
 
     assert spread.whole.ratios is not None
+    assert spread.edges.ratio is not None
     return Histogram(
         key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
         note=f"{_RATIO} The outermost bins hold everything beyond.", sql=spread.sql["ratios"],

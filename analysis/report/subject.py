@@ -24,7 +24,8 @@ from ..dynamics.gap import read_gap
 from ..dynamics.motion import Dynamics
 from ..dynamics.quantities import Series
 from ..dynamics.series import read_series
-from ..excerpts.excerpts import Excerpts, read_excerpts
+from ..excerpts.excerpt import Excerpts
+from ..excerpts.excerpts import read_excerpts
 from ..hyperparameters import read_hyperparameters
 from ..info import TraceInfo, info
 from ..objective.judged import Objective

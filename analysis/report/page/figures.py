@@ -14,7 +14,6 @@ import numpy as np
 from bokeh.models import (
     BoxAnnotation,
     ColumnDataSource,
-    CrosshairTool,
     CustomJS,
     FixedTicker,
     HoverTool,
@@ -27,11 +26,8 @@ from bokeh.models import (
 from bokeh.palettes import Cividis256
 from bokeh.plotting import figure
 
-from .. import chart
 from ..chart import Chart, Density, Histogram, Line, Lines, Shares
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
-"""Okabe and Ito's, the yellow darkened so that it is seen on white."""
+from ..colours import COLOURS
 
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
@@ -45,7 +41,7 @@ _LEFT = 76
 
 
 def stacked(charts: Iterable[Lines]) -> list[figure]:
-    """One figure a series, over one axis of steps: zoom, crosshair and the chosen step are shared."""
+    """One figure a series, over one axis of steps that they zoom together; the page draws the hovered and the chosen step."""
     charts = list(charts)
     if not charts:
         return []
@@ -53,8 +49,7 @@ def stacked(charts: Iterable[Lines]) -> list[figure]:
     low, high = float(min(low for low, _ in ends)), float(max(high for _, high in ends))
     room = max((high - low) * 0.015, 0.5)
     steps = Range1d(low - room, high + room, bounds=(low - 2 * room, high + 2 * room))
-    cross = Span(dimension="height", line_color="#888888", line_dash="dotted", line_width=1)
-    plots = [_of_series(one, steps, cross) for one in charts]
+    plots = [_of_series(one, steps) for one in charts]
     for plot in plots[:-1]:
         plot.xaxis.major_label_text_font_size = "0px"
         plot.xaxis.major_tick_line_color = None
@@ -74,19 +69,16 @@ def single(one: Chart) -> figure:
     return _lines(one)
 
 
-def _of_series(one: Lines, steps: Range1d, cross: Span) -> figure:
+def _of_series(one: Lines, steps: Range1d) -> figure:
     plot = figure(
         name=one.key, height=100, sizing_mode="stretch_width", x_range=steps, y_axis_type=one.y_scale, toolbar_location=None,
         tools="xpan,xwheel_zoom,xbox_zoom", active_drag="xbox_zoom", active_scroll=None, min_border_left=_LEFT,
         min_border_right=12, lod_threshold=None,
     )  # fmt: skip
-    plot.add_tools(CrosshairTool(overlay=cross), ResetTool())
+    plot.add_tools(ResetTool())
     _mark(plot, one)
     for place, line in enumerate(one.lines):
         _draw(plot, line, place, name=f"{one.key}/{place}")
-    plot.add_layout(
-        Span(name="chosen", dimension="height", line_color="#E69F00", line_width=2, visible=False)  # moved by the page
-    )
     plot.js_on_event("mousemove", CustomJS(code=_HOVER))
     plot.js_on_event("tap", CustomJS(code=_CLICK))
     plot.js_on_event("doubletap", CustomJS(code="timTrace.whole()"))
@@ -265,6 +257,3 @@ def _plain(plot: figure) -> figure:
         plot.legend.spacing = 14
         plot.legend.padding = 2
     return plot
-
-
-__all__ = ["COLOURS", "bar_tops", "chart", "shown_counts", "single", "stacked"]

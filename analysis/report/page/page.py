@@ -13,9 +13,10 @@ from markupsafe import Markup
 
 from .. import mismatch_charts
 from ..chart import Chart, Lines
+from ..colours import COLOURS
 from ..terms import SERIES
 from .explained import explained, term
-from .figures import COLOURS, single, stacked
+from .figures import single, stacked
 from .frames import frames_of
 from .packing import pack, pack_text
 from .sequences import sequences_of
@@ -33,20 +34,22 @@ def page(report: Report) -> str:
         "frames": frames_of(report.mismatch),
         "steps": [int(step) for step in first.steps],
     }
-    return _template().render(
-        report=report,
-        first=first,
-        element_of=element_of,
-        colours=COLOURS,
-        series=SERIES,
-        names=_names(report.run),
-        style=Markup(_own("report.css")),  # our own file
-        script=Markup(_own("report.js")),
-        packs={
-            "bokeh": pack_text(bokeh_script()),
-            "figures": pack(figures),
-            "sequences": pack(sequences_of(first)),
-        },
+    return str(
+        _template().render(
+            report=report,
+            first=first,
+            element_of=element_of,
+            colours=COLOURS,
+            series=SERIES,
+            names=_names(report.run),
+            style=Markup(_own("report.css")),  # our own file
+            script=Markup(_own("report.js")),
+            packs={
+                "bokeh": pack_text(bokeh_script()),
+                "figures": pack(figures),
+                "sequences": pack(sequences_of(first)),
+            },
+        )
     )
 
 

@@ -16,6 +16,7 @@ const timTrace = (() => {
     return made;
   };
   const later = () => new Promise((done) => setTimeout(done, 0));
+  const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
 
   // --- data ---------------------------------------------------------------------------------------------------------
   const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
@@ -46,8 +47,11 @@ const timTrace = (() => {
       await later();
     }
     lines();
-    recolour();
+    await recolour();
     state.rows = rowsByStep();
+    const first = state.views[$("#run figure.chart")?.dataset.key];
+    first?.model.x_range.properties.end.change.connect(place);
+    window.addEventListener("resize", () => setTimeout(place, 100));
     document.body.dataset.drawn = "yes";
     const wanted = /(?:^|[#&])step=(-?\d+)/.exec(location.hash);
     if (wanted) choose(Number(wanted[1]));
@@ -56,7 +60,8 @@ const timTrace = (() => {
   const plots = () => Object.entries(state.views).map(([key, view]) => [key, view.model]);
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
 
-  function recolour() {
+  async function recolour() {
+    await painted();
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink-soft").trim(), line = style.getPropertyValue("--line").trim();
     const paper = style.getPropertyValue("--paper").trim();
@@ -72,6 +77,7 @@ const timTrace = (() => {
         else if (kind === "Label") model.text_color = ink;
       }
       plot.border_fill_color = paper;
+      await later();
     }
   }
 
@@ -110,22 +116,37 @@ const timTrace = (() => {
 
   const nearest = (steps, x) => steps.reduce((best, step) => Math.abs(step - x) < Math.abs(best - x) ? step : best, steps[0]);
 
+  // The lines of the hovered and the chosen step stand over the figures, so that none of these is drawn anew.
+  function place() {
+    const view = state.views[$("#run figure.chart")?.dataset.key];
+    if (!view) return;
+    const range = view.model.x_range, left = view.el.getBoundingClientRect().left - $(".stack").getBoundingClientRect().left;
+    for (const [id, step] of [["hovered-line", state.hovered], ["chosen-line", state.step]]) {
+      const inside = step !== null && step !== undefined && step >= range.start && step <= range.end;
+      const line = $("#" + id);
+      line.style.display = inside ? "block" : "none";
+      if (inside) line.style.left = `${left + view.frame.x_scale.compute(step)}px`;
+    }
+  }
+
   let waiting = null;
   function hover(x) {
     if (waiting === null) requestAnimationFrame(() => {
       const step = nearest(state.axis, waiting);
       waiting = null;
-      if (step !== state.hovered) readout(state.hovered = step);
+      if (step === state.hovered) return;
+      readout(state.hovered = step);
+      place();
     });
     waiting = x;
   }
 
   function click(x) { choose(nearest(state.axis, x)); }
 
-  function choose(step) {
+  async function choose(step) {
     if (!state.axis?.length) return;
     state.step = step === null ? null : nearest(state.axis, step);
-    const slider = $("#step");
+    const turn = state.turn = (state.turn ?? 0) + 1, slider = $("#step");
     if (step !== null) {
       slider.value = state.axis.indexOf(state.step);
       readout(state.step);
@@ -134,11 +155,17 @@ const timTrace = (() => {
     $("#whole").hidden = step === null;
     slider.setAttribute("aria-valuetext", step === null ? "whole run" : `step ${state.step}`);
     document.body.dataset.step = step === null ? "" : state.step;
+    place();
+    // What was asked for is seen at once; the figures below follow one by one, unless another step is asked for.
+    await painted();
     history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
-    requestAnimationFrame(() => {
-      for (const [, plot] of plots()) mark(plot);
-      setTimeout(() => { Object.entries(state.frames).forEach(([key, frame]) => show(key, frame)); rows(); }, 0);
-    });
+    rows();
+    for (const [key, view] of Object.entries(state.views)) {
+      if (turn !== state.turn) return;
+      mark(view.model);
+      if (state.frames[key]) show(key, state.frames[key]);
+      await later();
+    }
   }
 
   function mark(plot) {
@@ -213,11 +240,12 @@ const timTrace = (() => {
   };
 
   async function open(row) {
+    $$("#sequences tr[aria-selected=true]").forEach((each) => each.setAttribute("aria-selected", "false"));
+    row.setAttribute("aria-selected", "true");
+    await painted();
     state.sequences ??= JSON.parse(await unpacked("pack-sequences"));
     const one = prepared(state.sequences.sequences[Number(row.dataset.place)]);
     state.open = one;
-    $$("#sequences tr[aria-selected=true]").forEach((each) => each.setAttribute("aria-selected", "false"));
-    row.setAttribute("aria-selected", "true");
     const box = $("#tokens-view");
     box.hidden = false;
     $("h3", box).textContent = `Step ${one.step}, sequence ${one.seq_id}`;
@@ -327,7 +355,7 @@ const timTrace = (() => {
   function theme() {
     const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
-    setTimeout(recolour, 0);
+    recolour();
   }
 
   function listen() {
@@ -340,7 +368,7 @@ const timTrace = (() => {
       else if (on(".token[data-i]")) tell(Number(on(".token").dataset.i), false);
     });
     $("#theme").addEventListener("click", theme);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(recolour, 0));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => recolour());
     $("#whole")?.addEventListener("click", () => choose(null));
     $("#step")?.addEventListener("input", (event) => choose(state.axis[Number(event.target.value)]));
     $$("[data-line]").forEach((box) => box.addEventListener("change", () => setTimeout(lines, 0)));
