@@ -20,9 +20,13 @@ def laboratory():
     import laboratory as trainer
     import models
     import switches
+    import torch
 
     models._RIGHT_ENOUGH = 0.2
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small for more
     yield {"causes": causes, "trainer": trainer, "switches": switches}
+    torch.set_num_threads(before)
     sys.path.remove(str(LABORATORY))
 
 
@@ -110,3 +114,65 @@ def test_every_run_of_a_split_has_its_twin(laboratory):
     names = {member.plan.name for member in members}
     assert all(member.twin in names for member in members)
     assert len(names) == len(members) == 6 * (1 + len(laboratory["causes"].CAUSES))
+
+
+def test_the_cosine_ends_near_a_tenth_and_length_decay_acts_on_a_surge_alone(laboratory):
+    from schedules import Schedule
+
+    cosine, decay = Schedule("cosine"), Schedule("length_decay")
+    assert (cosine.factor(0.0), cosine.factor(0.5), cosine.factor(1.0)) == pytest.approx((1.0, 0.55, 0.1))
+    factors = []
+    for length in [8.0] * 30 + [20.0] * 200:
+        factors.append(decay.factor(0.0))
+        decay.observe(length)
+    assert set(factors[:33]) == {1.0}
+    assert sorted(set(factors), reverse=True) == [1.0, 0.5, 0.25, 0.125]  # surge at 33: every 59 steps, of 230
+
+
+def test_an_engine_in_fp16_rounds_less_than_one_in_bf16(laboratory):
+    import torch
+    from engine import Engine
+    from models import build
+
+    torch.manual_seed(0)
+    model = build("llama")
+    rows = {}
+    for dtype in (None, "fp16", "bf16"):
+        engine = Engine(model, laboratory["switches"].Switches(engine_dtype=dtype), 0)
+        rows[dtype] = engine.generate(torch.arange(4, 12).view(2, 4), 3, torch.zeros(3, 2, 16), is_wrong=True).logprobs
+    fp16, bf16 = (float((rows[dtype] - rows[None]).abs().mean()) for dtype in ("fp16", "bf16"))
+    assert 0 < 2 * fp16 < bf16
+
+
+def test_a_remedy_that_would_be_the_sound_twin_is_none(laboratory):
+    from remedy import REMEDIES
+
+    of_cache = {"cache": "int2", "engine_dtype": "bf16", "weight_bits": None}
+    names = {remedy.name for remedy in REMEDIES if remedy.kind == "precision" and remedy.applies(of_cache)}
+    assert names == {
+        "KV cache: int4 for int2", "KV cache: fp8 for int2", "engine: fp16 for bf16", "engine: float32 for bf16",
+    }  # fmt: skip
+
+
+def test_more_bits_are_foretold_to_take_more_of_the_gap_away(laboratory, made, monkeypatch, tmp_path):
+    import foretold
+    from remedy import REMEDIES
+
+    monkeypatch.setattr(foretold, "WEIGHTS_EVERY", 2)
+    coarse = laboratory["switches"].Switches(weight_bits=3)
+    plan = laboratory["trainer"].Plan(task="sum", algorithm="grpo", rate=2e-4, steps=2, switches=coarse)
+    laboratory["trainer"].perform(plan, tmp_path, made["sound"].parent / "models", weights_every=2)
+    said = json.loads((tmp_path / "plan.json").read_text())
+    found = {}
+    for remedy in REMEDIES:
+        if remedy.name.startswith("weights"):
+            found[remedy.name[9]] = foretold.foretold(str(tmp_path / "trace"), str(tmp_path / "trace"), remedy, said)
+    assert 0 < found["4"].by_replay < found["8"].by_replay < 1
+    assert found["4"].by_objective < found["8"].by_objective < 1
+
+
+def test_equal_values_share_a_rank(laboratory, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # importing it sets this
+    from remedies import _ranks
+
+    assert _ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]

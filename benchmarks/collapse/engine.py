@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 State = dict[str, Tensor]
+_DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Engine:
     def generate(self, prompt_BP: Tensor, max_tokens: int, noise_TBV: Tensor, *, is_wrong: bool) -> Rollout:
         """Sample responses; token t of row b is the argmax of logits + noise[t, b], so that twins share their chance."""
         switches = self.switches if is_wrong else self.switches.before
-        model = self.model.to(torch.bfloat16) if switches.engine_dtype == "bf16" else self.model.float()
+        model = self.model.to(_DTYPES[switches.engine_dtype])
         steps = _exact_logits(model, prompt_BP, max_tokens) if switches.exact else _cached_logits(model, switches.cache)
         ids, logprobs = [], []
         token_B, running_B, alive = prompt_BP, torch.ones(len(prompt_BP), dtype=torch.bool), []

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from engine import Rollout
+from schedules import Schedule
 from switches import Switches
 from tim_trace.schemas.loss import Loss
 from torch import Tensor
@@ -57,15 +58,16 @@ class Learner:
         self.algorithm = algorithm
         self.switches = switches
         self.rate = rate * switches.rate_factor
+        self.schedule = Schedule(switches.schedule)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=self.rate, betas=switches.betas, eps=switches.epsilon, weight_decay=0.0
         )
         self.version = 0
 
     def set_rate(self, progress: float) -> float:
-        """The learning rate at a share of the run, the spike with it."""
+        """The learning rate at a share of the run, the spike and the schedule with it."""
         spiked = self.switches.rate_spike != 1.0 and 0.5 <= progress < 0.6
-        rate = self.rate * (self.switches.rate_spike if spiked else 1.0)
+        rate = self.rate * (self.switches.rate_spike if spiked else 1.0) * self.schedule.factor(progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -85,6 +87,7 @@ class Learner:
     ) -> list[Update]:
         """The optimizer updates of one step; `before` is called before each."""
         weight_BT = self.correction(train_BT, rollout)
+        self.schedule.observe(float(rollout.mask.sum(1).float().mean()))
         updates = []
         for rows in torch.arange(len(prompt_BP)).view(self.algorithm.num_minibatches, -1):
             if before is not None:

@@ -15,7 +15,7 @@ class Switches:
     cache: str | None = None
     """What the engine's KV cache is rounded to: `bf16`, `fp8` (e4m3), or `int4`, `int2` (a scale each token and head)."""
     engine_dtype: str | None = None
-    """`bf16`: the whole engine computes in bfloat16."""
+    """What the whole engine computes in: `bf16` or `fp16`; None: float32, as the trainer."""
     top_p: float = 1.0
     """The engine samples from the nucleus and returns renormalised logprobs; the trainer knows nothing of it."""
     temperature: float = 1.0
@@ -30,6 +30,8 @@ class Switches:
     """Factor of the learning rate during a tenth of the run, from its middle on."""
     rate_factor: float = 1.0
     """Factor of the learning rate all along."""
+    schedule: str = "constant"
+    """Of the learning rate: constant, cosine (to a tenth at the end of the run), or length_decay (arXiv 2602.01826)."""
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     """Adam's."""

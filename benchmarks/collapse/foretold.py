@@ -1,0 +1,115 @@
+"""What the trace of a broken run alone foretells of a remedy: 0 nothing of the fault goes, 1 all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from learner import ALGORITHMS
+from remedy import Remedy
+from tim_trace.analysis.database import connect
+from tim_trace.analysis.objective.objective import objective
+from tim_trace.replay.engine import replay
+from tim_trace.replay.gradients.engine import gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """None where there is no such prediction: of schedules there is none at all."""
+
+    by_objective: float | None = None
+    """Share of the objective's distortion, sum |b| / sum |f*|, that goes."""
+    by_gradient: float | None = None
+    """Share of the gradient's 1 - cosine to the exactly weighted one that goes, at steps that kept their weights."""
+    by_corrections: float | None = None
+    """Share of the tokens that the correction keeps."""
+    by_replay: float | None = None
+    """Share of mean |d| that goes, at steps that kept their weights, replayed under the remedy's precision."""
+
+
+def foretold(trace: str, weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
+    """What the recording of a run, and the one of the same run that kept weights at some steps, say of a remedy."""
+    if remedy.kind == "correction":
+        return Foretold(
+            by_objective=_by_objective(trace, remedy.changes),
+            by_gradient=_by_gradient(weighed, remedy.changes),
+            by_corrections=_by_corrections(trace, remedy.changes),
+        )
+    if remedy.arm is not None:
+        return _by_precision(weighed, remedy, plan)
+    return Foretold()
+
+
+def _by_objective(trace: str, changes: Mapping) -> float:
+    """1 less the distortion with the correction over that without."""
+    without = objective(trace, correction="none")
+    corrected = objective(trace, correction=changes["correction"], correction_high=changes["correction_cap"])
+    distortion = [float(found.figures["relative_abs_bias"].value) for found in (without, corrected)]
+    return 1.0 - distortion[1] / distortion[0]
+
+
+_EXACT = "correction=token_truncate,correction_high=1e30"
+"""Token weights exp(d) as they are: the gradient that the samples call for, token by token."""
+
+
+def _by_gradient(weighed: str, changes: Mapping) -> float:
+    """1 less the correction's mean 1 - cosine to the exactly weighted gradient over that without a correction."""
+    arms = ["correction=none,name=none", f"correction={changes['correction']}:{changes['correction_cap']},name=remedy"]
+    found = gradient(weighed, steps="all", against=arms, micro_batches=0, loss=_EXACT)
+    apart = {
+        arm: np.mean([1 - (step.whole.cosine or 0.0) for step in found.steps if step.arm == arm])
+        for arm in ("none", "remedy")
+    }
+    return float(1.0 - apart["remedy"] / apart["none"])
+
+
+def _by_corrections(trace: str, changes: Mapping) -> float:
+    """The share of tokens whose weight is not 0."""
+    kind, cap = changes["correction"], changes["correction_cap"]
+    if kind == "token_truncate":
+        return 1.0
+    d = "d" if kind == "token_mask" else "sum(d) OVER (PARTITION BY step, seq_id)"
+    query = f"SELECT avg((exp(least(x, 50)) <= {cap})::INTEGER) FROM (SELECT {d} AS x FROM pair('train', 'rollout') WHERE mask)"
+    return float(connect(trace).execute(query).fetchone()[0])
+
+
+_GAPS = """
+SELECT sum(abs(bias)) / sum(abs(term_true)), avg(abs(d))
+FROM objective_tokens('train', $scored, $now, kind := $kind) WHERE step % $every = 0
+"""
+
+
+def _by_precision(weighed: str, remedy: Remedy, plan: Mapping) -> Foretold:
+    """What goes is the gap of what the remedy takes away less the one that it leaves, over the one that was recorded."""
+    recorded = _gaps(weighed, plan, "rollout")
+    taken = recorded if remedy.instead_of is None else _replayed(weighed, plan, remedy.instead_of)
+    left = _replayed(weighed, plan, remedy.arm) if remedy.arm else np.zeros(2)
+    by_objective, by_replay = (taken - left) / recorded
+    return Foretold(by_objective=float(by_objective), by_replay=float(by_replay))
+
+
+def _replayed(weighed: str, plan: Mapping, arm: str) -> np.ndarray:
+    """The gaps of an engine of this precision; it decodes, and in the recorded engine's dtype unless the arm has its own."""
+    dtype = plan["switches"]["engine_dtype"]
+    own = f",dtype={dtype}" if dtype and "dtype=" not in arm.replace("kv-dtype=", "") else ""
+    name = arm.replace("=", "-")
+    steps = f"{WEIGHTS_EVERY}:{plan['steps']}:{WEIGHTS_EVERY}"
+    replay(weighed, steps=steps, arm=[f"{arm}{own},mode=decode,batch-size=64,name={name}"], force=True)
+    return _gaps(weighed, plan, f"replay/{name}")
+
+
+WEIGHTS_EVERY = 50
+"""Steps from one that keeps its weights to the next."""
+
+
+def _gaps(weighed: str, plan: Mapping, scored: str) -> np.ndarray:
+    """[2] the objective's distortion, and mean |d| in nats, against the trainer, at the steps that kept their weights."""
+    algorithm = ALGORITHMS[plan["algorithm"]]
+    values = {
+        "scored": scored,
+        "now": "current" if algorithm.num_minibatches > 1 else "train",
+        "kind": algorithm.loss.kind,
+        "every": WEIGHTS_EVERY,
+    }
+    return np.array(connect(weighed).execute(_GAPS, values).fetchone(), dtype=float)
