@@ -21,6 +21,14 @@ else
 INSTALL_ENGINE = $(PIP) "vllm==0.32.*"
 endif
 
+# The tests of the report's page open it in Chromium. Without one they are skipped, and say so.
+HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+ifeq ($(HAS_BROWSER),)
+INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
+	then apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core > /dev/null; \
+	else echo "no Chromium here: tests of the page will be skipped; install it, or name one in CHROMIUM"; fi
+endif
+
 .PHONY: demo test lint bench docs clean
 
 demo: $(VENV)/demo-installed
@@ -29,6 +37,7 @@ demo: $(VENV)/demo-installed
 	"$(BIN)/tim-trace" stats runs/demo
 	"$(BIN)/tim-trace" sql runs/demo "SELECT step, mean_reward, grad_norm, k3, p99_abs_d, max_abs_d FROM steps \
 		JOIN pair_steps('train', 'rollout') USING (run, step) WHERE step % 20 = 0 ORDER BY step"
+	"$(BIN)/tim-trace" report runs/demo -o runs/demo.html --force
 
 test: lint
 	"$(BIN)/python" -m pytest
@@ -62,4 +71,5 @@ $(VENV)/test-installed: $(VENV)/demo-installed
 	$(PIP) --editable ".[demo,test]"
 # verl's own functions are what its numbers are compared with; what it depends on is not needed for that.
 	$(PIP) --no-deps verl==0.9.0
+	$(INSTALL_BROWSER)
 	touch "$@"

@@ -24,7 +24,7 @@ SECTIONS = {
     "look": ("info", "sql", "query", "stats"),
     "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
     "replay": ("replay", "triangulate", "gradient", "weights"),
-    "share": ("gate",),
+    "share": ("report", "gate"),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -670,6 +670,32 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
     click.echo(to_json(asdict(found) | {"cause": found.cause}) if as_json else attribution_text(found))
 
 
+@_example("tim-trace report runs/demo -o demo.html")
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("-o", "--output", metavar="FILE.html", help="File to write: one page that opens from disk.")
+@click.option("--png", metavar="DIR", help="Folder for a picture and a CSV file of each figure.")
+@click.option("--pdf", metavar="FILE", help="File for a page a figure, with a folder of CSV files beside it.")
+@click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str | None, **options: Any) -> None:
+    """Put everything that is known of a run into one file of HTML, or into figures for papers.
+
+    The first RUN is reported; series of the others lie over its own. The page needs no network: verdict, series, mismatch,
+    tokens and provenance are inside, with the query behind each figure.
+    """
+    from .analysis.report.report import report as put_together
+
+    if output is None and png is None and pdf is None:
+        raise click.UsageError("name what to write: -o FILE.html, --png DIR or --pdf FILE")
+    made = put_together(list(traces), output=output, png=png, pdf=pdf, progress=_progress, **options)
+    click.echo(made.verdicts[0].sentence)
+    for path in (output, png, pdf):
+        if path is not None:
+            _tell(f"wrote {path}{_size(path)}")
+
+
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
 @main.command()
 @click.argument("trace", metavar="RUN")
@@ -696,6 +722,10 @@ def gate(trace: str, fail_on: Sequence[str], pair: str, confidence: float, as_js
     _print(table_of(found.verdicts), as_json, False)
     if found.fails:
         raise click.exceptions.Exit(1)
+
+
+def _size(path: str) -> str:
+    return f" ({os.path.getsize(path) / 1e6:.1f} MB), which a browser opens from disk" if path.endswith(".html") else ""
 
 
 def _check_format(as_json: bool, as_csv: bool) -> None:

@@ -46,9 +46,9 @@ def why_nothing(database: Database, pair: Pair) -> str:
 def _note(database: Database, passes: list[str]) -> str:
     """What the contract says of a pass that has no scores."""
     for name in passes:
-        row = database.connection.execute(
+        rows = database.connection.execute(
             "SELECT json_extract_string(contract_json, '$.logprobs_note') FROM passes WHERE \"pass\" = ?", [name]
-        ).fetchone()
-        if row and row[0]:
-            return f" ({row[0]})"
+        ).fetchall()
+        if rows and rows[0][0]:
+            return f" ({rows[0][0]})"
     return ""

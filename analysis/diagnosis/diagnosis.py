@@ -54,6 +54,9 @@ class Settled:
     """Between the replay and pass b, nats."""
     removed: float
     """Share of mean d squared that the replay removes; negative where it adds to it."""
+    low: float | None
+    """Ends of its 95 % interval over sequences; None where fewer than two were replayed."""
+    high: float | None
     sentence: str
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..check.text import checked_json, checked_text, wrapped
 from ..rows import Rows, to_text
-from .diagnosis import Diagnosis
+from .diagnosis import Diagnosis, Settled
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
@@ -63,9 +63,18 @@ def _alarms(found: Diagnosis) -> Rows:
 
 def _replays(found: Diagnosis) -> Rows:
     return Rows(
-        ("replay", "tokens", "gap_rms", "left_rms", "removed", "what it says"),
-        [(r.arm, r.num_tokens, r.gap_rms, r.left_rms, f"{r.removed:.1%}", r.sentence) for r in found.replays],
+        ("replay", "tokens", "gap_rms", "left_rms", "removed", "95 %", "what it says"),
+        [
+            (r.arm, r.num_tokens, r.gap_rms, r.left_rms, f"{r.removed:.1%}", _interval(r), r.sentence)
+            for r in found.replays
+        ],
     )
+
+
+def _interval(replay: Settled) -> str | None:
+    if replay.low is None or replay.high is None:
+        return None
+    return f"{replay.low:.1%} to {replay.high:.1%}"
 
 
 def _range(low: float, high: float) -> str:

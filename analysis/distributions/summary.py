@@ -30,8 +30,8 @@ def distributions(traces: Traces, *, pair: str = "train:rollout", by: str = "run
 def has_captured(database: Database, pair: Pair) -> bool:
     """Whether some sequence has distributions of both passes; none is read for the answer."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
-    row = database.connection.execute(query).fetchone()
-    return bool(row and row[0])
+    rows = database.connection.execute(query).fetchall()
+    return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:

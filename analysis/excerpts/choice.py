@@ -108,7 +108,7 @@ def told(choice: Choice, gaps: Gaps, looked: LookedAt, wanted: Wanted, pair: Pai
     """The choice in sentences; `lacking` are passes of the pair without logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: the trace holds no sequences with response tokens, so none is shown."
-    sentences = [_looked(looked, gaps), *_sorts(choice, looked, wanted, pair, lacking)]
+    sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
@@ -132,18 +132,23 @@ def _looked(looked: LookedAt, gaps: Gaps) -> str:
     )
 
 
-def _sorts(choice: Choice, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]) -> Iterable[str]:
+def _sorts(
+    choice: Choice, gaps: Gaps, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
+) -> Iterable[str]:
     """A sentence for each sort that is shown."""
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
     over = "all steps" if looked.is_all else "these steps"
+    worst_of = "all steps" if looked.has_all_worst else over
     evenly = over if looked.is_all else "the evenly spread ones of these steps"
     if lacking:
         which = " and ".join(repr(name) for name in lacking)
-        yield f"There are no logprobs of pass {which}, so no d: sequences were chosen at random alone."
+        yield f"There are no logprobs of the pass {which}, so no d: sequences were chosen at random alone."
+    elif not (gaps.num_compared > 0).any():
+        yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}: sequences were chosen at random alone."
     else:
         yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that the loss counts and that both passes have."
     if counts[WORST]:
-        yield f"{counts[WORST]:,} worst: the largest |d| of one token in {over}, equal ones by their sum of |d|."
+        yield f"{counts[WORST]:,} worst: the largest |d| of one token in {worst_of}, equal ones by their sum of |d|."
     if counts[TYPICAL]:
         yield f"{counts[TYPICAL]:,} typical: mean |d| nearest to the median over sequences of {evenly}."
     if counts[RANDOM]:

@@ -84,4 +84,4 @@ class Excerpts:
     bias_from: str
     """A sentence: of which loss the bias is, or why there is none."""
     passes: tuple[str, ...]
-    """The passes whose logprobs are given, those of the pair first; only passes that have any."""
+    """The passes whose logprobs are given, those of the pair first; only passes that scored anything."""

@@ -48,7 +48,7 @@ def read_excerpts(
     )  # fmt: skip
     _check(wanted)
     source = _source(database, run)
-    scored = [name for name in dict.fromkeys([*pair, CURRENT, REFERENCE]) if _is_scored(database, source.run, name)]
+    scored = _scored(database, source.run, [*pair, CURRENT, REFERENCE])
     lacking = tuple(name for name in pair if name not in scored)
     looked = look_at(database, pair, source.run, notable, worst)
     gaps = read_gaps(database, pair, source.run, looked.steps, compares=not lacking)
@@ -82,10 +82,8 @@ def _source(database: Database, run: str | None) -> Source:
     return sources[run]
 
 
-def _is_scored(database: Database, run: str, name: str) -> bool:
-    """Whether a pass has logprobs; it reads no more than it takes to find one row."""
-    query = f"""
-        SELECT step FROM scores
-        WHERE run = {quoted(run)} AND "pass" = {quoted(name)} AND iteration = 0 AND logprobs IS NOT NULL LIMIT 1
-    """
-    return bool(database.connection.execute(query).fetchall())
+def _scored(database: Database, run: str, names: Sequence[str]) -> list[str]:
+    """Those passes that scored anything; it reads no list."""
+    query = f'SELECT DISTINCT "pass" FROM scores WHERE run = {quoted(run)} AND iteration = 0'
+    found = {name for (name,) in database.connection.execute(query).fetchall()}
+    return [name for name in dict.fromkeys(names) if name in found]

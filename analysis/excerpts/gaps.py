@@ -5,15 +5,19 @@ Shapes: N sequences, ordered by step and name; T tokens of several sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..database import Database, quoted
 from ..source import Pair
 from ..token_lists import BATCH_ROWS, counted_tokens
+
+_KEPT_TOKENS = 8 << 20
+"""Tokens whose logprobs are kept, so that those of chosen sequences are not read again: 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,17 @@ class Gaps:
     sum_abs_d: np.ndarray
     """[N] nats; 0 where none compares, and the next alike."""
     max_abs_d: np.ndarray
+    lists: tuple[pa.ChunkedArray, pa.ChunkedArray] | None
+    """Logprobs of both passes, empty where there are none; None where they were not read, or are too many to keep."""
+    places: np.ndarray
+    """[N] where a sequence is in `lists`."""
+
+    def logprobs(self, row: int) -> tuple[pa.Array, pa.Array] | None:
+        """Both passes' logprobs of a sequence, where they are kept."""
+        if self.lists is None:
+            return None
+        a, b = (column[int(self.places[row])].values for column in self.lists)
+        return a, b
 
     @property
     def mean_abs_d(self) -> np.ndarray:
@@ -51,8 +66,7 @@ def read_gaps(database: Database, pair: Pair, run: str, steps: Sequence[int], *,
     names = {"within": within, "a": quoted(pair[0]), "b": quoted(pair[1])}
     if pair in database.covered:
         return _gaps(database.connection.sql(_KEPT.format(**names)).to_arrow_table())
-    batches = database.connection.sql(_LISTS.format(**names)).to_arrow_reader(BATCH_ROWS)
-    return _gaps(pa.concat_tables([_of_tokens(batch) for batch in batches]))
+    return _gaps(_of_lists(database.connection.sql(_LISTS.format(**names)).to_arrow_reader(BATCH_ROWS)))
 
 
 _SCHEMA = {
@@ -88,28 +102,44 @@ _LISTS = f"""
 """
 
 
+def _of_lists(batches: Iterable[pa.RecordBatch]) -> pa.Table:
+    """The sums of all sequences, with their lists as long as these are few."""
+    parts: list[pa.Table] = []
+    num_held = 0
+    for batch in batches:
+        parts.append(_of_tokens(batch))
+        num_held += len(batch.column("a").values) + len(batch.column("b").values)
+        if num_held > 2 * _KEPT_TOKENS:
+            parts = [pa.concat_tables([part.select(list(_SCHEMA)) for part in parts])]
+    return pa.concat_tables(parts)
+
+
 def _of_tokens(rows: pa.RecordBatch) -> pa.Table:
-    """The sums of each sequence of a batch."""
-    a_T, b_T, counted_N = counted_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
-    there_T = np.isfinite(a_T) & np.isfinite(b_T)
-    row_T = np.repeat(np.arange(len(counted_N)), counted_N)[there_T]
-    size_T = np.abs(a_T[there_T].astype(np.float64) - b_T[there_T].astype(np.float64))
-    num_N = np.bincount(row_T, minlength=len(counted_N))
+    """The sums of each sequence of a batch, and the lists that they are of."""
+    a_T, b_T, num_N = counted_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
+    with np.errstate(invalid="ignore"):
+        size_T = np.abs(np.subtract(a_T, b_T, dtype=np.float64))
+    if not (there_T := np.isfinite(size_T)).all():
+        row_T = np.repeat(np.arange(len(num_N)), num_N)
+        size_T, num_N = size_T[there_T], np.bincount(row_T[there_T], minlength=len(num_N))
     full = num_N > 0
     starts = (np.cumsum(num_N) - num_N)[full]
     sums = {name: np.zeros(len(num_N)) for name in ("sum_abs_d", "max_abs_d")}
     if full.any():
         sums["sum_abs_d"][full] = np.add.reduceat(size_T, starts)
         sums["max_abs_d"][full] = np.maximum.reduceat(size_T, starts)
-    own = {name: rows.column(name) for name in ("step", "seq_id", "length", "prompt_length")}
+    own = {name: rows.column(name) for name in ("step", "seq_id", "length", "prompt_length", "a", "b")}
     return pa.table({**own, "num_compared": num_N, **sums})
 
 
 def _gaps(table: pa.Table) -> Gaps:
+    lists = {name: table[name] for name in ("a", "b") if name in table.column_names}
     # Threads hand rows out in any order.
-    table = table.sort_by([("step", "ascending"), ("seq_id", "ascending")])
+    order = pc.sort_indices(table, [("step", "ascending"), ("seq_id", "ascending")])
+    keys = table.select(list(_SCHEMA)).take(order)
     return Gaps(
-        steps=table["step"].to_numpy(), seq_ids=table["seq_id"].to_pylist(), lengths=table["length"].to_numpy(),
-        prompt_lengths=table["prompt_length"].to_numpy(), num_compared=table["num_compared"].to_numpy(),
-        sum_abs_d=table["sum_abs_d"].to_numpy(), max_abs_d=table["max_abs_d"].to_numpy(),
+        steps=keys["step"].to_numpy(), seq_ids=keys["seq_id"].to_pylist(), lengths=keys["length"].to_numpy(),
+        prompt_lengths=keys["prompt_length"].to_numpy(), num_compared=keys["num_compared"].to_numpy(),
+        sum_abs_d=keys["sum_abs_d"].to_numpy(), max_abs_d=keys["max_abs_d"].to_numpy(),
+        lists=(lists["a"], lists["b"]) if lists else None, places=order.to_numpy(),
     )  # fmt: skip

@@ -33,21 +33,28 @@ def read_chosen(
         return
     read = list(dict.fromkeys([*passes, *bias.passes]))
     found: dict[int, Excerpt] = {}
-    for row in _rows(database, run, [*place], read):
+    held = () if gaps.lists is None else pair
+    for row in _rows(database, run, [*place], read, held):
         number = place[row["step"], row["seq_id"]]
+        row |= {
+            f"logprobs_{read.index(name)}": values
+            for name, values in zip(held, gaps.logprobs(number) or (), strict=True)
+        }
         tokens = _Response(row, read)
         found.setdefault(number, tokens.excerpt(choice.why[number], pair, passes, bias, text, max_sequence_tokens))
     yield from (found[number] for number in choice.why)
 
 
-def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One row a sequence: its columns as values, and its lists as Arrow arrays or None."""
+def _rows(
+    database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """One row a sequence: its columns as values, and its lists as Arrow arrays or None; logprobs of all passes but `held`."""
     connection = database.connection
     steps, seq_ids = zip(*keys, strict=True)
     connection.execute("RESET threads")
     connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
     try:
-        for batch in connection.sql(_query(run, {*steps}, passes)).to_arrow_reader(_BATCH_ROWS):
+        for batch in connection.sql(_query(run, keys, passes, held)).to_arrow_reader(_BATCH_ROWS):
             for number in range(batch.num_rows):
                 yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
     finally:
@@ -60,12 +67,19 @@ _OWN = (
 )  # fmt: skip
 
 
-def _query(run: str, steps: set[int], passes: Sequence[str]) -> str:
-    within = f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in sorted(steps))})"
+def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]) -> str:
+    steps, seq_ids = {step for step, _ in keys}, {seq_id for _, seq_id in keys}
+    # Literals reach the files: what lies between the chosen rows is not unpacked.
+    within = (
+        f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in sorted(steps))}) "
+        f"AND seq_id IN ({', '.join(quoted(seq_id) for seq_id in sorted(seq_ids))})"
+    )
     columns = [f"s.{name}" for name in _OWN]
     joins = []
     for number, name in enumerate(passes):
-        columns += [f"p{number}.logprobs AS logprobs_{number}", f"p{number}.entropy AS entropy_{number}"]
+        columns.append(f"p{number}.entropy AS entropy_{number}")
+        if name not in held:
+            columns.append(f"p{number}.logprobs AS logprobs_{number}")
         joins.append(
             f"LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores SEMI JOIN excerpt_keys USING (step, seq_id) "
             f'WHERE {within} AND "pass" = {quoted(name)} AND iteration = 0) AS p{number} '

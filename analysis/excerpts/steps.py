@@ -13,7 +13,7 @@ from ..source import Pair
 LOOKED_TOKENS = 4_000_000
 """Response tokens that are looked at in any case."""
 
-KEPT_SHARE = 0.25
+KEPT_SHARE = 0.2
 """Share of the run's tokens that is looked at where the trace keeps the pair's sums, so that no token is read to choose."""
 
 
@@ -35,8 +35,8 @@ class LookedAt:
     """Of the run, and the next two alike."""
     num_sequences: int
     num_run_tokens: int
-    by_sums: bool
-    """Whether the trace keeps the pair's sums."""
+    has_all_worst: bool
+    """Whether no step that is left out has one of the worst sequences."""
 
     @property
     def is_all(self) -> bool:
@@ -62,7 +62,7 @@ def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], wo
     asked = [step for step in dict.fromkeys(notable) if step in tokens]
     found = _worst(database, pair, run, worst) if by_sums and total > most else []
     chosen = {*tokens}
-    spread = chosen
+    spread, named = chosen, set[int]()
     if total > most:
         named = _within(tokens, [*asked, *found], most * 3 // 4)
         left = most - sum(tokens[step] for step in named)
@@ -71,9 +71,10 @@ def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], wo
         chosen = named | spread
     return LookedAt(
         run=run, steps=tuple(sorted(chosen)), spread=frozenset(spread),
-        notable=tuple(step for step in asked if step in chosen), worst=frozenset({*found} & chosen),
+        notable=tuple(step for step in asked if step in chosen), worst=frozenset(named - {*asked}),
         num_tokens=sum(tokens[step] for step in chosen), num_steps=len(tokens),
-        num_sequences=sum(num for _, num, _ in rows), num_run_tokens=total, by_sums=by_sums,
+        num_sequences=sum(num for _, num, _ in rows), num_run_tokens=total,
+        has_all_worst=total <= most or (by_sums and {*found} <= chosen),
     )  # fmt: skip
 
 

@@ -30,8 +30,9 @@ class TokenText:
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """[T] the text of each token; a token that the tokenizer does not have is its id in angle brackets."""
         known = self._known
-        for token_id in {*token_ids} - known.keys():
-            known[token_id] = self._text(token_id)
+        for token_id in token_ids:
+            if token_id not in known:
+                known[token_id] = self._text(token_id)
         return [known[token_id] for token_id in token_ids]
 
     def _text(self, token_id: int) -> str:

@@ -60,7 +60,9 @@ class Chart:
     note: str
     """What it is and how it is read, for one who does not know the word."""
     sql: str
-    """A query over the trace that gives its values."""
+    """A query over the trace that gives its values, or the command that prints them."""
+    remark: str = ""
+    """A sentence that stands beside it: what it leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,15 +44,14 @@ def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
     a, b = subject.pair
     yield Density(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
-        note=f"Each cell counts tokens. Rounding of logits moves d by at most a constant times 1 - p: the lines are "
-        f"+-{spread.envelope:.3g} (1 - p), within which 99 % of the tokens below p = 0.99 lie (arXiv 2512.23087). What lies far "
-        "outside at p near 1 is no rounding. The outermost rows hold everything beyond.",
+        note=f"Each cell counts tokens. {_told(spread.envelope)}What lies far out at p near 1 is no rounding. The outermost rows "
+        "hold everything beyond.",
         sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=spread.edges.probability, y_edges=spread.edges.d, counts=spread.whole.density,
         curves=_envelope(spread), by_step={step: shapes.density for step, shapes in spread.by_step.items()},
     )  # fmt: skip
     axes = (
-        ("position", "Mean |d| by place in the response", "place of the token", spread.edges.position,
+        ("position", "Mean |d| by place in the response", "place of the token, from 1", spread.edges.position,
          "Flat for rounding. A step upwards at one place is a cache, a window or a rotary embedding that goes wrong there."),
         ("length", "Mean |d| by length of the response", "tokens of the response", spread.edges.length,
          "Whether long responses are worse token by token."),
@@ -68,8 +67,17 @@ def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
             yield _ratios(spread, sign)
 
 
+def _told(envelope: float | None) -> str:
+    if envelope is None:
+        return ""
+    return (
+        f"Rounding of logits moves d by at most a constant times 1 - p (arXiv 2512.23087): the lines are +-{envelope:.3g} (1 - p), "
+        "within which 99 % of the tokens below p = 0.99 lie. "
+    )
+
+
 def _envelope(spread: Spread) -> tuple[Line, ...]:
-    if not np.isfinite(spread.envelope):
+    if spread.envelope is None:
         return ()
     x = np.linspace(0.0, 1.0, 41)
     limit = float(spread.edges.d[-1])
@@ -79,7 +87,7 @@ def _envelope(spread: Spread) -> tuple[Line, ...]:
 
 def _profile(spread: Spread, name: str, title: str, label: str, edges: Array, note: str) -> Lines:
     profile = getattr(spread.whole, name)
-    start = edges[:-1] if name == "entropy" else np.maximum(edges[:-1], 1)
+    start = edges[:-1] + (1 if name == "position" else 0)
     there = profile.num > 0
     return Lines(
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large gaps more.", sql=spread.sql[name],
@@ -159,7 +167,7 @@ def _arms(subject: Subject) -> Shares | None:
     if found is None or not found.replays:
         return None
     shares = tuple(
-        Share(name=each.arm, value=each.removed, low=getattr(each, "low", None), high=getattr(each, "high", None), text=f"{each.sentence} ({each.num_tokens:,} tokens)")
+        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{each.sentence} ({each.num_tokens:,} tokens)")
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair
@@ -175,14 +183,18 @@ def _corrections(subject: Subject) -> Shares | None:
     rows = subject.corrections
     if rows is None:
         return None
-    chosen = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    keys = {"cut": "share_tokens_cut", "lowered": "share_tokens_truncated"}
+    weighing = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    chosen = [row for row in weighing if any(row[key] for key in keys.values())]
+    idle = [row["correction"] for row in weighing if row not in chosen]
     groups = {
         name: tuple(Share(name=row["correction"], value=row[key] or 0.0, text=row["rule"]) for row in chosen)
-        for name, key in (("cut", "share_tokens_cut"), ("lowered", "share_tokens_truncated"))
+        for name, key in keys.items()
     }
     return Shares(
         key="corrections", title="What each correction would cut", unit="share of tokens",
-        note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.corrections_of}. How much it would help "
+        note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.part}. How much it would help "
         "is another question: see docs/collapses.md.",
         sql=f"tim-trace corrections {subject.trace} --json", groups=groups, x_label="share of tokens",
+        remark=f"{len(idle)} of {len(weighing)} would cut and lower nothing: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

@@ -6,10 +6,12 @@ import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ... import __version__
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import FileThere, InvalidOption
 from ...tracer.progress import Progress, no_progress
+from ...tracer.store import whole_file
 from ..database import Traces
 from ..pairs import parse_pair
 from .chart import Chart, Lines
@@ -44,6 +46,11 @@ class Report:
         """Every chart, in order."""
         return (*self.run, *self.mismatch)
 
+    @property
+    def title(self) -> str:
+        """The run and its verdict in a line."""
+        return f"{self.subjects[0].name}: {self.verdicts[0].sentence}"
+
     def html(self) -> str:
         """The report as one self-contained file of HTML."""
         from .page.page import page
@@ -55,19 +62,54 @@ class Report:
         return f'<iframe srcdoc="{html.escape(self.html())}" width="100%" height="900" style="border:0"></iframe>'
 
 
-def report(traces: Traces, *, pair: str = "train:rollout", progress: Progress = no_progress) -> Report:
-    """Put every question to a trace, and to others that stand beside it, and hold the answers ready to be drawn.
+def report(
+    traces: Traces,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    png: str | os.PathLike[str] | None = None,
+    pdf: str | os.PathLike[str] | None = None,
+    control: str | os.PathLike[str] | None = None,
+    pair: str = "train:rollout",
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Report:
+    """Put everything that is known of a run into one file of HTML, or into figures for papers.
 
     The first trace is the one that is reported; series of the others lie over its own. d = logprob(a) - logprob(b) of
-    `pair`, nats. What a trace cannot answer is said in the verdict, and the rest is answered.
+    `pair`, nats. `control` is a run with the same seeds that differs in one thing (see attribute). What a trace cannot
+    answer is said in the verdict, and the rest is answered. `output` is the file of HTML to write; `png` a folder for a
+    picture and a CSV file of each figure; `pdf` a file with a page a figure, and a folder of CSV files beside it. What lies
+    there is replaced with `force` alone. In a notebook what is returned shows itself.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    Raises FileThere, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
-    subjects = _subjects(given, names, progress)
+    _free(output, force)
+    made = _report(_subjects(given, names, control, progress))
+    if output is not None:
+        with whole_file(Path(output)) as path:
+            path.write_text(made.html(), encoding="utf-8", errors="replace")
+    if png is not None or pdf is not None:
+        _write_figures(made, png, pdf, force)
+    return made
+
+
+def _write_figures(
+    made: Report, png: str | os.PathLike[str] | None, pdf: str | os.PathLike[str] | None, force: bool
+) -> None:
+    from .paper.files import figures_of, write_pdf, write_png
+
+    figures = figures_of(made.charts, made.run)
+    if png is not None:
+        write_png(figures, png, force=force)
+    if pdf is not None:
+        write_pdf(figures, pdf, title=made.title, force=force)
+
+
+def _report(subjects: tuple[Subject, ...]) -> Report:
     first = subjects[0]
     return Report(
         subjects=subjects,
@@ -80,13 +122,22 @@ def report(traces: Traces, *, pair: str = "train:rollout", progress: Progress = 
     )
 
 
+def _free(path: str | os.PathLike[str] | None, force: bool) -> None:
+    if path is not None and not force and os.path.exists(path):
+        raise FileThere(f"{os.fspath(path)}: lies there already; name another file, or replace it with --force")
+
+
 def _subjects(
-    given: Sequence[str | os.PathLike[str]], pair: tuple[str, str], progress: Progress
+    given: Sequence[str | os.PathLike[str]],
+    pair: tuple[str, str],
+    control: str | os.PathLike[str] | None,
+    progress: Progress,
 ) -> tuple[Subject, ...]:
+    names = _names([os.fspath(trace) for trace in given])
     found: list[Subject] = []
     with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
-        for trace, name in zip(given, _names([os.fspath(trace) for trace in given]), strict=True):
-            found.append(read_subject(trace, pair, name, advance))
+        for trace, name in zip(given, names, strict=True):
+            found.append(read_subject(trace, pair, name, None if found else control, advance))
     return tuple(found)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..diagnosis.diagnosis import Diagnosis
 from ..dynamics.quantities import KINDS, LOG, Series
 from . import chart, sources
 from .chart import Band, Line, Lines, Mark
@@ -45,15 +44,16 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> Lines | None:
     ]
     if not lines or all(_is_constant(line.y) for line in lines):
         return None
-    if name in _OF_MISMATCH:
-        lines += _arms(name, subjects)
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    is_log = KINDS[name][1] == LOG and values.min() > 0
+    if name in _OF_MISMATCH:
+        lines += _arms(name, subjects, is_log)
     first = subjects[0]
     return Lines(
         key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
         sql=sources.of_series(name, first), lines=tuple(lines), x_label="step",
-        y_scale=chart.LOG if KINDS[name][1] == LOG and values.min() > 0 else chart.LINEAR,
-        marks=_marks(name, first), bands=_floor(name, first.diagnosis),
+        y_scale=chart.LOG if is_log else chart.LINEAR,
+        marks=_marks(name, first), bands=_floor(name, first),
     )  # fmt: skip
 
 
@@ -71,15 +71,17 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
     return f"Here: {series.source}." if series is not None and series.source else ""
 
 
-def _arms(name: str, subjects: Sequence[Subject]) -> list[Line]:
+def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
+    """Each replay in the place of pass a; a gap of 0 has no place on a logarithmic axis."""
     many = len(subjects) > 1
-    return [
-        Line(name=f"{subject.name} {arm}" if many else arm, x=column.steps, y=column.values, is_side=True)
-        for subject in subjects
-        for arm, columns in subject.arms.items()
-        for column in columns
-        if column.name == name
-    ]
+    found = []
+    for subject in subjects:
+        for arm, columns in subject.arms.items():
+            for column in columns:
+                if column.name == name:
+                    y = np.where(column.values > 0, column.values, np.nan) if is_log else column.values
+                    found.append(Line(name=f"{subject.name} {arm}" if many else arm, x=column.steps, y=y, is_side=True))
+    return found
 
 
 def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
@@ -98,24 +100,34 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
     )  # fmt: skip
 
 
-_FLOOR = {"k3": "k3", "max_abs_d": "max_abs_d"}
+_FLOOR = {"k3": "k3"}
 """Series -> the published metric of the same definition."""
 
 
-def _floor(name: str, found: Diagnosis | None) -> tuple[Band, ...]:
+def _floor(name: str, subject: Subject) -> tuple[Band, ...]:
     """The range that healthy runs of these dtypes were measured in, by others."""
+    found = subject.diagnosis
     if found is None or name not in _FLOOR:
         return ()
     healthy = [
         each.figure
         for each in found.figures
-        if each.fits and each.figure.metric == _FLOOR[name] and not each.figure.is_fault
+        if each.fits
+        and each.figure.metric == _FLOOR[name]
+        and not each.figure.is_fault
+        and ("mixture" in each.figure.model) == _is_mixture(subject)
     ]
-    if not healthy:
+    low = min((figure.low for figure in healthy), default=0.0)
+    high = max((figure.high for figure in healthy), default=0.0)
+    if not low < high:
         return ()
-    low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     who = ", ".join(dict.fromkeys(figure.source for figure in healthy))
     return (Band(low=low, high=high, text=f"published for these dtypes: {low:g} to {high:g} ({who})"),)
+
+
+def _is_mixture(subject: Subject) -> bool:
+    """Whether the model is a mixture of experts, as its class is called."""
+    return any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
 
 
 def _evaluation(subjects: Sequence[Subject]) -> Lines | None:

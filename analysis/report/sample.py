@@ -7,8 +7,10 @@ import pyarrow as pa
 
 from ..database import Database
 
+WHOLE = 30_000_000
+"""Tokens up to which a run is read whole."""
 MOST_TOKENS = 8_000_000
-"""Tokens that are read at most, unless a single step has more."""
+"""Tokens that are read of a larger one, unless a single step has more."""
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
@@ -16,7 +18,7 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     query = "SELECT step, sum(num_response_tokens)::BIGINT FROM sequences GROUP BY step ORDER BY step"
     rows = database.connection.execute(query).fetchall()
     total = sum(num for _, num in rows)
-    if total <= MOST_TOKENS:
+    if total <= WHOLE:
         return database, f"all {len(rows)} steps"
     num = max(1, int(len(rows) * MOST_TOKENS / total))
     kept = [rows[index][0] for index in np.unique(np.linspace(0, len(rows) - 1, num).round().astype(int))]
@@ -27,3 +29,8 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     ).to_arrow_table()
     part.leave_out(others)
     return part, f"{len(kept)} of {len(rows)} steps, evenly spread"
+
+
+def num_steps_within(num_tokens: int, num_steps: int) -> int:
+    """Steps of a run that have `MOST_TOKENS` tokens together: 200 at most, 10 at least."""
+    return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

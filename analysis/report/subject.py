@@ -32,7 +32,7 @@ from ..objective.objective import objective
 from ..rows import Rows
 from ..source import Pair
 from ..spread.spread import Spread, read_spread
-from .sample import without_most_steps
+from .sample import num_steps_within, without_most_steps
 
 Found = TypeVar("Found")
 
@@ -55,8 +55,8 @@ class Subject:
     objective: Objective | None
     attribution: Attribution | None
     corrections: Rows | None
-    corrections_of: str
-    """Which steps the corrections are of, in words."""
+    part: str
+    """Which steps the objective and the corrections are of, in words."""
     arms: Mapping[str, tuple[Column, ...]]
     """Name of a replay -> its mismatch with pass b by step: see dynamics.gap."""
     spread: Spread | None
@@ -77,7 +77,9 @@ class Subject:
         return np.empty(0, np.int64) if found is None else found.steps
 
 
-def read_subject(trace: str | os.PathLike[str], pair: Pair, name: str, advance: Advance) -> Subject:
+def read_subject(
+    trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, advance: Advance
+) -> Subject:
     """Put every question to a trace, over one database. Raises TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace)
     names, why = ":".join(pair), dict[str, str]()
@@ -95,18 +97,19 @@ def read_subject(trace: str | os.PathLike[str], pair: Pair, name: str, advance: 
     diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names))
     series = read_series(database, pair=pair)
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
-    judged = ask("objective", lambda: objective(database))
-    attributed = ask("attribution", lambda: attribute(database, pair=names))
-    notable = _notable(moved, attributed)
-    spread = ask("spread", lambda: read_spread(database, pair, notable=notable))
     part, of_part = without_most_steps(database)
+    judged = ask("objective", lambda: objective(part))
+    attributed = ask("attribution", lambda: attribute(database, control=control, pair=names))
+    notable = _notable(moved, attributed)
+    num_steps = num_steps_within(held.num_response_tokens, held.num_steps)
+    spread = ask("spread", lambda: read_spread(database, pair, notable=notable, max_steps=num_steps))
     corrected = ask("corrections", lambda: corrections(part, pair=names))
     arms = ask("arms", lambda: _arms(database, pair)) or {}
     excerpts = read_excerpts(database, pair, notable=notable)
     advance(1)
     return Subject(
         trace=os.fspath(trace), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
-        dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, corrections_of=of_part, arms=arms,
+        dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
         settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,
     )  # fmt: skip

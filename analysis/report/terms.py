@@ -37,8 +37,6 @@ SERIES: dict[str, Term] = {
 
 EVALUATION = Term("", "", "An evaluation that the run logged: the outcome that a wrong reward cannot move.")
 
-D = "d = logprob of {a} less logprob of {b}, of the same token, in nats. 0: both sides give it the same probability; 0.69: one gives it twice the other's."
-
 WORDS: dict[str, str] = {
     "d": "The gap of one token: the trainer's logprob less the engine's, in nats. 0.69 nats is a factor of two in probability.",
     "nats": "Natural-logarithm units: exp(x nats) is a factor.",
@@ -46,7 +44,13 @@ WORDS: dict[str, str] = {
     "valid": "Whether both logprobs are of the same thing: same tokens, temperature, mask, weights and position. Otherwise their gap says nothing about numerics.",
     "contract": "Everything that decides the numbers of a pass: engine, versions, dtypes, kernels, parallelism, sampling.",
     "advantage": "How much better a response did than the others of its group; its sign says whether training makes it likelier.",
-    "ratio": "Probability of a token under one policy over that under another.",
+    "|d|": "Size of the gap of one token between the trainer's logprob and the engine's, in nats.",
+    "sum |f|": "Sum over tokens of the size of their contribution to the objective: ratio times advantage, as the loss clips it.",
+    "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
+    "alarm": "A level that a framework or paper sounds an alarm at, each under its own definition: see why.",
+    "interval": "Of resampled groups of sequences: where the value would lie if the run had drawn others.",
+    "replay": "Recorded steps scored again under other numerics, from the weights that the trace keeps.",
+    "ln ratio": "Natural logarithm of the probability of a token under one policy over that under another.",
     "arm": "A replay of recorded steps under other numerics, kept as a pass of its own.",
     "observation": "Judged from one run: what came first need not be the cause.",
     "intervention": "Judged beside a control run that shares its seeds and differs in one thing.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.passes import REPLAY_PREFIX
 from ..attribution.attribution import Attribution
 from ..check.checked import Checked
 from ..diagnosis.diagnosis import Diagnosis
@@ -97,7 +98,7 @@ def _factor(subject: Subject) -> Answer:
     if replay is not None:
         return Answer(
             question=question, sounds=GOOD if found.checked.is_valid else BAD, short=f"settled by a replay: {replay.arm}",
-            clause=f"the gap is made by {replay.arm}, as a replay shows",
+            clause=f"a replay with {replay.arm} removes {replay.removed:.0%} of the gap",
             figure=f"{replay.removed:.1%} of the gap's mean square removed", sureness=f"{replay.num_tokens:,} tokens replayed",
             detail=f"{replay.sentence}. {found.numerics.sentence}", command=command,
         )  # fmt: skip
@@ -141,14 +142,16 @@ def _bends(subject: Subject) -> Answer:
     if found is None or relative is None or relative.value is None:
         told = " ".join((*found.verdict, *found.cannot)) if found else subject.unanswered.get("objective", "")
         return _open(question, "cannot be told", "what it did to the objective cannot be told", told, command)
-    size = abs(found.value("relative_abs_bias") or 0.0)
-    sounds = GOOD if size < SMALL or (_straddles(relative) and size < LARGE) else BAD if size >= LARGE else NOTICE
-    word = "next to nothing" if size < SMALL else "noise" if _straddles(relative) else "a push one way"
+    size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
+    pushes = not _straddles(relative) and push >= SMALL
+    sounds = BAD if size >= LARGE else NOTICE if pushes else GOOD
+    word = "a push one way" if pushes else "next to nothing" if push < SMALL and size < LARGE else "noise"
+    word += ", and a large one" if size >= LARGE and not pushes else ""
     return Answer(
         question=question, sounds=sounds, short=word,
         clause=f"it moves the objective by {relative.value:+.2%} of its size{_interval(relative, found)}",
         figure=f"{relative.value:+.3%} of sum |f|, {size:.3%} without cancelling",
-        sureness=_interval(relative, found).strip(" ()") or "no interval: fewer than two groups",
+        sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
         detail=" ".join(found.verdict), command=command,
     )  # fmt: skip
 
@@ -206,6 +209,9 @@ def _next(subject: Subject) -> tuple[str, ...]:
         found += diagnosis.next
     if attribution and attribution.fall:
         found += [suspect.next for suspect in attribution.suspects[:2] if suspect.next]
+        found.append(
+            f"tim-trace attribute {subject.trace} --control RUN2   (RUN2: a rerun with the same seeds and one change)"
+        )
     if diagnosis and diagnosis.checked.is_valid:
         found += diagnosis.next
     if diagnosis is None:
@@ -223,8 +229,11 @@ def _recorded(subject: Subject) -> tuple[str, ...]:
     told += [
         f"pass {each.name}: {each.num_sequences:,} sequences{f' by {each.engine}' if each.engine else ''}"
         for each in held.passes
-        if each.num_rows
+        if each.num_rows and not each.name.startswith(REPLAY_PREFIX)
     ]
+    arms = [each.name.removeprefix(REPLAY_PREFIX) for each in held.passes if each.name.startswith(REPLAY_PREFIX)]
+    if arms:
+        told.append(f"{len(arms)} replay{'s' if len(arms) > 1 else ''}: {', '.join(arms)}")
     if held.num_metrics:
         told.append(f"{held.num_metrics:,} logged values")
     if held.num_bytes.get("weights"):

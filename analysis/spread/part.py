@@ -86,11 +86,10 @@ def part_of(
         d_T, b_T = d_T[there_T], b_T[there_T]
         entropy_T = None if entropy_T is None else entropy_T[there_T]
     p_T, size_T = np.exp(b_T), np.abs(d_T)
-    likely_T = p_T >= _LIKELY
+    far_T = p_T < _LIKELY
     segments = _segments(d_T, size_T, None if whole else there_T, starts_N, lengths_N, row_N[sequences])
-    scaled_T = size_T / np.where(likely_T, 1.0, 1.0 - p_T)
     return Part(
-        d_T=d_T, size_T=size_T, p_T=p_T, scaled=scaled_T[~likely_T], entropy_T=entropy_T, row_N=row_N[sequences],
+        d_T=d_T, size_T=size_T, p_T=p_T, scaled=size_T[far_T] / (1.0 - p_T[far_T]), entropy_T=entropy_T, row_N=row_N[sequences],
         num_N=num_N, segments=segments, terms=terms,
     )  # fmt: skip
 

@@ -74,11 +74,32 @@ def recorded(database: Database, pair: Pair, run: str) -> Recorded:
 def read_tokens(database: Database, pair: Pair, chosen: Chosen, has: Recorded) -> Tokens | None:
     """Read them; None where no sequence has a token under both passes."""
     database.connection.execute("RESET threads")
-    rows = database.connection.sql(_query(pair, chosen, has)).to_arrow_table().combine_chunks()
-    order = np.lexsort((rows["key"].to_numpy(), rows["step"].to_numpy()))
-    if (np.diff(order) != 1).any():
-        rows = rows.take(pa.array(order))
-    return _of_rows(rows, has) if len(rows) else None
+    rows = database.connection.sql(_query(pair, chosen, has)).to_arrow_table()
+    return _ordered(_of_rows(rows, has), rows["key"].to_numpy()) if len(rows) else None
+
+
+def _ordered(tokens: Tokens, key_N: np.ndarray) -> Tokens:
+    """Sequences by step and key."""
+    order = np.lexsort((key_N, tokens.step_N))
+    if (np.diff(order) == 1).all():
+        return tokens
+    ends_N = np.cumsum(tokens.lengths_N)
+    places = list(zip((ends_N - tokens.lengths_N)[order].tolist(), ends_N[order].tolist(), strict=True))
+
+    def arranged(values_T: np.ndarray) -> np.ndarray:
+        # Of whole sequences at once: an index of every token takes ten times as long.
+        return np.concatenate([values_T[start:end] for start, end in places])
+
+    return Tokens(
+        a_T=arranged(tokens.a_T),
+        b_T=arranged(tokens.b_T),
+        now_T=None if tokens.now_T is None else arranged(tokens.now_T),
+        mask_T=None if tokens.mask_T is None else arranged(tokens.mask_T),
+        entropy_T=None if tokens.entropy_T is None else arranged(tokens.entropy_T),
+        advantage_T=None if tokens.advantage_T is None else arranged(tokens.advantage_T),
+        step_N=tokens.step_N[order],
+        lengths_N=tokens.lengths_N[order],
+    )
 
 
 def _query(pair: Pair, chosen: Chosen, has: Recorded) -> str:

@@ -7,6 +7,8 @@ import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
 from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.diagnosis.settled import removed_interval
+from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.recorder import Recorder
@@ -69,7 +71,44 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     d = np.concatenate(step.scored()).astype(float) - np.concatenate(step.scored(step.logits / 0.9))
     assert hot.gap_rms == pytest.approx(math.sqrt(np.mean(d * d)), rel=1e-12)
     assert rounded.removed < 0.1
+    assert (hot.low, hot.high) == (1, 1)
+    assert rounded.low < rounded.removed < rounded.high < 0.1
+    assert "100.0% to 100.0%" in diagnosis_text(found)
+    assert diagnosis_json(found)["replays"][1]["low"] == rounded.low
     assert found.next == ()
+
+
+def sums_of(gap, left):
+    return (len(gap), gap.sum(), left.sum(), (gap * gap).sum(), (left * left).sum(), (gap * left).sum())
+
+
+def test_the_interval_of_what_a_replay_removes_is_that_of_a_ratio():
+    # Ten sequences add 1 to the gap and a replay leaves 0.1 of it; ten add 3, and it leaves 0.7: R = 8 / 40 = 0.2, the
+    # residuals are 0.1 - 0.2 = -0.1 and 0.7 - 0.6 = 0.1, their squares add up to 0.2, the error is sqrt(20 / 19 * 0.2) / 40.
+    found = removed_interval(*sums_of(np.repeat([1.0, 3.0], 10), np.repeat([0.1, 0.7], 10)))
+    reach = 2.093 * math.sqrt(20 / 19 * 0.2) / 40
+    assert found == pytest.approx((0.8 - reach, 0.8 + reach), abs=1e-5)
+    assert removed_interval(1, 1.0, 0.5, 1.0, 0.25, 0.5) is None
+
+
+def test_its_reach_is_that_of_a_bootstrap_over_sequences():
+    draw = np.random.default_rng(5)
+    gap = draw.exponential(1.0, 400)
+    left = gap * draw.uniform(0.2, 0.6, 400) + draw.exponential(0.1, 400)
+    low, high = removed_interval(*sums_of(gap, left))
+    drawn = draw.integers(0, 400, (4000, 400))
+    removed = 1 - left[drawn].sum(axis=1) / gap[drawn].sum(axis=1)
+    assert [low, high] == pytest.approx(np.quantile(removed, [0.025, 0.975]), abs=0.1 * (high - low))
+
+
+def test_a_replay_of_one_sequence_has_no_interval(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        recorder.add_contract("replay/x", {"engine": "trl", "arm": {"dtype": "bf16"}})
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2]])
+        for name, logprobs in (("rollout", [-1.0, -2.0]), ("train", [-1.5, -2.0]), ("replay/x", [-1.25, -2.0])):
+            recorder.add_scores(name, batch, logprobs=[logprobs])
+    (replay,) = diagnose(tmp_path / "trace").replays
+    assert (replay.removed, replay.low, replay.high) == (0.75, None, None)
 
 
 def test_the_command_tells_it_and_its_exit_code(tmp_path):

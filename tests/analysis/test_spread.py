@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tim_trace.analysis import token_lists
 from tim_trace.analysis.database import Database
 from tim_trace.analysis.objective.terms import contribution
 from tim_trace.analysis.spread.edges import bit_lengths, rounded_up
@@ -261,6 +262,28 @@ def test_its_sql_gives_the_same_figures(opened, name, passes):
     assert ask("envelope") == [(pytest.approx(spread.envelope, rel=1e-9),)]
 
 
+def test_blocks_do_not_change_the_shapes(opened, monkeypatch):
+    rows, database = opened("each", THREE)
+    whole = read_spread(database, loss=LOSSES["gspo"])
+    monkeypatch.setattr(token_lists, "_BLOCK_TOKENS", 1)
+    spread = read_spread(database, loss=LOSSES["gspo"])
+    assert spread.envelope == whole.envelope
+    assert all(np.array_equal(counts, whole.whole.ratios[key]) for key, counts in spread.whole.ratios.items())
+    for step, shapes in spread.by_step.items():
+        check_shapes(shapes, spread.edges, [each for each in compared(rows) if each[0] == step])
+
+
+def test_only_the_first_use_of_a_sequence_is_read(opened):
+    rows, database = opened("each", THREE)
+    spread = read_spread(database, ("current", "rollout"))
+    finite = [np.isfinite(row["current"][0]) & np.isfinite(row["rollout"]) & row["mask"] for row in rows]
+    assert spread.num_tokens == sum(each.sum() for each in finite)
+    assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
+    assert sum(num for *_, num in database.ask(spread.sql["ratios"]).rows) == sum(
+        counts.sum() for counts in spread.whole.ratios.values()
+    )
+
+
 def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
     rows = make(7, steps=20)
     spread = read_spread(Database(write(tmp_path / "trace", rows)))
@@ -278,15 +301,22 @@ def test_the_axis_of_d_leaves_out_one_in_a_thousand(tmp_path):
 
 
 def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
-    rows = make(9)
+    rows, draw = make(9), np.random.default_rng(9)
+    for row in rows:
+        # Of many sizes, so that adding in another order gives other last digits.
+        scale = 10.0 ** draw.uniform(-6, 1, len(row["mask"]))
+        row["rollout"], row["train"] = ((row[name] * scale).astype("f4") for name in ("rollout", "train"))
     there = Database(write(tmp_path / "there", rows, LOSSES["ppo"]))
     back = Database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
-    first, again, second = (read_spread(database, max_tokens=150) for database in (there, there, back))
+    first, again, second = (read_spread(database, max_tokens=250) for database in (there, there, back))
     assert first.num_tokens < read_spread(there).num_tokens
     for other in (again, second):
         assert first.how == other.how
         assert first.envelope == other.envelope
-        for mine, its in zip(first.by_step.values(), other.by_step.values(), strict=True):
+        for mine, its in [
+            (first.whole, other.whole),
+            *zip(first.by_step.values(), other.by_step.values(), strict=True),
+        ]:
             assert np.array_equal(mine.density, its.density)
             for name in ("position", "length", "entropy"):
                 for field in ("num", "mean_abs_d", "rms_d", "mean_d"):

@@ -34,6 +34,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 """Okabe and Ito's, the yellow darkened so that it is seen on white."""
 
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
+_DASHES = ("dashed", "dotted", "dotdash", "dashdot")
+"""Of lines that stand beside others: not told apart by colour alone."""
+_LABELS = 22
+"""Pixels of the step labels, which only the last figure has."""
+_FEW = 40
+"""Points of a line up to which each is marked."""
 _LEFT = 76
 """Pixels left of a frame, so that stacked figures stand one under the other."""
 
@@ -48,7 +54,12 @@ def stacked(charts: Iterable[Lines]) -> list[figure]:
     room = max((high - low) * 0.015, 0.5)
     steps = Range1d(low - room, high + room, bounds=(low - 2 * room, high + 2 * room))
     cross = Span(dimension="height", line_color="#888888", line_dash="dotted", line_width=1)
-    return [_of_series(one, steps, cross) for one in charts]
+    plots = [_of_series(one, steps, cross) for one in charts]
+    for plot in plots[:-1]:
+        plot.xaxis.major_label_text_font_size = "0px"
+        plot.xaxis.major_tick_line_color = None
+    plots[-1].height += _LABELS
+    return plots
 
 
 def single(one: Chart) -> figure:
@@ -65,7 +76,7 @@ def single(one: Chart) -> figure:
 
 def _of_series(one: Lines, steps: Range1d, cross: Span) -> figure:
     plot = figure(
-        name=one.key, height=118, sizing_mode="stretch_width", x_range=steps, y_axis_type=one.y_scale, toolbar_location=None,
+        name=one.key, height=100, sizing_mode="stretch_width", x_range=steps, y_axis_type=one.y_scale, toolbar_location=None,
         tools="xpan,xwheel_zoom,xbox_zoom", active_drag="xbox_zoom", active_scroll=None, min_border_left=_LEFT,
         min_border_right=12, lod_threshold=None,
     )  # fmt: skip
@@ -90,7 +101,7 @@ def _mark(plot: figure, one: Lines) -> None:
     for mark in one.marks:
         if mark.high > mark.low:
             plot.add_layout(
-                BoxAnnotation(left=mark.low, right=mark.high, fill_color="#D55E00", fill_alpha=0.07, line_color=None)
+                BoxAnnotation(left=mark.low, right=mark.high, fill_color="#D55E00", fill_alpha=0.06, line_color=None)
             )
         plot.add_layout(
             Span(location=mark.x, dimension="height", line_color="#D55E00", line_dash="dashed", line_width=1.5)
@@ -100,13 +111,14 @@ def _mark(plot: figure, one: Lines) -> None:
 def _draw(plot: figure, line: Line, place: int, name: str, **more: Any) -> None:
     source = ColumnDataSource({"x": line.x.astype(np.float64), "y": line.y.astype(np.float64)}, name=name)
     colour = COLOURS[place % len(COLOURS)]
-    style = {"line_width": 1.2, "line_dash": "dashed"} if line.is_side else {"line_width": 1.8}
+    style = {"line_width": 1.3, "line_dash": _DASHES[place % len(_DASHES)]} if line.is_side else {"line_width": 1.8}
     plot.line("x", "y", source=source, color=colour, name=line.name, **style, **more)
     known = np.isfinite(line.y)
     alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]  # a line does not show these
-    if alone.any() or len(line.x) <= 40:
-        shown = known if len(line.x) <= 40 else alone
-        plot.scatter(line.x[shown].astype(np.float64), line.y[shown], size=4, color=colour, name=line.name)
+    if len(line.x) <= _FEW:
+        plot.scatter("x", "y", source=source, size=4, color=colour, name=line.name)
+    elif alone.any():
+        plot.scatter(line.x[alone].astype(np.float64), line.y[alone], size=4, color=colour, name=line.name)
 
 
 def _lines(one: Lines) -> figure:
@@ -243,11 +255,14 @@ def _plain(plot: figure) -> figure:
     plot.grid.grid_line_alpha = 0.25
     plot.axis.minor_tick_line_color = None
     if plot.legend:
+        plot.add_layout(plot.legend[0], "above")
+        plot.legend.orientation = "horizontal"
+        plot.legend.margin = 0
         plot.legend.background_fill_alpha = 0
         plot.legend.border_line_alpha = 0
         plot.legend.click_policy = "hide"
         plot.legend.label_text_font_size = "11px"
-        plot.legend.spacing = 0
+        plot.legend.spacing = 14
         plot.legend.padding = 2
     return plot
 

@@ -25,19 +25,19 @@ def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
 def _fields(one: Chart, steps: list[int]) -> list[dict[str, Any]]:
     if isinstance(one, Density):
         counts = np.stack([one.by_step[step] for step in steps])
-        return [_field(one.key, 0, "counts", "density", counts) | {"width": counts.shape[2]}]
+        return [_field(one.key, 0, "density", counts)]
     if isinstance(one, Histogram):
         return [
-            _field(one.key, place, "counts", "counts", np.stack([one.by_step[step][name] for step in steps]))
+            _field(one.key, place, "counts", np.stack([one.by_step[step][name] for step in steps]))
             for place, name in enumerate(one.counts)
         ]
     assert isinstance(one, Lines)
     return [
-        _field(one.key, place, "y", "values", np.stack([one.by_step[step][place] for step in steps]))
+        _field(one.key, place, "values", np.stack([one.by_step[step][place] for step in steps]))
         for place in range(len(one.lines))
     ]
 
 
-def _field(key: str, place: int, column: str, kind: str, values: np.ndarray) -> dict[str, Any]:
+def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any]:
     size = int(np.prod(values.shape[1:]))
-    return {"source": f"{key}/{place}", "column": column, "kind": kind, "size": size, "data": floats(values)}
+    return {"source": f"{key}/{place}", "kind": kind, "size": size, "data": floats(values)}

@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from .. import mismatch_charts
 from ..chart import Chart, Lines
-from ..terms import SERIES, WORDS
+from ..terms import SERIES
+from .explained import explained, term
 from .figures import COLOURS, single, stacked
 from .frames import frames_of
 from .packing import pack, pack_text
@@ -37,7 +38,6 @@ def page(report: Report) -> str:
         first=first,
         element_of=element_of,
         colours=COLOURS,
-        words=WORDS,
         series=SERIES,
         names=_names(report.run),
         style=Markup(_own("report.css")),  # our own file
@@ -87,9 +87,19 @@ def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
-    environment.filters["is_command"] = lambda text: text.startswith("tim-trace ")
+    environment.filters["split_command"] = _split_command
     environment.filters["group"] = _group
+    environment.filters["explained"] = explained
+    environment.globals["term"] = term
     return environment.from_string(_own("report.html"))
+
+
+def _split_command(text: str) -> tuple[str, str]:
+    """The command of an advice, to copy, and what is said of it; one of both may be empty."""
+    if not text.startswith("tim-trace "):
+        return "", text
+    command, _, said = text.partition("   (")
+    return command, said.removesuffix(")")
 
 
 def _number(value: float | None, digits: int = 4) -> str:

@@ -45,6 +45,7 @@ const timTrace = (() => {
       for (const one of views) for (const view of one.roots) state.views[view.model.name] = view;
       await later();
     }
+    lines();
     recolour();
     state.rows = rowsByStep();
     document.body.dataset.drawn = "yes";
@@ -53,8 +54,6 @@ const timTrace = (() => {
   }
 
   const plots = () => Object.entries(state.views).map(([key, view]) => [key, view.model]);
-  const source = (plot, name) => plot.select({type: "ColumnDataSource"})?.[0] ??
-    plot.renderers.map((each) => each.data_source).find((each) => each.name === name);
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
 
   function recolour() {
@@ -76,6 +75,15 @@ const timTrace = (() => {
     }
   }
 
+  function lines() {
+    const off = new Set($$("[data-line]").filter((box) => !box.checked).map((box) => box.dataset.line));
+    for (const box of $$("#run figure.chart")) {
+      const plot = state.views[box.dataset.key]?.model;
+      for (const each of plot?.renderers ?? []) each.visible = !off.has(each.name);
+    }
+    if (state.rows && state.step !== null) readout(state.step);
+  }
+
   // --- one step, everywhere -----------------------------------------------------------------------------------------
   function rowsByStep() {
     return $$("#run figure.chart").map((box) => {
@@ -85,7 +93,7 @@ const timTrace = (() => {
         const held = found(plot, `${box.dataset.key}/${place}`), at = new Map();
         const xs = held.data.x, ys = held.data.y;
         for (let i = 0; i < xs.length; i++) at.set(xs[i], ys[i]);
-        lines.push(at);
+        lines.push({at, plot, name: plot.renderers.find((each) => each.data_source === held).name});
       }
       return {out: $("output", box), unit: box.dataset.unit, lines};
     });
@@ -93,8 +101,9 @@ const timTrace = (() => {
 
   function readout(step) {
     for (const {out, lines, unit} of state.rows ?? []) {
-      const told = lines.filter((at) => at.has(step)).map((at) => number(at.get(step)));
-      out.textContent = told.length ? `${told.slice(0, 3).join(" · ")} ${unit}` : "";
+      const shown = lines.filter(({at, plot, name}) => at.has(step) && plot.renderers.find((each) => each.name === name).visible);
+      const told = shown.map(({at}) => number(at.get(step)));
+      out.textContent = told.length ? `${told.slice(0, 4).join(" · ")} ${unit}` : "";
     }
     $("#hovered").textContent = `step ${step}`;
   }
@@ -133,7 +142,7 @@ const timTrace = (() => {
   }
 
   function mark(plot) {
-    const span = plot.center.concat(plot.above ?? []).find((each) => each.name === "chosen");
+    const span = (plot.center ?? []).find((each) => each.name === "chosen");
     if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
   }
 
@@ -147,33 +156,24 @@ const timTrace = (() => {
     frame.fields.forEach((field) => {
       const held = found(plot, field.source);
       field.values ??= floats(field.data);
-      field.whole ??= held.data[field.column];
-      const size = field.size;
-      const own = place < 0 ? null : field.values.subarray(place * size, (place + 1) * size);
-      held.data = {...held.data, ...columns(field, own)};
+      const own = place < 0 ? null : field.values.subarray(place * field.size, (place + 1) * field.size);
+      held.data = {...held.data, ...columns(field, held.data, own)};
     });
   }
 
-  function columns(field, own) {
+  function columns(field, held, own) {
+    field.whole ??= {...held};
+    if (own === null) return field.whole;
     if (field.kind === "density") {
-      field.wholeCounts ??= field.whole;
-      if (own === null) return {counts: field.wholeCounts, image: [image(flat(field.wholeCounts[0]), field.width)]};
-      return {counts: [rowsOf(own, field.width, (n) => n)], image: [image(own, field.width)]};
+      const of = (values) => new field.whole.counts[0].constructor(values, field.whole.counts[0].shape);
+      return {counts: [of(own)], image: [of(own.map((n) => n > 0 ? Math.log10(n) : NaN))]};
     }
-    if (own === null) return field.kind === "counts" ? {counts: field.whole, top: tops(field.whole)} : {[field.column]: field.whole};
     const values = Array.from(own);
-    return field.kind === "counts" ? {counts: values, top: tops(values)} : {[field.column]: values};
+    return field.kind === "counts" ? {counts: values, top: values.map((n) => n > 0 ? n : NaN)} : {y: values};
   }
-  const tops = (counts) => Array.from(counts, (n) => n > 0 ? n : NaN);
-  const flat = (rows) => rows.flat ? rows.flat() : rows;
-  const rowsOf = (values, width, of) => Array.from({length: values.length / width}, (_, y) =>
-    Array.from(values.slice(y * width, (y + 1) * width), of));
-  const image = (values, width) => rowsOf(values, width, (n) => n > 0 ? Math.log10(n) : NaN);
 
   function whole() {
-    const range = Object.values(state.views).map((view) => view.model.x_range).find((each) => each && each.reset_start !== undefined);
-    for (const box of $$("#run figure.chart")) state.views[box.dataset.key]?.model.x_range?.reset?.();
-    return range;
+    for (const box of $$("#run figure.chart")) state.views[box.dataset.key]?.model.reset.emit();
   }
 
   // --- tokens -------------------------------------------------------------------------------------------------------
@@ -269,7 +269,9 @@ const timTrace = (() => {
       }
       return made;
     });
-    text.replaceChildren(...gap, ...prompt, element("span", {class: "turn", text: " response "}), ...before, ...body, ...after);
+    const breakable = (tokens) => tokens.flatMap((each) => [each, element("wbr")]);
+    text.replaceChildren(...gap, ...breakable(prompt), element("span", {class: "turn", text: " response "}), ...before,
+      ...breakable(body), ...after);
     tell(0, false);
   }
   const token = (piece, options) => element("span", {...options, text: piece});
@@ -341,6 +343,7 @@ const timTrace = (() => {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(recolour, 0));
     $("#whole")?.addEventListener("click", () => choose(null));
     $("#step")?.addEventListener("input", (event) => choose(state.axis[Number(event.target.value)]));
+    $$("[data-line]").forEach((box) => box.addEventListener("change", () => setTimeout(lines, 0)));
     $("#reset")?.addEventListener("click", whole);
     window.addEventListener("hashchange", () => {
       const wanted = /step=(-?\d+)/.exec(location.hash);

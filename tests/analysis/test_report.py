@@ -1,0 +1,214 @@
+"""The values of a report, and the page as a text; how it behaves in a browser is in tests/test_report_page.py."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import tim_trace.analysis
+from builders import make_trace
+from builders import tim_trace as command
+from reported import NUM_STEPS, make_run
+from tim_trace.analysis.database import Database
+from tim_trace.analysis.report.chart import Density, Histogram, Lines
+from tim_trace.analysis.report.page.packing import pack
+from tim_trace.analysis.report.report import report
+from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
+from tim_trace.analysis.report.terms import SERIES
+from tim_trace.schemas.errors import FileThere, TraceNotFound
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def made(run):
+    return report(run)
+
+
+@pytest.fixture(scope="module")
+def html(made):
+    return made.html()
+
+
+def asked(run, query):
+    return Database(run).ask(query)
+
+
+def test_every_query_gives_the_values_of_its_figure(run, made):
+    queries = {one.key: one for one in made.run if not one.sql.startswith("tim-trace")}
+    assert {"k3", "p99_abs_d", "max_abs_d", "ess", "reward", "length", "grad_norm", "evaluation"} & set(queries) >= {
+        "k3", "p99_abs_d", "max_abs_d", "ess", "reward", "grad_norm",
+    }  # fmt: skip
+    for key, one in queries.items():
+        rows = asked(run, one.sql).rows
+        assert [row[0] for row in rows] == one.lines[0].x.tolist(), key
+        np.testing.assert_allclose([row[1] for row in rows], one.lines[0].y, rtol=1e-9, err_msg=key)
+
+
+def test_a_figure_s_command_is_one_that_runs(run, made):
+    commands = {one.sql for one in made.charts if one.sql.startswith("tim-trace")}
+    for each in commands:
+        done = command(*each.removeprefix("tim-trace ").split())
+        assert done.code in (0, 1), done.stderr
+
+
+def test_the_steps_of_a_figure_add_up_to_the_whole_run(made):
+    for one in made.mismatch:
+        if isinstance(one, Density):
+            assert np.array_equal(sum(one.by_step.values()), one.counts)
+            assert len(one.by_step) == NUM_STEPS
+        if isinstance(one, Histogram):
+            for name, counts in one.counts.items():
+                assert np.array_equal(sum(step[name] for step in one.by_step.values()), counts)
+
+
+def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
+    subject, verdict = made.subjects[0], made.verdicts[0]
+    answers = {answer.question: answer for answer in verdict.answers}
+    checked = subject.diagnosis.checked
+    assert answers["Is the comparison valid?"].sounds == ("good" if checked.is_valid else "bad")
+    assert f"{checked.rms_d:.3g} nats rms" in answers["Is the comparison valid?"].figure
+    assert answers["Did it bend the objective?"].detail == " ".join(subject.objective.verdict)
+    assert answers["Did the run fall, and why?"].detail == subject.attribution.sentence
+    assert verdict.next[0] in subject.diagnosis.next
+    assert set(subject.info.missing) <= set(verdict.not_recorded)
+
+
+def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
+    from tim_trace.tracer.recorder import Recorder
+
+    draw = np.random.default_rng(1)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 61):
+            gap = 0.01 if step < 25 else 0.9
+            rollout = (-(0.5 + draw.exponential(0.5, (16, 5)))).astype(np.float32)
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[row, step] for row in range(16)], response_ids=draw.integers(0, 9, (16, 5)),
+                reward=np.clip(draw.normal(0.8 if step < 32 else 0.1, 0.05, 16), 0, 1), advantage=draw.normal(size=16),
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores(
+                "train", batch, logprobs=(rollout - np.abs(draw.normal(0, gap, rollout.shape))).astype("f4")
+            )
+    made = report(tmp_path / "run")
+    fell = made.verdicts[0].answers[-1]
+    assert fell.sounds == "bad"
+    assert "reward collapses from step" in made.verdicts[0].sentence
+    assert any("--control" in each for each in made.verdicts[0].next)
+
+
+def test_the_page_is_whole_html_that_names_no_place_to_fetch_from(html):
+    class Tags(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.open, self.fetched = [], []
+
+        def handle_starttag(self, tag, attributes):
+            if tag not in ("meta", "input", "br", "wbr", "link"):
+                self.open.append(tag)
+            for name, value in attributes:
+                if name in ("src", "href") and not (value or "").startswith("#"):
+                    self.fetched.append(value)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    assert tags.fetched == []
+    assert "default-src 'none'" in html
+
+
+def test_names_that_look_like_markup_are_escaped(html):
+    assert "&lt;em&gt;" in html
+    for tag in ("<em>", "<u>", "<i>of the engine"):
+        assert tag not in html
+
+
+def test_packed_data_cannot_end_its_element():
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", pack({"text": "</script><!--\u2028\ud800"}))
+
+
+def test_the_same_trace_gives_the_same_words(made, html):
+    assert made.html().split("pack-figures")[0] == html.split("pack-figures")[0]
+
+
+def test_series_that_never_move_are_told_in_a_line(made, html):
+    assert made.constants["learning_rate"] == 1e-3
+    assert "learning_rate" not in {one.key for one in made.run}
+    assert f"{SERIES['learning_rate'].title} 0.001" in re.sub(r"\s+", " ", html)
+
+
+def test_runs_of_one_folder_name_are_told_apart(tmp_path):
+    for name in ("a", "b"):
+        make_trace(tmp_path / name / "trace")
+    made = report([tmp_path / "a" / "trace", tmp_path / "b" / "trace"])
+    assert [subject.name for subject in made.subjects] == ["a/trace", "b/trace"]
+    assert [line.name for line in made.run[0].lines] == ["a/trace", "b/trace"]
+
+
+def test_a_file_that_lies_there_is_replaced_with_force_alone(run, tmp_path):
+    target = tmp_path / "report.html"
+    target.write_text("mine")
+    with pytest.raises(FileThere, match="--force"):
+        report(run, output=target)
+    assert target.read_text() == "mine"
+    report(run, output=target, force=True)
+    assert "<!DOCTYPE html>" in target.read_text(encoding="utf-8")
+
+
+def test_nothing_is_written_where_there_is_no_trace(tmp_path):
+    with pytest.raises(TraceNotFound):
+        report(tmp_path / "none", output=tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_in_a_notebook_a_report_shows_itself_in_a_frame(run):
+    shown = tim_trace.analysis.report(run)._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert "<!DOCTYPE" not in shown  # escaped: nothing of the page belongs to the notebook
+
+
+def test_the_package_is_named_like_what_it_makes_before_and_after_it_is_imported():
+    program = "import tim_trace.analysis as a; first = a.report; import tim_trace.analysis.report.report; assert a.report is first; print(callable(first))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
+    done = command("report", run, "-o", tmp_path / "out" / "report.html")
+    assert done.code == 0, done.stderr
+    assert done.stdout.strip() == report(run).verdicts[0].sentence
+    assert "report.html" in done.stderr
+    assert command("report", run).code == 2
+
+
+def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
+    monkeypatch.setattr("tim_trace.analysis.report.sample.WHOLE", 100)
+    monkeypatch.setattr("tim_trace.analysis.report.sample.MOST_TOKENS", 48 * 5)
+    part, told = without_most_steps(Database(run))
+    steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
+    assert len(steps) == 5
+    assert {1, NUM_STEPS} < set(steps)
+    assert told == f"5 of {NUM_STEPS} steps, evenly spread"
+    assert without_most_steps(Database(run))[1] == told
+
+
+def test_few_steps_of_a_large_run_and_many_of_a_small_one():
+    assert num_steps_within(100_000_000, 100) == 10
+    assert num_steps_within(57_000, 200) == 200
+
+
+def test_charts_have_a_word_for_everyone(made):
+    for one in made.charts:
+        assert one.title
+        assert len(one.note) > 20, one.key
+        assert one.sql
+    assert len({one.key for one in made.charts}) == len(made.charts)
+    assert all(isinstance(one, Lines) for one in made.run)

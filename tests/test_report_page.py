@@ -1,0 +1,298 @@
+"""The page in a real Chromium: it draws, it answers, it fetches nothing, and a model's words stay words.
+
+They need Debian's package `chromium`, or another Chromium that CHROMIUM names; `make test` installs it where it can.
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+from builders import tim_trace
+from playwright.sync_api import sync_playwright
+from reported import NUM_STEPS, ROWS, make_run
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium, or set CHROMIUM")
+
+QUIET = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Reports of the run, of it beside another, of one pass alone, and of nothing at all."""
+    folder = tmp_path_factory.mktemp("reports")
+    runs = {
+        "run": [make_run(folder / "run")],
+        "one-pass": [make_run(folder / "single", num_steps=3, passes=("rollout",))],
+        "empty": [make_run(folder / "nothing", num_steps=0)],
+    }
+    runs["two"] = [*runs["run"], make_run(folder / "other", num_steps=14)]
+    for name, traces in runs.items():
+        done = tim_trace("report", *traces, "-o", folder / f"{name}.html")
+        assert done.code == 0, done.stderr
+    return folder
+
+
+class Opened:
+    """A page, and everything that it said, threw or asked for."""
+
+    def __init__(self, browser, path, *, size=(1280, 800), scheme="light", link=""):
+        self.context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, offline=True
+        )
+        self.page = self.context.new_page()
+        self.troubles, self.requests = [], []
+        self.page.on(
+            "console", lambda said: self.troubles.append(said.text) if said.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("dialog", lambda dialog: self.troubles.append(dialog.message))
+        self.page.goto(f"file://{path}{link}")
+        self.page.wait_for_function("document.body.dataset.drawn")
+        assert self.page.evaluate("document.body.dataset.drawn") == "yes", self.troubles
+
+    def ask(self, script):
+        return self.page.evaluate(script)
+
+    def wait(self, script):
+        self.page.wait_for_function(script)
+
+    def data(self, key, place=0):
+        """The columns of a figure's line, counts or image, as the page holds them now."""
+        return self.ask(
+            f"""(() => {{
+                const plot = timTrace.state.views["{key}"].model;
+                const held = plot.renderers.map((each) => each.data_source).find((each) => each.name === "{key}/{place}");
+                return Object.fromEntries(Object.entries(held.data).map(([name, values]) =>
+                    [name, Array.from(values, (value) => value?.length === undefined ? value : Array.from(value))]));
+            }})()"""
+        )
+
+
+@pytest.fixture
+def opened(browser, files):
+    made = []
+
+    def open_page(name="run", **options):
+        made.append(Opened(browser, files / f"{name}.html", **options))
+        return made[-1]
+
+    yield open_page
+    for each in made:
+        each.context.close()
+
+
+def test_every_figure_is_drawn_and_nothing_is_fetched(opened):
+    shown = opened()
+    figures = shown.ask("[...document.querySelectorAll('figure.chart')].map((each) => each.dataset.key)")
+    assert {"k3", "p99_abs_d", "max_abs_d", "reward", "grad_norm", "entropy", "ess", "evaluation"} <= set(figures)
+    assert {"d-by-probability", "d-by-position", "d-by-entropy", "ratio-positive", "contribution-bias"} <= set(figures)
+    for key in figures:
+        inked = shown.ask(
+            f"""(() => {{
+                const frame = timTrace.state.views["{key}"].canvas_view, layer = frame.primary.canvas;
+                const ink = layer.getContext("2d").getImageData(0, 0, layer.width, layer.height).data;
+                return ink.some((value) => value > 0);
+            }})()"""
+        )
+        assert inked, f"{key} is blank"
+    assert shown.requests == [shown.page.url]
+    assert shown.troubles == []
+
+
+def test_hovering_one_series_tells_the_values_of_all(opened):
+    shown = opened()
+    shown.page.locator("#f-reward .plot").hover(position={"x": 500, "y": 40})
+    shown.wait("document.querySelector('#hovered').textContent.startsWith('step')")
+    step = int(re.search(r"\d+", shown.ask("document.querySelector('#hovered').textContent"))[0])
+    for key in ("reward", "k3", "grad_norm"):
+        value = shown.data(key)["y"][step - 1]
+        told = float(shown.ask(f"document.querySelector('#f-{key} output').textContent").split()[0])
+        assert told == pytest.approx(value, rel=2e-3)
+
+
+def test_a_click_shows_that_step_everywhere(opened):
+    shown = opened()
+    shown.page.locator("#f-k3 .plot").click(position={"x": 700, "y": 40})
+    shown.wait("document.body.dataset.step")
+    step = int(shown.ask("document.body.dataset.step"))
+    assert shown.page.url.endswith(f"#step={step}")
+    assert shown.ask("document.querySelector('#chosen').textContent") == f"step {step}"
+    shown.wait(f"document.querySelector('#f-d-by-probability .of').textContent === 'step {step}'")
+    assert sum(shown.data("d-by-probability")["counts"][0]) == ROWS * 6 - 1
+    assert shown.ask(
+        "[...document.querySelectorAll('#sequences tr.of-step')].every((row) => row.dataset.step === document.body.dataset.step)"
+    )
+    shown.page.check("#filter-step")
+    rows = shown.ask(
+        "[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.step)"
+    )
+    assert rows
+    assert set(rows) == {str(step)}
+    shown.page.click("#whole")
+    shown.wait("document.querySelector('#f-d-by-probability .of').textContent === 'whole run'")
+    assert sum(shown.data("d-by-probability")["counts"][0]) == NUM_STEPS * (ROWS * 6 - 1)
+    assert shown.troubles == []
+
+
+def test_a_link_to_a_step_opens_at_that_step(opened):
+    shown = opened(link="#step=21")
+    shown.wait("document.querySelector('#f-d-by-position .of').textContent === 'step 21'")
+    assert shown.ask("document.querySelector('#step').value") == "20"
+    shown.page.locator("#f-k3 .marks button").first.click()
+    shown.wait("document.body.dataset.step !== '21'")
+    assert abs(int(shown.ask("document.body.dataset.step")) - 20) <= 2
+
+
+def test_zooming_one_series_zooms_all(opened):
+    shown = opened()
+    shown.page.locator("#f-k3 .plot").scroll_into_view_if_needed()
+    box = shown.page.locator("#f-k3 .plot").bounding_box()
+    shown.page.mouse.move(box["x"] + 300, box["y"] + 20)
+    shown.page.mouse.down()
+    shown.page.mouse.move(box["x"] + 600, box["y"] + 60, steps=4)
+    shown.page.mouse.up()
+    shown.wait("timTrace.state.views.reward.model.x_range.end < 25")
+    ends = shown.ask("['k3', 'grad_norm'].map((key) => timTrace.state.views[key].model.x_range.end)")
+    assert ends[0] == ends[1]
+    shown.page.click("#reset")
+    shown.wait(f"timTrace.state.views.reward.model.x_range.end > {NUM_STEPS}")
+
+
+def test_the_words_of_a_model_stay_words(opened):
+    shown = opened()
+    for place in range(6):
+        shown.page.locator("#sequences tbody tr").nth(place).click()
+        shown.wait("document.querySelectorAll('#tokens-text .token[data-i]').length === 6")
+        assert shown.ask(
+            "[...document.querySelectorAll('#tokens-text .token')].every((each) => each.children.length === 0)"
+        )
+        texts = shown.ask("document.querySelector('#tokens-text').textContent")
+        assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b-\u200f\x00-\x08\x1b]", texts)
+    told = shown.ask(
+        "window.hacked === undefined && document.querySelectorAll('main script, main img, b.bold').length === 0"
+    )
+    assert told
+    assert "<em>" in shown.ask("document.querySelector('#sequences .id').textContent")
+    assert shown.ask("document.querySelectorAll('#sequences em, #provenance i, figcaption u').length") == 0
+    assert shown.troubles == []
+
+
+def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened):
+    shown = opened()
+    row = shown.page.locator("#sequences tbody tr").first
+    row.focus()
+    shown.page.keyboard.press("Enter")
+    shown.wait("document.activeElement.id === 'tokens-text'")
+    shown.page.keyboard.press("ArrowRight")
+    shown.page.keyboard.press("ArrowRight")
+    facts = shown.ask(
+        "Object.fromEntries([...document.querySelectorAll('#token-facts dt')].map((each) => [each.textContent, each.nextSibling.textContent]))"
+    )
+    assert facts["token"] == "2 of 6"
+    one = shown.ask(
+        "({d: timTrace.state.open.d[2], id: timTrace.state.open.ids[2], train: timTrace.state.open.p.train[2]})"
+    )
+    assert float(facts["d"].split()[0]) == pytest.approx(one["d"], rel=1e-8)
+    assert float(facts["logprob train"]) == pytest.approx(one["train"], rel=1e-8)
+    assert one["d"] == pytest.approx(-1 - NUM_STEPS / 100, abs=1e-5)
+    assert facts["id"] == str(one["id"])
+    shown.page.locator("#tokens-text .token[data-i='4']").hover()
+    shown.wait("document.querySelector('#token-facts dd').textContent === '4 of 6'")
+    for mode in ("bias", "ratio", "p:train", "p:rollout", "d"):
+        shown.page.select_option("#mode", mode)
+        assert shown.ask("document.querySelectorAll('#tokens-text .token.up, #tokens-text .token.down').length") > 0
+    assert shown.troubles == []
+
+
+def test_masked_tokens_are_struck_and_prompts_dimmed(opened):
+    shown = opened()
+    shown.page.fill("#filter-text", "</em>-0")
+    shown.page.locator("#sequences tbody tr:not([hidden])").first.click()
+    shown.wait("document.querySelectorAll('#tokens-text .masked').length === 1")
+    style = "getComputedStyle(document.querySelector('#tokens-text {}')).{}"
+    assert "line-through" in shown.ask(style.format(".masked", "textDecorationLine"))
+    assert float(shown.ask(style.format(".prompt", "opacity"))) < 1
+
+
+def test_the_table_is_sorted_and_filtered(opened):
+    shown = opened()
+    shown.page.locator("#sequences th", has_text="reward").locator("button").click()
+    column = "[...document.querySelectorAll('#sequences tbody tr')].map((row) => Number(row.children[4].dataset.value))"
+    values = shown.ask(column)
+    assert values == sorted(values, reverse=True)
+    shown.page.locator("#sequences th", has_text="reward").locator("button").click()
+    assert shown.ask(column) == sorted(values)
+    shown.page.select_option("#filter-why", "typical")
+    assert set(
+        shown.ask(
+            "[...document.querySelectorAll('#sequences tbody tr')].filter((row) => !row.hidden).map((row) => row.dataset.why.includes('typical'))"
+        )
+    ) == {True}
+    shown.page.fill("#filter-text", "no such thing")
+    assert shown.ask("!document.querySelector('#none-shown').hidden")
+
+
+def test_dark_and_light_are_told_apart_and_can_be_changed(opened):
+    paper = "getComputedStyle(document.body).backgroundColor"
+    dark, light = opened(scheme="dark"), opened(scheme="light")
+    assert dark.ask(paper) != light.ask(paper)
+    light.page.click("#theme")
+    assert light.ask(paper) == dark.ask(paper)
+    ink = "timTrace.state.views.k3.model.left[0].major_label_text_color"
+    light.wait(f"{ink} === '{dark.ask(ink)}'")
+
+
+def test_a_phone_needs_no_sideways_scrolling(opened):
+    shown = opened(size=(390, 844))
+    assert shown.ask("document.documentElement.scrollWidth") <= 390
+    assert shown.ask("document.querySelector('#verdict h1').getBoundingClientRect().top") < 844
+
+
+def test_runs_lie_over_each_other(opened):
+    shown = opened("two")
+    assert len(shown.data("reward", 0)["x"]) == NUM_STEPS
+    assert len(shown.data("reward", 1)["x"]) == 14
+    shown.page.uncheck("[data-line='other']")
+    shown.wait(
+        "timTrace.state.views.reward.model.renderers.filter((each) => each.name === 'other').every((each) => !each.visible)"
+    )
+    assert shown.ask("document.querySelectorAll('#verdict tbody tr').length") == 2
+    assert shown.troubles == []
+
+
+@pytest.mark.parametrize("name", ["one-pass", "empty"])
+def test_a_trace_that_cannot_say_much_says_that(opened, name):
+    shown = opened(name)
+    assert shown.ask("document.querySelectorAll('.answers li.open').length") >= 3
+    assert shown.ask("document.querySelectorAll('.next code').length") >= 1
+    assert shown.requests == [shown.page.url]
+    assert shown.troubles == []
+
+
+def test_every_control_can_be_reached_with_the_keyboard(opened):
+    shown = opened()
+    shown.page.keyboard.press("Tab")
+    reached = set()
+    for _ in range(120):
+        reached.add(
+            shown.ask("document.activeElement.id || document.activeElement.className || document.activeElement.tagName")
+        )
+        shown.page.keyboard.press("Tab")
+    assert {"theme", "step", "reset", "skip"} <= reached
+    shown.page.focus("#step")
+    shown.page.keyboard.press("ArrowLeft")
+    shown.wait("document.body.dataset.step")
