@@ -15,7 +15,7 @@ from tim_trace.analysis.report.chart import LOG, Band, Density, Histogram, Line,
 from tim_trace.analysis.report.paper.figures import draw
 from tim_trace.analysis.report.paper.files import figures_of, write_pdf, write_png
 from tim_trace.analysis.report.paper.stack import stack_of
-from tim_trace.analysis.report.paper.text import plain
+from tim_trace.analysis.report.paper.text import plain, wrapped
 from tim_trace.analysis.report.paper.values import rows_of
 from tim_trace.analysis.rows import to_csv
 from tim_trace.schemas.errors import FileThere, StorageError
@@ -29,6 +29,7 @@ HOSTILE = (
     "\u8bad\u7ec3 \u0417\u0430\u043f\u0443\u0441\u043a \u0634\u0628\u0643\u0629 \U0001f525 \ud800",
     "",
     "long/" * 100,
+    "$" * 301,
 )
 
 
@@ -203,6 +204,7 @@ def test_any_name_is_one_line_of_text_and_no_formula(name):
     text = plain(name)
     assert not is_math_text(text)
     assert text.replace("\\$", "$").isprintable()
+    assert not any(is_math_text(line) for line in wrapped(name, 40).splitlines())
     assert len(text.replace("\\$", "$")) <= 60
 
 
@@ -217,7 +219,7 @@ def test_hostile_names_are_drawn_and_written_everywhere(tmp_path):
     bars = tuple(Share(name=name, value=0.5) for name in HOSTILE)
     one = series(*lines, title=HOSTILE[1], marks=(Mark(x=1, low=1, high=1, text=HOSTILE[0]),))
     given = (one, shares(**{HOSTILE[0]: bars, HOSTILE[2]: bars}), histogram(**{name: [1, 2] for name in HOSTILE}))
-    write_pdf(figures_of(given, (one,)), tmp_path / "a.pdf", title=HOSTILE[1])
+    write_pdf(figures_of(given, (one,)), tmp_path / "a.pdf", title=HOSTILE[-1])
     legend = draw(one).axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()][1:3] == [plain(HOSTILE[1], 46), " _hidden"]
     with (tmp_path / "a-data" / "k3.csv").open(newline="", encoding="utf-8") as file:

@@ -12,6 +12,8 @@ from .text import plain, wrapped
 
 _LETTER = 0.56
 """Width of a letter over the font's size, about."""
+_AXIS = 0.6
+"""Inches that an axis with its ticks takes of the figure's width, about."""
 _HANDLE = 6
 """Letters that the drawn part of an entry takes, with the room around it."""
 _ROW = 1.32
@@ -26,7 +28,7 @@ def head(axes: Axes, title: str, entries: Mapping[str, Any], *, always: bool = F
     width = figure.get_figwidth()
     columns = _columns(names, width)
     rows = -(-len(names) // columns) if len(names) > (0 if always else 1) else 0
-    axes.set_title(wrapped(title, int(width * 72 / (8 * _LETTER))), pad=4 + rows * SMALL * _ROW)
+    axes.set_title(wrapped(title, int((width - _AXIS) * 72 / (8 * _LETTER))), pad=4 + rows * SMALL * _ROW)
     if rows:
         figure.set_figheight(figure.get_figheight() + rows * SMALL * _ROW / 72)  # the axes keep their height
         axes.legend(
@@ -37,6 +39,6 @@ def head(axes: Axes, title: str, entries: Mapping[str, Any], *, always: bool = F
 
 
 def _columns(names: list[str], width: float) -> int:
-    """As many columns as fit, over the figure's width in inches less the room of the axis."""
+    """As many columns as fit into a width in inches."""
     longest = max((len(name) for name in names), default=0) + _HANDLE
-    return max(1, min(len(names) or 1, int((width - 0.5) * 72 / (longest * SMALL * _LETTER))))
+    return max(1, min(len(names) or 1, int((width - _AXIS) * 72 / (longest * SMALL * _LETTER))))

@@ -13,17 +13,25 @@ def plain(text: str, most: int = 60) -> str:
 
     A character that the font lacks, or that cannot be seen, is written as its number; the CSV has it as it is.
     """
-    shown = "".join(_shown(character) for character in " ".join(text.split()))
-    if len(shown) > most:
-        head = (most - 3 + 1) // 2
-        shown = f"{shown[:head]}...{shown[len(shown) - (most - 3 - head) :]}"
-    return shown.replace("$", r"\$")  # otherwise what stands between two of them is a formula
+    return _without_formulas(_one_line(text, most))
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    """Text broken into lines of `width` characters, the last one cut where there are too many."""
-    lines = textwrap.wrap(plain(text, width * most_lines), width) or [""]
-    return "\n".join(lines[:most_lines])
+    """Text as plain() gives it, broken into at most `most_lines` lines of `width` characters."""
+    lines = textwrap.wrap(_one_line(text, width * most_lines), width)
+    return _without_formulas("\n".join(lines[:most_lines]))
+
+
+def _one_line(text: str, most: int) -> str:
+    shown = "".join(_shown(character) for character in " ".join(text.split()))
+    if len(shown) <= most:
+        return shown
+    head = (most - 2) // 2
+    return f"{shown[:head]}...{shown[len(shown) - (most - 3 - head) :]}"
+
+
+def _without_formulas(text: str) -> str:
+    return text.replace("$", r"\$")  # what stands between two of them would be one
 
 
 def _shown(character: str) -> str:
