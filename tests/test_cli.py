@@ -23,6 +23,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.triangulate import triangulate
+from tim_trace.analysis.watch.watch import watch
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
@@ -50,6 +51,7 @@ TWINS = {
     "triangulate": triangulate,
     "gradient": gradient,
     "replay": replay,
+    "watch": watch,
     "gate": gate,
 }
 
@@ -113,6 +115,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "replay",
         "triangulate",
         "gradient",
+        "watch",
         "gate",
     ],
 )

@@ -48,9 +48,7 @@ class Extents:
         steps = dict(self.steps)
         for step, extent in other.steps.items():
             steps[step] = steps[step] + extent if step in steps else extent
-        return Extents(
-            steps=steps, passes=self.passes | other.passes, num_metrics=self.num_metrics + other.num_metrics
-        )
+        return Extents(steps=steps, passes=self.passes | other.passes, num_metrics=self.num_metrics + other.num_metrics)
 
 
 class Surveyor:
@@ -78,10 +76,14 @@ class Surveyor:
         if table == SCORES:
             counted = rows.group_by(["step", "pass"]).aggregate([([], "count_all")]).to_pylist()
             return Extents(
-                steps=_summed((row["step"], Extent(num_scores=row["count_all"])) for row in counted if self._is_asked(row)),
+                steps=_summed(
+                    (row["step"], Extent(num_scores=row["count_all"])) for row in counted if self._is_asked(row)
+                ),
                 passes=frozenset(row["pass"] for row in counted),
             )
-        counted = rows.group_by(["step"]).aggregate([([], "count_all"), *((name, "sum") for name in _LENGTHS)]).to_pylist()
+        counted = (
+            rows.group_by(["step"]).aggregate([([], "count_all"), *((name, "sum") for name in _LENGTHS)]).to_pylist()
+        )
         return Extents(steps={row["step"]: _of_sequences(row) for row in counted})
 
     def _is_asked(self, row: dict[str, Any]) -> bool:

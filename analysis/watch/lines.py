@@ -19,6 +19,8 @@ class Paper:
     width: int
     """Columns."""
     encoding: str = "utf-8"
+    is_tight: bool = False
+    """Whether lines are few: no empty ones, and none is continued."""
 
     def can(self, characters: str) -> bool:
         """Whether the encoding has these characters."""
@@ -38,17 +40,24 @@ class Paper:
         text, left = Text(no_wrap=True), self.width
         for part in parts:
             words, style = (part, "") if isinstance(part, str) else part
-            words = self.fitted(words, left)
+            words = self.cut(words, left)
             text.append(words, style)
             left -= cell_len(words)
         return text
 
-    def fitted(self, text: str, width: int) -> str:
+    def cut(self, text: str, width: int) -> str:
         """The text in no more columns than `width`; its last one says that something was cut."""
         text = self.shown(text)
         if cell_len(text) <= width:
             return text
         return set_cell_size(text, width - 1) + "~" if width > 0 else ""
+
+    def ending(self, text: str, width: int) -> str:
+        """The end of the text in no more columns than `width`: of a path the part that tells."""
+        text = self.shown(text)
+        while cell_len(text) > width:
+            text = "~" + text[2:] if len(text) > 1 else ""
+        return text
 
     def wrapped(self, text: str, *, first: Sequence[tuple[str, str]] = (), style: str = "") -> list[Text]:
         """The text in several lines, beside what stands before the first."""
@@ -57,7 +66,8 @@ class Paper:
             return [self.line(*first), *(self.line("  ", (line, style)) for line in self._broken(text, self.width - 2))]
         lines = self._broken(text, self.width - indent)
         return [
-            self.line(*(first if not place else ((" " * indent, ""),)), (line, style)) for place, line in enumerate(lines)
+            self.line(*(first if not place else ((" " * indent, ""),)), (line, style))
+            for place, line in enumerate(lines)
         ]
 
     def _broken(self, text: str, width: int) -> list[str]:
@@ -77,9 +87,9 @@ class Section:
     """Whether the first blocks go before the last ones."""
     num_left_out: int = 0
 
-    @property
-    def lines(self) -> list[Text]:
-        told = [Text(f"... and {self.num_left_out} more", "dim")] if self.num_left_out and not self.keeps_last else []
+    def lines(self, paper: Paper) -> list[Text]:
+        left_out = f"... and {self.num_left_out} more"
+        told = [paper.line((left_out, "dim"))] if self.num_left_out and not self.keeps_last else []
         return [*self.head, *(line for block in self.blocks for line in block), *told]
 
     def shorten(self) -> None:
@@ -87,21 +97,21 @@ class Section:
         self.num_left_out += 1
 
 
-def fitted(sections: Sequence[Section], height: int | None) -> list[Text]:
-    """The lines of all sections, an empty one between two, in no more than `height` lines."""
-    while height is not None and len(lines := _joined(sections)) > height:
+def fitted(sections: Sequence[Section], paper: Paper, height: int | None) -> list[Text]:
+    """The lines of all sections, an empty one between two where it is not tight, in no more than `height` lines."""
+    while height is not None and len(lines := _joined(sections, paper)) > height:
         longest = max(sections, key=lambda each: len(each.blocks) - each.least)
         if len(longest.blocks) <= longest.least:
             longest = max(sections, key=lambda each: len(each.blocks))
         if not longest.blocks:
             return lines[:height]
         longest.shorten()
-    return _joined(sections)
+    return _joined(sections, paper)
 
 
-def _joined(sections: Sequence[Section]) -> list[Text]:
+def _joined(sections: Sequence[Section], paper: Paper) -> list[Text]:
     lines: list[Text] = []
     for section in sections:
-        if own := section.lines:
-            lines += [Text(), *own] if lines else own
+        if own := section.lines(paper):
+            lines += [Text(), *own] if lines and not paper.is_tight else own
     return lines

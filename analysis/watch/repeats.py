@@ -62,7 +62,8 @@ def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, nu
     with np.errstate(invalid="ignore"):
         differs = np.abs(reward[again] - reward[before]) > 1e-6
     repeated, unequal = (
-        np.bincount(place[again], weights, minlength=num_steps) for weights in (np.ones(len(again)), differs.astype(float))
+        np.bincount(place[again], weights, minlength=num_steps)
+        for weights in (np.ones(len(again)), differs.astype(float))
     )
     total, apart = (np.convolve(each, np.ones(WINDOW))[:num_steps] for each in (repeated, unequal))
     return np.where(total >= FEWEST, apart / np.maximum(total, 1), 0.0)

@@ -30,58 +30,56 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
     console = Console(highlight=False)
     if not again:
         for seen in views:
-            _draw(console, seen)
+            _print(console, seen)
         return
-    drawn: list[Watched] = []
-    with _terminated_as_interrupted(), _redrawn(console, drawn):
+    screen = _Screen(console)
+    with (
+        _handled(signal.SIGTERM, _interrupt),
+        _handled(signal.SIGHUP, _interrupt),
+        _handled(signal.SIGWINCH, screen.resize),
+    ):
         try:
-            with console.screen(hide_cursor=True):
+            with screen.place:
                 for seen in views:
-                    drawn[:] = [seen]
-                    _redraw(console, seen)
+                    screen.draw(seen)
         except KeyboardInterrupt:
             pass
-    for seen in drawn:
-        _draw(console, seen)
+    if screen.seen is not None:
+        _print(console, screen.seen)
 
 
-def _draw(console: Console, seen: Watched) -> None:
+class _Screen:
+    """The view that is drawn."""
+
+    def __init__(self, console: Console):
+        self.seen: Watched | None = None
+        self.place = console.screen(hide_cursor=True)
+        """The terminal's other screen, which leaves what stood there before as it was."""
+        self._console = console
+        self._is_drawing = False
+
+    def draw(self, seen: Watched) -> None:
+        """Draw a view in place of the one before."""
+        self.seen, self._is_drawing = seen, True
+        width, height = self._console.size
+        text = watched_text(seen, width=width, height=height, encoding=self._console.encoding, goes_on=not seen.is_over)
+        self.place.update(text)
+        self._is_drawing = False
+
+    def resize(self, number: int, frame: FrameType | None) -> None:
+        """Draw the view anew, as the terminal has another size."""
+        if self.seen is not None and not self._is_drawing:
+            self.draw(self.seen)
+
+
+def _print(console: Console, seen: Watched) -> None:
     width = console.width if console.is_terminal else _PIPE_WIDTH
     console.print(watched_text(seen, width=width, encoding=console.encoding), soft_wrap=True)
 
 
-def _redraw(console: Console, seen: Watched) -> None:
-    width, height = console.size
-    text = watched_text(seen, width=width, height=height - 1, encoding=console.encoding, goes_on=not seen.is_over)
-    console.clear()
-    console.print(text, soft_wrap=True, end="")
-
-
-@contextmanager
-def _redrawn(console: Console, drawn: list[Watched]) -> Iterator[None]:
-    """Draw the view of `drawn` anew when the terminal gets another size."""
-    busy = False
-
-    def redraw(number: int, frame: FrameType | None) -> None:
-        nonlocal busy
-        if drawn and not busy:
-            busy = True
-            _redraw(console, drawn[0])
-            busy = False
-
-    with _handled(signal.SIGWINCH, redraw):
-        yield
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     """Let the end of the session leave the terminal as it was, too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handled(signal.SIGTERM, interrupt), _handled(signal.SIGHUP, interrupt):
-        yield
+    raise KeyboardInterrupt
 
 
 @contextmanager

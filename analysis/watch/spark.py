@@ -32,9 +32,15 @@ def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     broken = np.array([each.any() for each in _split(np.isin(series.steps, series.not_finite), width)])
     known = values[np.isfinite(values)]
     low, extent = float(known.min()), float(np.ptp(known))
-    levels = (values - low) / extent if extent > 1e-12 * max(1.0, abs(low)) else np.where(np.isfinite(values), 0.0, np.nan)
+    levels = (
+        (values - low) / extent if extent > 1e-12 * max(1.0, abs(low)) else np.where(np.isfinite(values), 0.0, np.nan)
+    )
     return "".join(
-        BROKEN if bad else " " if np.isnan(level) else characters[min(int(level * len(characters)), len(characters) - 1)]
+        BROKEN
+        if bad
+        else " "
+        if np.isnan(level)
+        else characters[min(int(level * len(characters)), len(characters) - 1)]
         for level, bad in zip(levels, broken, strict=True)
     )
 

@@ -23,6 +23,8 @@ COLUMNS = (
 _GOOD, _BAD, _DIM, _TITLE = "green", "bold red", "dim", "bold"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: "yellow", KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
+_HIGH = 45
+"""Lines from which a view can be airy."""
 
 
 def watched_text(
@@ -33,21 +35,25 @@ def watched_text(
     Head, first alarms, changes, latest steps, the whole run in sparklines, what to do next. `encoding` is the terminal's:
     blocks become ASCII where it has none. `goes_on` says that another view will follow.
     """
-    paper = Paper(width=width, encoding=encoding)
+    paper = Paper(width=width, encoding=encoding, is_tight=height is not None and height < _HIGH)
     sections = [
         _head(seen, paper),
         _alarms(seen, paper),
         _changes(seen, paper),
         _latest(seen, paper),
         _courses(seen, paper),
-        Section(head=_next(seen, paper, goes_on)),
+        Section(head=_next(seen, paper, goes_on, is_screen=height is not None)),
     ]
-    return Text("\n").join(fitted(sections, height))
+    return Text("\n").join(fitted(sections, paper, height))
 
 
 def watched_json(seen: Watched) -> dict[str, Any]:
     """The same as JSON can say it: of the series the latest steps, and of each its extremes."""
-    found = {field.name: getattr(seen, field.name) for field in fields(seen) if field.name not in ("series", "alarms", "moved")}
+    found = {
+        field.name: getattr(seen, field.name)
+        for field in fields(seen)
+        if field.name not in ("series", "alarms", "moved")
+    }
     return found | {
         "alarms": [_fields(alarm) for alarm in seen.alarms],
         "changes": [{"name": moved.name} | _fields(moved.change) for moved in seen.moved],
@@ -61,16 +67,16 @@ def _head(seen: Watched, paper: Paper) -> Section:
     if seen.exit_code is not None:
         state += f", the command ended with {seen.exit_code}"
     room = max(8, paper.width - len(state) - 2)
-    name = seen.trace if len(seen.trace) <= room else seen.run
+    name = paper.ending(seen.trace, room)
     facts = [f"steps {seen.num_steps:,}" + (f" ({seen.first_step} to {seen.last_step})" if seen.num_steps else "")]
     facts += [f"sequences {seen.num_sequences:,}", f"response tokens {seen.num_tokens:,}"]
     if seen.age_s is not None:
         facts.append(f"last record {_duration(seen.age_s)} ago")
     if seen.steps_per_minute is not None:
-        facts.append(f"{_number(seen.steps_per_minute)} steps a minute, by {seen.rate_from}")
-    head = [paper.line((paper.fitted(name, room), _TITLE), "  ", (state, _STATES[seen.state]))]
+        facts.append(f"{_number(seen.steps_per_minute)} steps a minute ({seen.rate_from})")
+    head = [paper.line((name, _TITLE), "  ", (state, _STATES[seen.state]))]
     if seen.state != WAITING:
-        head += [paper.line(line) for line in _packed(facts, paper.width)]
+        head += [line for packed in _packed(facts, paper.width) for line in paper.wrapped(packed)]
     if seen.num_unread_steps:
         unread = f"still reading: {seen.num_unread_steps:,} earlier steps are missing from what is below"
         head += paper.wrapped(unread, style="yellow")
@@ -88,9 +94,13 @@ def _alarms(seen: Watched, paper: Paper) -> Section:
 
 def _alarm(alarm: FirstAlarm, seen: Watched, paper: Paper) -> list[Text]:
     digits, until = len(str(seen.last_step or 0)), "still" if alarm.still else f"to {alarm.last_step}"
-    first = [(f"{alarm.first_step:>{digits}}  ", _TITLE), (f"{until:<{max(5, digits + 3)}}  ", _BAD if alarm.still else _DIM)]
+    first = [
+        (f"{alarm.first_step:>{digits}}  ", _TITLE),
+        (f"{until:<{max(5, digits + 3)}}  ", _BAD if alarm.still else _DIM),
+    ]
     value = "" if alarm.first_value is None else f" ({_number(alarm.first_value)})"
-    return paper.wrapped(f"{alarm.who}: {alarm.definition} {alarm.condition}{value}: {alarm.says}", first=first)
+    told = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.says}; {alarm.definition}"
+    return [paper.line(*first, told)] if paper.is_tight else paper.wrapped(told, first=first)
 
 
 def _changes(seen: Watched, paper: Paper) -> Section:
@@ -102,8 +112,9 @@ def _changes(seen: Watched, paper: Paper) -> Section:
 
 def _change(moved: Moved, paper: Paper) -> list[Text]:
     change = moved.change
-    what = f"{_number(change.before)} to {_number(change.after)}, {change.kind}"
-    return paper.wrapped(what, first=[(f"{change.step} ({change.low} to {change.high})  ", _TITLE), (f"{moved.name}  ", "")])
+    what = f"{moved.name}  {_number(change.before)} to {_number(change.after)}, {change.kind}"
+    first = [(f"{change.step} ({change.low} to {change.high})  ", _TITLE)]
+    return [paper.line(*first, what)] if paper.is_tight else paper.wrapped(what, first=first)
 
 
 def _latest(seen: Watched, paper: Paper) -> Section:
@@ -124,7 +135,9 @@ def _latest(seen: Watched, paper: Paper) -> Section:
         paper.line(("  ".join(f"{name:>{widths[name]}}" for name in chosen), _DIM)),
     ]
     rows = [
-        paper.line(*_joined([(f"{cells[name][place]:>{widths[name]}}", _emphasis(cells[name][place])) for name in chosen]))
+        paper.line(
+            *_joined([(f"{cells[name][place]:>{widths[name]}}", _emphasis(cells[name][place])) for name in chosen])
+        )
         for place in range(len(steps))
     ]
     return Section(head=head, blocks=[[row] for row in rows], least=3, keeps_last=True)
@@ -132,7 +145,11 @@ def _latest(seen: Watched, paper: Paper) -> Section:
 
 def _courses(seen: Watched, paper: Paper) -> Section:
     """A line a series: its name, its course, and what its ends mean."""
-    chosen = [seen.series[name] for name in (*COLUMNS, *(name for name in seen.series if name not in COLUMNS)) if name in seen.series]
+    chosen = [
+        seen.series[name]
+        for name in (*COLUMNS, *(name for name in seen.series if name not in COLUMNS))
+        if name in seen.series
+    ]
     chosen = [each for each in chosen if each.known.any() or len(each.not_finite)]
     if not chosen:
         return Section(head=[])
@@ -146,14 +163,14 @@ def _courses(seen: Watched, paper: Paper) -> Section:
     characters = BLOCKS if paper.can(BLOCKS) else ASCII
     spark_width = min(spark_width, max(len(each.steps) for each in chosen))
     legend = [f"{name:>{widths[place]}}" for place, name in enumerate(_ENDS[:num_ends])]
-    title = paper.fitted(f"WHOLE RUN  steps {chosen[0].steps[0]} to {chosen[0].steps[-1]}", name_width + 1 + spark_width)
+    title = paper.cut(f"WHOLE RUN  steps {chosen[0].steps[0]} to {chosen[0].steps[-1]}", name_width + 1 + spark_width)
     head = [paper.line((f"{title:<{name_width + 1 + spark_width}}", _TITLE), ("  " + "  ".join(legend), _DIM))]
     blocks = []
     for each, name, row in zip(chosen, names, ends, strict=True):
         drawn = f"{spark(each, spark_width, characters):<{spark_width}}"
         told = "".join(f"  {value:>{widths[place]}}" for place, value in enumerate(row[:num_ends]))
         style = _BAD if len(each.not_finite) else "cyan"
-        blocks.append([paper.line(f"{paper.fitted(name, name_width):<{name_width}} ", (drawn, style), told)])
+        blocks.append([paper.line(f"{paper.cut(name, name_width):<{name_width}} ", (drawn, style), told)])
     return Section(head=head, blocks=blocks, least=4)
 
 
@@ -170,14 +187,16 @@ def _scale(series: Series) -> str:
     return "" if series.scale == "linear" else f" ({series.scale})"
 
 
-def _next(seen: Watched, paper: Paper, goes_on: bool) -> list[Text]:
-    run = shlex.quote(seen.trace)
-    verb = "diagnose" if seen.num_steps else "info"
-    if seen.is_over:
-        return paper.wrapped(f"The recording has ended: {seen.state}. Next: tim-trace {verb} {run}", style=_TITLE)
+def _next(seen: Watched, paper: Paper, goes_on: bool, *, is_screen: bool) -> list[Text]:
     if goes_on:
-        return paper.wrapped("Ctrl-C ends this view and not the recording", style=_DIM)
-    return paper.wrapped(f"The recording goes on. Next: tim-trace {verb} {run}, or watch it again", style=_TITLE)
+        return [paper.line(("Ctrl-C ends this view and not the recording", _DIM))]
+    verb = "watch" if seen.state == WAITING else "diagnose" if seen.num_steps else "info"
+    command = paper.shown(f"tim-trace {verb} {shlex.quote(seen.trace)}")
+    ended = "The recording has ended: " + seen.state if seen.is_over else "The recording goes on"
+    if seen.state == WAITING:
+        ended = "Nothing is recorded yet"
+    # A command is copied whole: the terminal may break it, and this does not.
+    return [*paper.wrapped(f"{ended}. Next:"), paper.line((command, _TITLE)) if is_screen else Text(command, _TITLE)]
 
 
 def _packed(facts: list[str], width: int) -> list[str]:
@@ -206,8 +225,6 @@ def _value(series: Series, step: int) -> float | None:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
     return value if np.isfinite(value) else None
-
-
 
 
 def _cell(series: Series, step: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
 
@@ -59,12 +60,13 @@ class Watcher:
                 return self._look()
             except TraceNotFound:
                 raise
-            except (FileNotFoundError, duckdb.IOException) as error:  # a file vanished between listing and reading
+            except (OSError, duckdb.IOException) as error:  # a file vanished between listing and reading
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
-                        f"{self.trace}: files vanish while they are read ({str(error).splitlines()[0]}); is the folder "
-                        "being moved or deleted?"
+                        f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); is the folder being moved or "
+                        "deleted, and may you read it?"
                     ) from error
+                time.sleep(0.1 * attempt)
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
@@ -122,12 +124,12 @@ class Watcher:
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := pace.rate(self._memory.times)) is not None:
-            return found, f"when the last {len(self._memory.times)} logged steps were logged"
+            return found, f"times of the last {len(self._memory.times)} logged steps"
         last = max(steps, default=None)
         if last is not None and (not self._seen_steps or last > self._seen_steps[-1][0]):
             self._seen_steps = [*self._seen_steps, (last, time.time())][-pace.STEPS :]
         if (found := pace.rate(self._seen_steps)) is not None:
-            return found, "steps that came while watching"
+            return found, "by what came while watching"
         return None, ""
 
     def _silence(self, source: Source) -> str:
@@ -144,18 +146,22 @@ class Watcher:
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
         """When the chosen series changed; worked out anew where one of them has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
-        key = (sum(len(one.steps) for one in chosen.values()), sum(float(one.values[one.known].sum()) for one in chosen.values()))
+        key = (
+            sum(len(one.steps) for one in chosen.values()),
+            sum(float(one.values[one.known].sum()) for one in chosen.values()),
+        )
         if self._moved is None or self._moved[0] != key:
             found = [Moved(name=name, change=change) for name, one in chosen.items() for change in change_points(one)]
             self._moved = (key, tuple(sorted(found, key=lambda each: each.change.step)))
         return self._moved[1]
 
     def _notes(self, source: Source, extents: Extents, state: str, ended: bool) -> list[str]:
-        notes = []
+        notes: list[str] = []
+        info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
             notes.append("the trace is begun, and no process records into it yet: it is looked at again and again")
         elif not extents.steps:
-            notes.append("no sequence is recorded yet" if not ended else "no sequence was recorded: tim-trace info says why")
+            notes.append(f"no sequence was recorded: {info} says more" if ended else "no sequence is recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:
             there = ", ".join(sorted(extents.passes)) or "none"
             notes.append(
@@ -169,5 +175,5 @@ class Watcher:
         errors = [writer.error for writer in source.writers if writer.error]
         notes += [f"a process stopped recording while training went on: {error}" for error in errors]
         if source.damaged:
-            notes.append(f"{len(source.damaged)} files are damaged and passed over: tim-trace info says which")
+            notes.append(f"{len(source.damaged)} files are damaged and passed over: {info} says which")
         return notes
