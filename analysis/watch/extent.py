@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
@@ -43,6 +44,8 @@ class Extents:
     passes: frozenset[str] = frozenset()
     num_metrics: int = 0
     """Logged values, hyperparameters included."""
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Path of a sealed file of sequences or scores -> its first and last step."""
 
     def __add__(self, other: Extents) -> Extents:
         steps = dict(self.steps)
@@ -65,7 +68,10 @@ class Surveyor:
         if not self._seen <= set(files):  # somebody removed files: what was counted of them is void
             self._seen, self._sealed = set(), Extents()
         for path in [path for path in files if path not in self._seen]:
-            self._sealed = self._sealed + self._count(files[path], _sealed_rows(source, files[path], path))
+            rows = _sealed_rows(source, files[path], path)
+            self._sealed = (
+                self._sealed + self._count(files[path], rows) + Extents(ranges=_range(path, files[path], rows))
+            )
             self._seen.add(path)
         journaled = (self._count(table, rows.select(_COLUMNS[table])) for table, rows in source.journals.items())
         return sum(journaled, self._sealed)
@@ -98,6 +104,13 @@ def _sealed_rows(source: Source, table: str, path: str) -> pa.Table:
     relative = f"{table}/{path.rsplit('/', 1)[-1]}"
     with source.store.filesystem.open(source.store.path(relative), "rb") as file:
         return pq.ParquetFile(file).read(columns=_COLUMNS[table])
+
+
+def _range(path: str, table: str, rows: pa.Table) -> dict[str, tuple[int, int]]:
+    if table == METRICS or not rows.num_rows:
+        return {}
+    ends = pc.min_max(rows["step"]).as_py()
+    return {path: (ends["min"], ends["max"])}
 
 
 def _summed(parts: Iterable[tuple[int, Extent]]) -> dict[int, Extent]:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...schemas.layout import METRICS
+from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
 from ..database import Database
 from ..dynamics import gap, logged, policy, rollouts
@@ -61,7 +61,7 @@ class Memory:
         # Sums that the trace keeps serve when everything is read, and are few.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         wanted = sorted(pending) if summed else _portion(pending, extents)
-        database = Database(source) if summed else _opened(source, wanted)
+        database = Database(source) if summed else _opened(source, extents, wanted)
         run = source.run
         self._logged = logged.read_logged(database, run)
         self.times = logged_times(database)
@@ -127,21 +127,29 @@ def _portion(pending: Sequence[int], extents: Extents) -> list[int]:
     return chosen[::-1]
 
 
-def _opened(source: Source, steps: Sequence[int]) -> Database:
+def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
     """The trace, of whose sequences and scores only these steps are left."""
-    database = Database(_narrowed(source, steps), lean=True)
+    database = Database(_narrowed(source, extents, steps), lean=True)
     database.define("macros")
     database.keep_steps(steps)
     return database
 
 
-def _narrowed(source: Source, steps: Sequence[int]) -> Source:
-    """The source with those batches of its journals that have rows of the steps: a journal may hold millions of tokens."""
+def _narrowed(source: Source, extents: Extents, steps: Sequence[int]) -> Source:
+    """The source with those files and batches of its journals that have rows of the steps: the others are many."""
+    first, last = (steps[0], steps[-1]) if steps else (0, -1)
     wanted = pa.array(steps, pa.int64())
-    journals = {
-        table: rows if table == METRICS else _batches_with(rows, wanted) for table, rows in source.journals.items()
-    }
-    return replace(source, journals=journals)
+
+    def may_have(path: str) -> bool:
+        low, high = extents.ranges.get(path, (first, last))
+        return low <= last and first <= high
+
+    files, journals = dict(source.files), dict(source.journals)
+    for table in (SEQUENCES, SCORES):
+        files[table] = [path for path in source.files[table] if may_have(path)]
+        if table in journals:
+            journals[table] = _batches_with(source.journals[table], wanted)
+    return replace(source, files=files, journals=journals)
 
 
 def _batches_with(rows: pa.Table, steps: pa.Array) -> pa.Table:

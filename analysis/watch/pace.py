@@ -24,7 +24,8 @@ Times = list[tuple[int, float]]
 
 def logged_times(database: Database) -> Times:
     """When the last steps were logged."""
-    return database.connection.execute(_LOGGED, {"steps": STEPS + 1}).fetchall()[::-1]
+    found: Times = database.connection.execute(_LOGGED, {"steps": STEPS + 1}).fetchall()
+    return found[::-1]
 
 
 def rate(times: Times) -> float | None:
