@@ -19,6 +19,7 @@ import packing
 import querying
 import replaying
 import startup
+import watching
 import weights
 import writing
 
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "likeness": likeness.compare,
     "judging": judging.compare,
     "objectives": objectives.compare,
+    "watching": watching.compare,
     "replaying": replaying.compare,
     "gradients": gradients.compare,
     "packing": packing.compare,

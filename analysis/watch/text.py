@@ -87,7 +87,7 @@ def _alarms(seen: Watched, paper: Paper) -> Section:
     if not seen.num_alarms:
         return Section(head=[])
     still = sum(alarm.still for alarm in seen.alarms)
-    count = f"{len(seen.alarms)} of {seen.num_alarms} sounded, {still} still do" if seen.alarms else ""
+    count = f"{len(seen.alarms)} of {seen.num_alarms} sounded, {still} of them at the end" if seen.alarms else ""
     head = [paper.line(("FIRST ALARMS", _TITLE), "  ", count or f"none of {seen.num_alarms} sounded")]
     return Section(head=head, blocks=[_alarm(alarm, seen, paper) for alarm in seen.alarms], least=3)
 
