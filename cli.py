@@ -24,7 +24,7 @@ SECTIONS = {
     "look": ("info", "sql", "query", "stats"),
     "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
     "replay": ("replay", "triangulate", "gradient", "weights"),
-    "share": ("report", "gate"),
+    "share": ("report", "watch", "gate"),
 }
 """The question that a verb answers -> the verbs."""
 
@@ -694,6 +694,36 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
     for path in (output, png, pdf):
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")
+
+
+@_example("tim-trace watch runs/demo --once")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Look again so often.")
+@click.option(
+    "--steps", default=10, show_default=True, type=int, metavar="N", help="Latest steps to show, as they fit."
+)
+@click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
+@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print one view as JSON, with every digit.")
+def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: bool) -> None:
+    """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
+
+    It waits for a run that is not there yet, and ends when the recording does; Ctrl-C ends the view alone. Each alarm
+    has the step at which it sounded first: published levels under their own definitions, and this project's own rule
+    (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
+    """
+    from .analysis.rows import to_json
+    from .analysis.watch.screen import can_redraw, show
+    from .analysis.watch.text import watched_json
+    from .analysis.watch.watch import watch as look
+
+    again = not (once or as_json) and can_redraw()
+    views = look(trace, every=every, steps=steps, once=not again, pair=pair, progress=_progress)
+    if as_json:
+        click.echo(to_json(watched_json(next(views))))
+    else:
+        show(views, again=again)
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")

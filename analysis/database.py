@@ -49,15 +49,17 @@ _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT"}
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces, *, lean: bool = False):
+    def __init__(self, traces: Traces | Source, *, lean: bool = False):
         """Look at the traces and define views and macros. Raises TraceNotFound, NewerTrace or DamagedTrace.
+
+        A Source is a trace that was looked at already, of which parts may have been taken out.
 
         A `lean` database has the tables alone: for questions that are put to these, and that would wait for macros which
         they do not use. `define` adds those of a file.
         """
-        self.given = tuple(_urls(traces))
+        self.given = (traces.store.url,) if isinstance(traces, Source) else tuple(_urls(traces))
         """The traces as they were named, for commands to copy."""
-        self.sources = _open(traces)
+        self.sources = [traces] if isinstance(traces, Source) else _open(traces)
         self.connection = duckdb.connect()
         self._superseded: set[Pair] = set()
         self.is_whole = True
@@ -101,6 +103,17 @@ class Database:
         self.memory.clear()
         self.covered, self.run_covered = set(), set()
         self._define_lookup()
+
+    def keep_steps(self, steps: Sequence[int]) -> None:
+        """Let the views hold the sequences and scores of these steps alone, and what was logged at all steps."""
+        wanted = ", ".join(str(int(step)) for step in steps)
+        # The range lets DuckDB pass over row groups, which it does not for a long list.
+        within = f"step BETWEEN {min(steps)} AND {max(steps)} AND step IN ({wanted})" if steps else "false"
+        for name in ("sequences", "scores"):
+            self.connection.execute(f"ALTER VIEW {name} RENAME TO every_{name}")
+            self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM every_{name} WHERE {within}")
+        self.is_whole = False
+        self.covered, self.run_covered = set(), set()
 
     def ask(self, query: str) -> Rows:
         """A query's rows, with the same last digits every time.

@@ -240,6 +240,11 @@ def _writer(state: WriterState, num_sequences: int, num_tokens: int) -> WriterIn
     )
 
 
+def state_of(source: Source) -> str:
+    """Whether a trace is `live`, `finished`, `killed` or `stopped`."""
+    return _state([_writer(state, 0, 0) for state in source.writers if state.exit_code is None])
+
+
 def _state(writers: list[WriterInfo]) -> str:
     """The worst that happened, or that it goes on."""
     states = {writer.state for writer in writers}

@@ -132,10 +132,13 @@ def _cell(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = str(value)
-    # A cell is one line, and control characters of a model's output must not reach the terminal.
-    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+    text = printable(str(value))
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def printable(text: str) -> str:
+    """The text in one line, with its control characters spelled out: those of a model's output must not act on a terminal."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def _csv_cell(value: Any) -> Any:

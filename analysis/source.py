@@ -27,6 +27,9 @@ _MADE_OF = b"tim-trace made of"
 Pair = tuple[str, str]
 """Two passes, a and b: d = logprob(a) - logprob(b)."""
 
+Examined = dict[str, tuple[str, ...]]
+"""Path of a sealed file that can serve -> the columns that it lacks. A sealed file never changes."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Source:
@@ -56,6 +59,7 @@ class Source:
     """Those of them whose quantiles over the run are kept as well."""
     segments: list[str] = field(default_factory=list)
     """Sealed segments of the tables that sums are made of, `<table>/<segment>`."""
+    examined: Examined = field(default_factory=dict)
 
     def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[str]]:
         """The sealed files of a table, by the columns that they lack."""
@@ -70,15 +74,18 @@ class Source:
         return any(is_alive(writer) for writer in self.writers)
 
 
-def open_source(url: str, run: str | None = None) -> Source:
+def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
     """Look at a trace. A file that cannot be read is passed over and named in `damaged`.
+
+    `examined` is kept by who looks again and again: sealed files that it knows are not opened another time.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
     """
     store = Store(url)
     manifest = store.manifest()
+    known = {} if examined is None else examined
     for _ in range(_ATTEMPTS):
-        source = Source(store=store, run=run or store.name, manifest=manifest, writers=[])
+        source = Source(store=store, run=run or store.name, manifest=manifest, writers=[], examined=known)
         try:
             _look(source)
         except FileNotFoundError:  # a segment was sealed between listing and reading: look again
@@ -121,8 +128,11 @@ def _sealed(source: Source, table: str) -> set[Segment]:
             source.damaged.append(f"{source.store.shown(relative)}: no file of a trace; it was passed over, remove it")
             continue
         found.add(segment)
-        problem, lacking = _parquet_problem(source.store, relative, TABLE_SPECS[table])
+        problem, lacking = None, source.examined.get(relative)
+        if lacking is None:
+            problem, lacking = _parquet_problem(source.store, relative, TABLE_SPECS[table])
         if problem is None:
+            source.examined[relative] = lacking
             source.files[table].append(path := _duckdb_path(source.store, relative))
             source.lacking[path] = lacking
         else:

@@ -20,6 +20,7 @@ import querying
 import replaying
 import reports
 import startup
+import watching
 import weights
 import writing
 
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "judging": judging.compare,
     "objectives": objectives.compare,
     "reports": reports.compare,
+    "watching": watching.compare,
     "replaying": replaying.compare,
     "gradients": gradients.compare,
     "packing": packing.compare,

@@ -21,8 +21,10 @@ from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.query import sql
+from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.triangulate import triangulate
+from tim_trace.analysis.watch.watch import watch
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
@@ -50,7 +52,9 @@ TWINS = {
     "triangulate": triangulate,
     "gradient": gradient,
     "replay": replay,
+    "watch": watch,
     "gate": gate,
+    "report": report,
 }
 
 
@@ -113,7 +117,9 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "replay",
         "triangulate",
         "gradient",
+        "watch",
         "gate",
+        "report",
     ],
 )
 def test_a_command_and_its_twin_say_the_same_first(name):

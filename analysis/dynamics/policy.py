@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,15 +64,40 @@ _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_res
 _ADVANTAGES = "unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))"
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the passes of a run gave besides logprobs: it decides what a series is of, for all steps alike."""
+
+    entropy: frozenset[str] = frozenset()
+    """Passes with entropies of tokens."""
+    version: frozenset[str] = frozenset()
+    """Passes that say which weights they scored with."""
+
+    def __or__(self, other: Given) -> Given:
+        return Given(self.entropy | other.entropy, self.version | other.version)
+
+
+def read_given(database: Database, run: str) -> Given:
+    """Look which optional columns of the scores have a value, and in which passes."""
+    return Given(frozenset(_with(database, run, "entropy")), frozenset(_with(database, run, "policy_version")))
+
+
 def read_entropy(
-    database: Database, run: str, pass_a: str, metrics: list[Column], estimate: Column | None
+    database: Database,
+    run: str,
+    pass_a: str,
+    metrics: list[Column],
+    estimate: Column | None,
+    given: Given | None = None,
 ) -> list[Column]:
     """Read the entropy of tokens of `train` or `current`; else what was logged, which `metrics` has; else estimate it.
 
-    The estimate is -mean logprob of pass a: its expectation over samples of the policy is the entropy.
+    The estimate is -mean logprob of pass a: its expectation over samples of the policy is the entropy. `given` is of the
+    whole run, where the database holds only some of its steps.
     """
+    given = given or read_given(database, run)
     for name in ("train", "current"):
-        if name in _with(database, run, "entropy"):
+        if name in given.entropy:
             what = f"mean entropy of the tokens of {name}, nats"
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
@@ -84,9 +110,10 @@ def read_entropy(
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
 
 
-def read_lags(database: Database, pair: Pair, run: str) -> list[Column]:
-    """Read how many updates lie between sampling and the loss, and between pass b and pass a."""
-    loss = "current" if "current" in _with(database, run, "policy_version") else "train"
+def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
+    """Read how many updates lie between sampling and the loss, and between pass b and pass a; `given` as above."""
+    given = given or read_given(database, run)
+    loss = "current" if "current" in given.version else "train"
     # What the engine returned has the sequence's own version, where its scores say none.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)

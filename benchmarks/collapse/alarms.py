@@ -20,6 +20,7 @@ from tim_trace.analysis.attribution.fall import Outcome, find_fall
 from tim_trace.analysis.attribution.rollouts import Rollouts, read_rollouts
 from tim_trace.analysis.database import Database
 from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.watch.repeats import unequal_rewards
 from truth import Truth, truths
 
 _RATIOS = """
@@ -49,17 +50,7 @@ def known_of(truth: Truth) -> tuple[np.ndarray, Known]:
 
 def unequal_by_step(rollouts: Rollouts, steps: np.ndarray) -> np.ndarray:
     """[n] of the responses so far that repeat an earlier one of the last 20 steps, the share with another reward."""
-    first: dict[int, float] = {}
-    repeated, unequal = np.zeros(len(steps)), np.zeros(len(steps))
-    place = np.searchsorted(steps, rollouts.step)
-    for whole, reward, at in zip(rollouts.whole.tolist(), rollouts.reward.tolist(), place.tolist(), strict=True):
-        if whole in first:
-            repeated[at] += 1
-            unequal[at] += abs(first[whole] - reward) > 1e-6
-        first[whole] = reward
-    windows = np.ones(20)
-    total = np.convolve(repeated, windows)[: len(steps)]
-    return np.where(total >= 20, np.convolve(unequal, windows)[: len(steps)] / np.maximum(total, 1), 0.0)
+    return unequal_rewards(np.searchsorted(steps, rollouts.step), rollouts.whole, rollouts.reward, len(steps))
 
 
 def fall_step(truth: Truth) -> int | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from tim_trace.analysis.watch import rule as own
+from tim_trace.analysis.watch.rule import logarithm, sustained, trailing_median
 
 Array = np.ndarray
 Known = dict[str, Array]
@@ -55,33 +57,15 @@ def _score(values: Array, window: int, *, frozen: bool) -> Array:
     return scores
 
 
-def _sustained(flags: Array, times: int) -> Array:
-    """[n] true where it was true `times` times in a row."""
-    count, found = 0, np.zeros(len(flags), bool)
-    for i, flag in enumerate(flags):
-        count = count + 1 if flag else 0
-        found[i] = count >= times
-    return found
-
-
-def _trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    found = np.full(len(values), np.nan)
-    for i in range(window + gap, len(values)):
-        past = values[i - window - gap : i - gap]
-        if np.isfinite(past).any():
-            found[i] = np.nanmedian(past)
-    return found
-
-
 def _surge(known: Known) -> Array:
-    base = _trailing_median(known["length"], 20, 5)
+    base = trailing_median(known["length"], 20, 5)
     high = known["length"] / base >= 2.0
     return np.array([high[max(i - 4, 0) : i + 1].sum() >= 3 for i in range(len(high))])
 
 
 def _norm_drop(known: Known) -> Array:
-    base = _trailing_median(known["grad_norm"], 20, 5)
-    return _sustained(known["grad_norm"] < base * (0.02 / 0.07), 3)
+    base = trailing_median(known["grad_norm"], 20, 5)
+    return sustained(known["grad_norm"] < base * (0.02 / 0.07), 3)
 
 
 def _over_frozen(known: Known) -> Array:
@@ -112,18 +96,14 @@ def _page(values: Array, slack: float = 0.5, level: float = 5.0, window: int = 2
     return found
 
 
-def _log(values: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(values > 0, np.log(values), np.nan)
-
-
 def _ours(known: Known) -> Array:
     """A gap that can bend a run, or rewards that contradict themselves, or a learning rate or norm that leaves its range."""
-    gap = _sustained(known["mean_abs_d"] > 0.06, 3)
-    rewards = known["unequal_rewards"] > 0.05
-    rate = known["learning_rate"] > 3 * np.fmax.accumulate(_trailing_median(known["learning_rate"], 5))
-    norm = _sustained(_log(known["grad_norm"]) > _trailing_median(_log(known["grad_norm"]), 20, 5) + np.log(4.0), 3)
-    return gap | rewards | rate | norm
+    return (
+        own.gap_bends(known["mean_abs_d"])
+        | own.rewards_contradict(known["unequal_rewards"])
+        | own.rate_jumps(known["learning_rate"])
+        | own.norm_jumps(known["grad_norm"])
+    )
 
 
 RULES = (
@@ -142,17 +122,17 @@ RULES = (
     Rule(name="k3 over 3 sd of the last 100", source="rlwatch", sounds=lambda k: _score(k["k3"], 100, frozen=False) > 3),
     Rule(name="grad norm over 3 sd of the first 20, and 1.5x", source="rlwatch", sounds=_over_frozen),
     Rule(name="grad norm |z| > 3 for 3 steps", source="practitioners' guides",
-         sounds=lambda k: _sustained(np.abs(_score(k["grad_norm"], 20, frozen=False)) > 3, 3)),
+         sounds=lambda k: sustained(np.abs(_score(k["grad_norm"], 20, frozen=False)) > 3, 3)),
     Rule(name="grad norm drops to 0.29", source="Miles", sounds=_norm_drop),
     Rule(name="length surge x2", source="arXiv 2602.01826", sounds=_surge),
     Rule(name="entropy < 0.2 nats", source="practitioners' guides", sounds=_below("entropy", 0.2)),
-    Rule(name="entropy < 1 nat for 50 steps", source="rlwatch", sounds=lambda k: _sustained(k["entropy"] < 1.0, 50)),
+    Rule(name="entropy < 1 nat for 50 steps", source="rlwatch", sounds=lambda k: sustained(k["entropy"] < 1.0, 50)),
     Rule(name="H / H0 < 0.2", source="practitioners' guides",
          sounds=lambda k: k["entropy"] < 0.2 * np.nanmean(k["entropy"][:5])),
     Rule(name="reward drifts by 0.1 in 50 steps", source="rlwatch", sounds=_drift("reward", 0.1, 50)),
     Rule(name="reward variance x3", source="rlwatch",
          sounds=lambda k: k["reward_std"] ** 2 > 3 * np.nanmean(k["reward_std"][:20]) ** 2),
-    Rule(name="CUSUM of ln k3 (0.5, 5)", source="Page 1954", sounds=lambda k: _page(_log(k["k3"]))),
+    Rule(name="CUSUM of ln k3 (0.5, 5)", source="Page 1954", sounds=lambda k: _page(logarithm(k["k3"]))),
     Rule(name="tim-trace", source="this project", sounds=_ours),
 )  # fmt: skip
 """Each under its own definition; where a source leaves a window open it is said in the function."""

@@ -1,0 +1,164 @@
+"""What was read of a run, by step: a refresh reads the steps that have grown, and no token of the others again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...schemas.layout import SCORES, SEQUENCES
+from ...schemas.loss import read_loss
+from ..database import Database
+from ..dynamics import gap, logged, policy, rollouts
+from ..dynamics.columns import Column
+from ..dynamics.policy import Given
+from ..dynamics.quantities import KINDS, Series, named
+from ..hyperparameters import read_hyperparameters
+from ..source import Pair, Source
+from .extent import Extent, Extents
+from .pace import Times, logged_times
+from .repeats import Repeats
+
+MOST_TOKENS = 10_000_000
+"""Response tokens that are read at once, the newest steps first; a larger step is one alone."""
+
+
+class Memory:
+    """The series of a run as `dynamics.read_series` gives them, kept and brought up to date.
+
+    The share of changed weights is not among them: it would read what the versions say of themselves again each time.
+    """
+
+    def __init__(self, pair: Pair):
+        self.repeats = Repeats()
+        self.times: Times = []
+        self._pair = pair
+        self._read: dict[int, Extent] = {}
+        self._given = Given()
+        self._basis: Any = None
+        self._num_metrics = -1
+        self._logged: list[Column] = []
+        self._values: dict[str, dict[int, float]] = {}
+        self._sources: dict[str, str] = {}
+
+    def pending(self, extents: Extents) -> list[int]:
+        """Steps to be read, the newest first."""
+        if not self._read.keys() <= extents.steps.keys():
+            self._forget()
+        return sorted((step for step, extent in extents.steps.items() if self._read.get(step) != extent), reverse=True)
+
+    def is_behind(self, extents: Extents) -> bool:
+        """Whether something was recorded that was not read."""
+        return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
+
+    def read(self, source: Source, extents: Extents) -> None:
+        """Read what was logged, and the newest of the steps that are pending. Raises duckdb.IOException as files vanish."""
+        pending = self.pending(extents)
+        # Sums that the trace keeps serve when everything is read, and are few.
+        summed = self._pair in source.covered and len(pending) == len(extents.steps)
+        wanted = sorted(pending) if summed else _portion(pending, extents)
+        database = Database(source) if summed else _opened(source, extents, wanted)
+        run = source.run
+        self._logged = logged.read_logged(database, run)
+        self.times = logged_times(database)
+        self._num_metrics = extents.num_metrics
+        self._given = self._given | policy.read_given(database, run)
+        loss = read_loss(read_hyperparameters(database, run))
+        basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
+        if basis != self._basis and self._read:  # steps that were read would be read otherwise now
+            self._forget()
+        self._basis = basis
+        if wanted:
+            self._keep(wanted, self._columns(database, run))
+            self.repeats.keep(database, run, wanted)
+            self._read |= {step: extents.steps[step] for step in wanted}
+
+    def series(self, steps: Iterable[int]) -> dict[str, Series]:
+        """Every series over `steps` and those with a logged value, in the order of `KINDS`."""
+        columns = [self._column(name) for name in self._values if self._values[name]]
+        # Entropies of tokens go before logged ones.
+        found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
+        every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
+        every = every.astype(np.int64)
+        return {name: _on(every, found[name]) for name in KINDS if name in found}
+
+    def _columns(self, database: Database, run: str) -> list[Column]:
+        mismatch = gap.read_gap(database, self._pair, run)
+        return [
+            *mismatch.columns,
+            *rollouts.read_rollouts(database, run),
+            *policy.read_entropy(database, run, self._pair[0], self._logged, mismatch.estimate, self._given),
+            *policy.read_lags(database, self._pair, run, self._given),
+            *policy.read_clipping(database, run),
+        ]
+
+    def _keep(self, steps: Sequence[int], columns: Sequence[Column]) -> None:
+        for values in self._values.values():
+            for step in steps:
+                values.pop(step, None)
+        for column in columns:
+            kept = self._values.setdefault(column.name, {})
+            kept.update(zip(column.steps.tolist(), column.values.tolist(), strict=True))
+            self._sources[column.name] = column.source
+
+    def _column(self, name: str) -> Column:
+        values = self._values[name]
+        steps = np.array(sorted(values), np.int64)
+        return Column(name, steps, np.array([values[step] for step in steps.tolist()]), self._sources[name])
+
+    def _forget(self) -> None:
+        self._read, self._values = {}, {}
+        self.repeats = Repeats()
+
+
+def _portion(pending: Sequence[int], extents: Extents) -> list[int]:
+    """The first of the pending steps, as many as are read at once; ascending."""
+    chosen: list[int] = []
+    num_tokens = 0
+    for step in pending:
+        num_tokens += extents.steps[step].num_tokens
+        if chosen and num_tokens > MOST_TOKENS:
+            break
+        chosen.append(step)
+    return chosen[::-1]
+
+
+def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
+    """The trace, of whose sequences and scores only these steps are left."""
+    database = Database(_narrowed(source, extents, steps), lean=True)
+    database.define("macros")
+    database.keep_steps(steps)
+    return database
+
+
+def _narrowed(source: Source, extents: Extents, steps: Sequence[int]) -> Source:
+    """The source with those files and batches of its journals that have rows of the steps: the others are many."""
+    first, last = (steps[0], steps[-1]) if steps else (0, -1)
+    wanted = pa.array(steps, pa.int64())
+
+    def may_have(path: str) -> bool:
+        low, high = extents.ranges.get(path, (first, last))
+        return low <= last and first <= high
+
+    files, journals = dict(source.files), dict(source.journals)
+    for table in (SEQUENCES, SCORES):
+        files[table] = [path for path in source.files[table] if may_have(path)]
+        if table in journals:
+            journals[table] = _batches_with(source.journals[table], wanted)
+    return replace(source, files=files, journals=journals)
+
+
+def _batches_with(rows: pa.Table, steps: pa.Array) -> pa.Table:
+    batches = [batch for batch in rows.to_batches() if pc.any(pc.is_in(batch["step"], value_set=steps)).as_py()]
+    return pa.Table.from_batches(batches, rows.schema)
+
+
+def _on(steps: np.ndarray, column: Column) -> Series:
+    """A column over all steps of the run."""
+    values = np.full(len(steps), np.nan)
+    values[np.searchsorted(steps, column.steps)] = column.values
+    return named(column.name, steps, values, column.source, column.not_finite)

@@ -1,0 +1,69 @@
+"""Responses that came again, and the share of them that earned another reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..database import Database
+
+_ROWS = """
+SELECT step, hash(prompt_ids, response_ids) AS whole, reward
+FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
+ORDER BY step, place
+"""
+WINDOW = 20
+"""Steps that the share is over."""
+FEWEST = 20
+"""Repeated responses in a window below which the share is 0: a few say nothing."""
+
+
+class Repeats:
+    """The responses of a run by their hashes, a step's at a time."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
+        """Read the responses of some steps, in place of what was read of these before."""
+        rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
+        step = np.asarray(rows["step"])
+        reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
+        ends = np.flatnonzero(np.diff(step)) + 1
+        for step_ in steps:
+            self._steps.pop(step_, None)
+        if len(step):
+            parts = (np.split(each, ends) for each in (step, np.asarray(rows["whole"]), reward))
+            for own, whole, rewards in zip(*parts, strict=True):
+                self._steps[int(own[0])] = (whole, rewards)
+
+    def unequal(self) -> tuple[np.ndarray, np.ndarray]:
+        """The steps, and at each the share of unequal rewards: see `unequal_rewards`."""
+        steps = np.array(sorted(self._steps), np.int64)
+        if not len(steps):
+            return steps, np.empty(0)
+        parts = [self._steps[step] for step in steps.tolist()]
+        place = np.repeat(np.arange(len(steps)), [len(whole) for whole, _ in parts])
+        whole, reward = (np.concatenate([part[index] for part in parts]) for index in (0, 1))
+        return steps, unequal_rewards(place, whole, reward, len(steps))
+
+
+def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
+    """Of the responses that repeat an earlier one, over the last 20 steps, the share whose reward is another.
+
+    Shapes: N sequences in the order of their recording, n steps. `place` [N] is the number of the step, ascending; `whole`
+    [N] names prompt and response together. Gives [n]: at each step from what was known by then; 0 where fewer than 20
+    responses were repeated.
+    """
+    order = np.lexsort((np.arange(len(whole)), whole))
+    again = order[1:][whole[order][1:] == whole[order][:-1]]
+    before = order[:-1][whole[order][1:] == whole[order][:-1]]
+    with np.errstate(invalid="ignore"):
+        differs = np.abs(reward[again] - reward[before]) > 1e-6
+    repeated, unequal = (
+        np.bincount(place[again], weights, minlength=num_steps)
+        for weights in (np.ones(len(again)), differs.astype(float))
+    )
+    total, apart = (np.convolve(each, np.ones(WINDOW))[:num_steps] for each in (repeated, unequal))
+    return np.where(total >= FEWEST, apart / np.maximum(total, 1), 0.0)

@@ -1,0 +1,65 @@
+"""A series in a line of characters.
+
+Shapes: n values, one a step; NaN where there is none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..dynamics.quantities import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
+
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+ASCII = "_.:-=+*#"
+"""For terminals whose encoding has no blocks."""
+BROKEN = "!"
+"""A NaN or an infinity was recorded there."""
+
+_SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
+"""Kinds of which the largest of neighbouring steps is kept, so that a spike of one step is seen; of others their mean."""
+
+
+def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
+    """Draw a series over all its steps in at most `width` characters, on its own scale; empty where it has no value.
+
+    The smallest value has the lowest character and the largest the highest, a constant one the lowest. Where several
+    steps share a character it shows the worst of them for a mismatch (of ess the smallest, of mean_d what lies farthest
+    from 0), the largest of the optimizer, lengths and clips, else the mean. A space has no value, `!` a NaN or infinity.
+    """
+    if not series.known.any():
+        return BROKEN if len(series.not_finite) else ""
+    values = joined(series, width)
+    broken = np.array([each.any() for each in _split(np.isin(series.steps, series.not_finite), width)])
+    known = values[np.isfinite(values)]
+    low, extent = float(known.min()), float(np.ptp(known))
+    levels = (
+        (values - low) / extent if extent > 1e-12 * max(1.0, abs(low)) else np.where(np.isfinite(values), 0.0, np.nan)
+    )
+    return "".join(
+        BROKEN
+        if bad
+        else " "
+        if np.isnan(level)
+        else characters[min(int(level * len(characters)), len(characters) - 1)]
+        for level, bad in zip(levels, broken, strict=True)
+    )
+
+
+def joined(series: Series, width: int) -> np.ndarray:
+    """[min(n, width)] values on the series' scale, neighbours joined as `spark` says."""
+    return np.array([_one(series, part[np.isfinite(part)]) for part in _split(series.scaled, width)])
+
+
+def _split(values: np.ndarray, width: int) -> list[np.ndarray]:
+    """Cut into as many parts of equal length as there are characters."""
+    return np.array_split(values, min(len(values), max(width, 1)))
+
+
+def _one(series: Series, known: np.ndarray) -> float:
+    if not len(known):
+        return float("nan")
+    if series.name == "ess":
+        return float(known.min())
+    if series.name == "mean_d":
+        return float(known[np.argmax(np.abs(known))])
+    return float(known.max() if series.kind in _SPIKES else known.mean())

@@ -1,0 +1,68 @@
+"""Watching a run while it is being recorded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from ...schemas.errors import InvalidOption, TraceNotFound
+from ...tracer.progress import Progress, no_progress
+from .watched import Watched
+from .watcher import Watcher
+
+_LONGEST_S = 86_400.0
+
+
+def watch(
+    trace: str | os.PathLike[str],
+    *,
+    every: float = 5.0,
+    steps: int = 10,
+    once: bool = False,
+    pair: str = "train:rollout",
+    progress: Progress = no_progress,
+) -> Iterator[Watched]:
+    """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
+
+    Gives what is seen now, and again `every` so many seconds, until the recording has ended; `once` gives it one time. A
+    trace that is not there yet is waited for, unless `once` is asked for. `steps` is how many of the latest steps are to
+    be shown, and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
+
+    Only steps that have grown are read again. A long run is read in portions, the newest steps first: what is seen meanwhile
+    says how many steps are left, and with `once` it is given when all are read. Nothing is written, and the
+    recorder is not disturbed.
+
+    Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
+    """
+    if not 0 < every <= _LONGEST_S:
+        raise InvalidOption(f"every: got {every}; use seconds above 0 and at most {_LONGEST_S:g}")
+    if steps < 1:
+        raise InvalidOption(f"steps: got {steps}; use 1 or more")
+    watcher = Watcher(trace, pair=pair, num_latest=steps)
+    return iter([_whole(watcher, progress)]) if once else _again_and_again(watcher, every)
+
+
+def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
+    while True:
+        began = time.monotonic()
+        try:
+            seen = watcher.look()
+        except TraceNotFound as error:
+            seen = watcher.waiting(str(error))
+        yield seen
+        if seen.is_over and not seen.num_unread_steps:
+            return
+        if not seen.num_unread_steps:
+            # What takes long to look at is looked at less often, so that watching stays a small load.
+            time.sleep(max(every, 2 * (time.monotonic() - began)))
+
+
+def _whole(watcher: Watcher, progress: Progress) -> Watched:
+    """What is seen once every step was read."""
+    seen = watcher.look()
+    with progress("reading steps", seen.num_unread_steps) as advance:
+        while left := seen.num_unread_steps:
+            seen = watcher.look()
+            advance(max(0, left - seen.num_unread_steps))
+    return seen
