@@ -113,6 +113,7 @@ class Database:
             self.connection.execute(f"ALTER VIEW {name} RENAME TO every_{name}")
             self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM every_{name} WHERE {within}")
         self.is_whole = False
+        self.memory.clear()
         self.covered, self.run_covered = set(), set()
 
     def ask(self, query: str) -> Rows:

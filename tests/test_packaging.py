@@ -82,7 +82,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     outside = ("tests", "examples", "benchmarks", "docs")
     sources = {str(path) for path in python_files() if path.parts[0] not in outside}
     queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis").glob("*/*.sql")}
-    assert inside == sources | queries
+    page = {f"analysis/report/page/report.{kind}" for kind in ("html", "css", "js")}
+    assert inside == sources | queries | page
 
 
 def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):

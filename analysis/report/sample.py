@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
 
 from ..database import Database
 
@@ -23,11 +22,7 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     num = max(1, int(len(rows) * MOST_TOKENS / total))
     kept = [rows[index][0] for index in np.unique(np.linspace(0, len(rows) - 1, num).round().astype(int))]
     part = Database(list(database.given))
-    names = ", ".join(str(step) for step in kept)
-    others: pa.Table = part.connection.sql(
-        f"SELECT run, step, seq_id FROM sequences WHERE step NOT IN ({names})"
-    ).to_arrow_table()
-    part.leave_out(others)
+    part.keep_steps(kept)
     return part, f"{len(kept)} of {len(rows)} steps, evenly spread"
 
 
