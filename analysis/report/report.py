@@ -14,46 +14,21 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.store import whole_file
 from ..database import Traces
 from ..pairs import parse_pair
-from .chart import Chart, Lines
+from .contents import Contents
 from .mismatch_charts import mismatch_charts
-from .provenance import Provenance, provenance
+from .provenance import provenance
 from .run_charts import constants, run_charts
 from .subject import NUM_QUESTIONS, Subject, read_subject
-from .verdict import Verdict, verdict
+from .verdict import verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a report says. In a notebook it shows itself."""
-
-    subjects: tuple[Subject, ...]
-    """The runs; the first is the one that is reported, the others stand beside it."""
-    verdicts: tuple[Verdict, ...]
-    """One a run."""
-    run: tuple[Lines, ...]
-    """Charts of the series by step."""
-    constants: dict[str, float]
-    """Series of the first run that never move -> their value."""
-    mismatch: tuple[Chart, ...]
-    """Charts of the first run's mismatch."""
-    provenance: tuple[Provenance, ...]
-    """One a run."""
-    made_with: str
-    """Version of tim-trace."""
-
-    @property
-    def charts(self) -> tuple[Chart, ...]:
-        """Every chart, in order."""
-        return (*self.run, *self.mismatch)
-
-    @property
-    def title(self) -> str:
-        """The run and its verdict in a line."""
-        return f"{self.subjects[0].name}: {self.verdicts[0].sentence}"
+class Report(Contents):
+    """What is known of a run, ready to be written. In a notebook it shows itself."""
 
     def html(self) -> str:
         """The report as one self-contained file of HTML."""
-        from .page.page import page
+        from .page.page import page  # Bokeh takes a second to load
 
         return page(self)
 

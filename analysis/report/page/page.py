@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bokeh.document import Document
 from bokeh.resources import Resources
@@ -14,6 +14,7 @@ from markupsafe import Markup
 from .. import mismatch_charts
 from ..chart import Chart, Lines
 from ..colours import COLOURS
+from ..contents import Contents
 from ..terms import SERIES
 from .explained import explained, term
 from .figures import single, stacked
@@ -21,11 +22,8 @@ from .frames import frames_of
 from .packing import pack, pack_text
 from .sequences import sequences_of
 
-if TYPE_CHECKING:
-    from ..report import Report
 
-
-def page(report: Report) -> str:
+def page(report: Contents) -> str:
     """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
     groups = [_embedded(stacked(report.run)), *(_embedded([single(one)]) for one in report.mismatch)]
     first = report.subjects[0]
