@@ -16,6 +16,10 @@ GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
 """How an answer sounds: fine, worth a look, wrong, or not to be told from this trace."""
 
 
+_LIKELY = 0.05
+"""Probability of a suspect from which it is worth a rerun."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer to one of the questions."""
@@ -208,10 +212,13 @@ def _next(subject: Subject) -> tuple[str, ...]:
     if diagnosis and not diagnosis.checked.is_valid:
         found += diagnosis.next
     if attribution and attribution.fall:
-        found += [suspect.next for suspect in attribution.suspects[:2] if suspect.next]
-        found.append(
-            f"tim-trace attribute {subject.trace} --control RUN2   (RUN2: a rerun with the same seeds and one change)"
-        )
+        found += [
+            suspect.next for suspect in attribution.suspects[:2] if suspect.next and suspect.probability >= _LIKELY
+        ]
+        if attribution.control is None:
+            found.append(
+                f"tim-trace attribute {subject.trace} --control RUN2   (RUN2: a rerun with the same seeds and one change)"
+            )
     if diagnosis and diagnosis.checked.is_valid:
         found += diagnosis.next
     if diagnosis is None:

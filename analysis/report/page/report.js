@@ -52,6 +52,7 @@ const timTrace = (() => {
     const first = state.views[$("#run figure.chart")?.dataset.key];
     first?.model.x_range.properties.end.change.connect(place);
     window.addEventListener("resize", () => setTimeout(place, 100));
+    place();
     document.body.dataset.drawn = "yes";
     const wanted = /(?:^|[#&])step=(-?\d+)/.exec(location.hash);
     if (wanted) choose(Number(wanted[1]));
@@ -127,6 +128,13 @@ const timTrace = (() => {
       line.style.display = inside ? "block" : "none";
       if (inside) line.style.left = `${left + view.frame.x_scale.compute(step)}px`;
     }
+    const fall = $("#fall");
+    if (!fall) return;
+    const from = Math.max(Number(fall.dataset.low), range.start), to = Math.min(Number(fall.dataset.high), range.end);
+    fall.style.display = from <= to ? "block" : "none";
+    fall.style.left = `${left + view.frame.x_scale.compute(from)}px`;
+    fall.style.width = `${Math.max(2, view.frame.x_scale.compute(to) - view.frame.x_scale.compute(from))}px`;
+    fall.classList.toggle("right", from > (range.start + range.end) / 2);
   }
 
   let waiting = null;
