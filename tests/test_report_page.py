@@ -274,6 +274,27 @@ def test_runs_lie_over_each_other(opened):
     assert shown.troubles == []
 
 
+def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, files):
+    from tim_trace.analysis import report
+
+    notebook = files / "notebook.html"
+    notebook.write_text(f"<!DOCTYPE html><body>{report(files / 'run')._repr_html_()}", encoding="utf-8")
+    page = browser.new_page()
+    troubles = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(f"file://{notebook}")
+    frame = page.frames[1]
+    frame.wait_for_function("document.body && document.body.dataset.drawn")
+    frame.evaluate("timTrace.choose(5)")
+    frame.wait_for_function("document.querySelector('#f-d-by-position .of').textContent === 'step 5'")
+    frame.click("nav a[href='#tokens']")
+    frame.wait_for_function("scrollY > 0")
+    assert frame.url == "about:srcdoc"
+    assert page.url == f"file://{notebook}"
+    assert troubles == []
+    page.close()
+
+
 @pytest.mark.parametrize("name", ["one-pass", "empty"])
 def test_a_trace_that_cannot_say_much_says_that(opened, name):
     shown = opened(name)

@@ -5,40 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
-from ..attribution.attribution import Attribution
-from ..check.checked import Checked
-from ..diagnosis.diagnosis import Diagnosis
-from ..objective.judged import Estimate, Objective
-from ..objective.verdict import LARGE, SMALL
+from .answers import Answer, answers
 from .subject import Subject
-
-GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
-"""How an answer sounds: fine, worth a look, wrong, or not to be told from this trace."""
-
 
 _LIKELY = 0.05
 """Probability of a suspect from which it is worth a rerun."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The answer to one of the questions."""
-
-    question: str
-    sounds: str
-    """`good`, `notice`, `bad` or `open`."""
-    short: str
-    """In a few words."""
-    clause: str
-    """Its part of the sentence on top; empty where it adds nothing."""
-    figure: str
-    """The number that it rests on, with its unit; empty where there is none."""
-    sureness: str
-    """How far it can be trusted: tokens, an interval, a probability."""
-    detail: str
-    """The evidence, in the words of the command that found it."""
-    command: str
-    """The command that says more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,153 +27,15 @@ class Verdict:
 
 def verdict(subject: Subject) -> Verdict:
     """Put the answers of check, diagnose, objective and attribute together."""
-    answers = (_valid(subject), _factor(subject), _normal(subject), _bends(subject), _fell(subject))
-    clauses = [answer.clause for answer in answers if answer.clause]
+    found = answers(subject)
+    clauses = [answer.clause for answer in found if answer.clause]
     return Verdict(
         sentence=_capital("; ".join(clauses)) + "." if clauses else "Nothing can be said: the trace holds no step yet.",
-        answers=answers,
+        answers=found,
         next=_next(subject),
         recorded=_recorded(subject),
         not_recorded=_not_recorded(subject),
     )
-
-
-def _valid(subject: Subject) -> Answer:
-    question, command = "Is the comparison valid?", f"tim-trace check {subject.trace}"
-    if subject.diagnosis is None:
-        why = subject.unanswered.get("diagnosis", "")
-        return _open(question, "nothing to compare", "there are no two passes to compare", why, command)
-    checked = subject.diagnosis.checked
-    first = checked.findings[0]
-    return Answer(
-        question=question,
-        sounds=GOOD if checked.is_valid else BAD,
-        short="valid" if checked.is_valid else f"not valid: {first.title}",
-        clause="the comparison is valid" if checked.is_valid else f"the comparison is not valid: {first.title}",
-        figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
-        sureness=_tokens(checked),
-        detail=first.evidence,
-        command=command,
-    )
-
-
-def _tokens(checked: Checked) -> str:
-    if checked.num_sampled_tokens >= checked.num_tokens:
-        return f"all {checked.num_tokens:,} tokens looked at one by one"
-    return f"{checked.num_tokens:,} tokens in sums, {checked.num_sampled_tokens:,} of them one by one"
-
-
-def _factor(subject: Subject) -> Answer:
-    question, command = "Which factor makes the gap?", f"tim-trace diagnose {subject.trace}"
-    found = subject.diagnosis
-    if found is None:
-        return _open(question, "cannot be told", "", "without two passes there is no gap to explain", command)
-    first = found.checked.findings[0]
-    replay = next((each for each in found.replays if each.removed > 0.9), None)
-    if replay is not None:
-        return Answer(
-            question=question, sounds=GOOD if found.checked.is_valid else BAD, short=f"settled by a replay: {replay.arm}",
-            clause=f"a replay with {replay.arm} removes {replay.removed:.0%} of the gap",
-            figure=f"{replay.removed:.1%} of the gap's mean square removed", sureness=f"{replay.num_tokens:,} tokens replayed",
-            detail=f"{replay.sentence}. {found.numerics.sentence}", command=command,
-        )  # fmt: skip
-    return Answer(
-        question=question, sounds=NOTICE if first.fails else GOOD, short=first.title,
-        clause="" if first.fails else f"the gap is {first.title}",
-        figure=f"{first.effect:.3g} nats rms on {first.share:.1%} of the tokens",
-        sureness="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
-        detail=found.numerics.sentence, command=command,
-    )  # fmt: skip
-
-
-def _normal(subject: Subject) -> Answer:
-    question, command = "Is its size normal?", f"tim-trace diagnose {subject.trace}"
-    found = subject.diagnosis
-    if found is None:
-        return _open(question, "cannot be told", "", "without two passes there is no gap to measure", command)
-    sounding = [each for each in found.alarms if each.sounds]
-    above = " is above " in found.normal
-    unknown = found.normal.startswith("No published figure")
-    word = "larger than published ones" if above else "not published for these dtypes" if unknown else "normal"
-    if found.checked.findings[0].code == "equal":
-        word = "there is no gap"
-    clause = "" if unknown or not found.checked.is_valid else f"its size is {word}"
-    return Answer(
-        question=question, sounds=OPEN if unknown else NOTICE if above or sounding else GOOD, short=word, clause=clause,
-        figure=f"{len(sounding)} of {len(found.alarms)} published alarm levels sound",
-        sureness="against figures measured by others with these dtypes", detail=_alarms(found), command=command,
-    )  # fmt: skip
-
-
-def _alarms(found: Diagnosis) -> str:
-    sounding = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.sounds]
-    return found.normal + (f" Sounding: {'; '.join(sounding)}." if sounding else "")
-
-
-def _bends(subject: Subject) -> Answer:
-    question, command = "Did it bend the objective?", f"tim-trace objective {subject.trace}"
-    found = subject.objective
-    relative = found.figures.get("relative_bias") if found else None
-    if found is None or relative is None or relative.value is None:
-        told = " ".join((*found.verdict, *found.cannot)) if found else subject.unanswered.get("objective", "")
-        return _open(question, "cannot be told", "what it did to the objective cannot be told", told, command)
-    size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
-    pushes = not _straddles(relative) and push >= SMALL
-    sounds = BAD if size >= LARGE else NOTICE if pushes else GOOD
-    word = "a push one way" if pushes else "next to nothing" if push < SMALL and size < LARGE else "noise"
-    word += ", and a large one" if size >= LARGE and not pushes else ""
-    return Answer(
-        question=question, sounds=sounds, short=word,
-        clause=f"it moves the objective by {relative.value:+.2%} of its size{_interval(relative, found)}",
-        figure=f"{relative.value:+.3%} of sum |f|, {size:.3%} without cancelling",
-        sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
-        detail=" ".join(found.verdict), command=command,
-    )  # fmt: skip
-
-
-def _straddles(estimate: Estimate) -> bool:
-    return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
-
-
-def _interval(estimate: Estimate, found: Objective) -> str:
-    if estimate.low is None or estimate.high is None:
-        return ""
-    return f" ({found.confidence:.0%} interval {estimate.low:+.2%} to {estimate.high:+.2%})"
-
-
-def _fell(subject: Subject) -> Answer:
-    question, command = "Did the run fall, and why?", f"tim-trace attribute {subject.trace}"
-    found = subject.attribution
-    if found is None or not found.outcome:
-        why = found.sentence if found else subject.unanswered.get("attribution", "")
-        return _open(question, "cannot be told", "whether the run fell cannot be told", why, command)
-    if found.fall is None:
-        return Answer(
-            question=question, sounds=GOOD, short="it did not fall", clause=f"{found.outcome} did not fall", figure="",
-            sureness=f"{found.num_steps} steps", detail=found.sentence, command=command,
-        )  # fmt: skip
-    fall = found.fall
-    what = "collapses" if fall.kind == "collapse" else "rots slowly"
-    return Answer(
-        question=question, sounds=BAD, short=_cause(found),
-        clause=f"{fall.outcome} {what} from step {fall.step} on; {_because(found)}",
-        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} ({fall.low} to {fall.high})",
-        sureness=f"{found.suspects[0].probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
-        detail=found.sentence, command=command,
-    )  # fmt: skip
-
-
-def _cause(found: Attribution) -> str:
-    return f"it fell: {found.suspects[0].title}" if found.cause else "it fell: the cause cannot be told"
-
-
-def _because(found: Attribution) -> str:
-    mismatch = next((each for each in found.suspects if each.code == "mismatch"), None)
-    innocent = " and not the mismatch" if mismatch and mismatch.probability < 0.05 else ""
-    if found.cause is None:
-        return f"why cannot be told from this trace{innocent and ', but it is not the mismatch'}"
-    first = found.suspects[0]
-    return f"the likeliest cause is {first.title} ({first.probability:.0%}){innocent}"
 
 
 def _next(subject: Subject) -> tuple[str, ...]:
@@ -258,12 +91,6 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
         told += subject.attribution.notes
     told += [f"{what}: {why}" for what, why in subject.unanswered.items()]
     return tuple(dict.fromkeys(told))
-
-
-def _open(question: str, short: str, clause: str, why: str, command: str) -> Answer:
-    return Answer(
-        question=question, sounds=OPEN, short=short, clause=clause, figure="", sureness="", detail=why, command=command
-    )
 
 
 def _capital(text: str) -> str:

@@ -18,6 +18,8 @@ const timTrace = (() => {
   const later = () => new Promise((done) => setTimeout(done, 0));
   const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
 
+  const inFrame = location.protocol === "about:";  // of a notebook, where an address would be the notebook's own
+
   // --- data ---------------------------------------------------------------------------------------------------------
   const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
   async function unpacked(id) {
@@ -166,7 +168,7 @@ const timTrace = (() => {
     place();
     // What was asked for is seen at once; the figures below follow one by one, unless another step is asked for.
     await painted();
-    history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
+    if (!inFrame) history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
     rows();
     for (const [key, view] of Object.entries(state.views)) {
       if (turn !== state.turn) return;
@@ -370,6 +372,10 @@ const timTrace = (() => {
     document.addEventListener("click", (event) => {
       const on = (selector) => event.target.closest(selector);
       if (on("[data-copy]")) copy(on("[data-copy]"));
+      else if (inFrame && on('a[href^="#"]')) {
+        event.preventDefault();
+        $(on("a").getAttribute("href")).scrollIntoView();
+      }
       else if (on("[data-step-link]")) choose(Number(on("[data-step-link]").dataset.stepLink));
       else if (on("#sequences th button")) sort(on("th"));
       else if (on("#sequences tbody tr")) open(on("tr"));
