@@ -6,10 +6,9 @@ import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ... import __version__
-from ...schemas.errors import FileThere, InvalidOption
+from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import whole_file
 from ..database import Traces
@@ -19,6 +18,7 @@ from .mismatch_charts import mismatch_charts
 from .provenance import provenance
 from .run_charts import constants, run_charts
 from .subject import NUM_QUESTIONS, Subject, read_subject
+from .targets import explained, local, refuse
 from .verdict import verdict
 
 
@@ -56,16 +56,16 @@ def report(
     picture and a CSV file of each figure; `pdf` a file with a page a figure, and a folder of CSV files beside it. What lies
     there is replaced with `force` alone. In a notebook what is returned shows itself.
 
-    Raises FileThere, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises FileThere, StorageError, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
-    _free(output, force)
+    refuse([local(path) for path in (output, pdf) if path is not None], force)
     made = _report(_subjects(given, names, control, progress))
     if output is not None:
-        with whole_file(Path(output)) as path:
+        with explained(output), whole_file(local(output)) as path:
             path.write_text(made.html(), encoding="utf-8", errors="replace")
     if png is not None or pdf is not None:
         _write_figures(made, png, pdf, force)
@@ -95,11 +95,6 @@ def _report(subjects: tuple[Subject, ...]) -> Report:
         provenance=tuple(provenance(subject) for subject in subjects),
         made_with=__version__,
     )
-
-
-def _free(path: str | os.PathLike[str] | None, force: bool) -> None:
-    if path is not None and not force and os.path.exists(path):
-        raise FileThere(f"{os.fspath(path)}: lies there already; name another file, or replace it with --force")
 
 
 def _subjects(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 
-from ....schemas.errors import FileThere, StorageError
 from ....tracer.store import whole_file, write_whole
 from ...rows import to_csv
 from ..chart import Chart, Lines
+from ..targets import explained, local, refuse
 from .cover import cover
 from .figures import draw
 from .stack import stack_of
@@ -31,11 +30,11 @@ def write_png(charts: Sequence[Chart], folder: str | os.PathLike[str], *, force:
 
     Raises FileThere when one of these files is there already, unless `force` replaces it; StorageError.
     """
-    target = _local(folder)
+    target = local(folder)
     images = [target / f"{one.key}.png" for one in charts]
     tables = [target / f"{one.key}.csv" for one in charts]
-    _refuse([*images, *tables], force)
-    with _explained(folder):
+    refuse([*images, *tables], force)
+    with explained(folder):
         for one, image, table in zip(charts, images, tables, strict=True):
             with whole_file(image) as temporary:
                 _save_png(draw(one), temporary)
@@ -51,11 +50,11 @@ def write_pdf(
 
     Raises FileThere when one of these files is there already, unless `force` replaces it; StorageError.
     """
-    target = _local(path)
+    target = local(path)
     folder = target.with_name(f"{target.stem}-data")
     tables = [folder / f"{one.key}.csv" for one in charts]
-    _refuse([target, *tables], force)
-    with _explained(path):
+    refuse([target, *tables], force)
+    with explained(path):
         with whole_file(target) as temporary:
             _save_pdf(charts, temporary, title, folder.name)
         for one, table in zip(charts, tables, strict=True):
@@ -80,26 +79,3 @@ def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
     # Half a pair of UTF-16, as a damaged name may hold it, is no UTF-8.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
-
-
-def _refuse(paths: Sequence[Path], force: bool) -> None:
-    there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
-    if there:
-        more = f", and {len(there) - 1} more of the same figures" if len(there) > 1 else ""
-        raise FileThere(f"{there[0]}: is there already{more}; name another place, or replace files with --force")
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise StorageError(f"{path}: figures are written to a local folder; name one, and copy it there")
-    return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-@contextmanager
-def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); name a folder on a disk that you may write to"
-        ) from error
