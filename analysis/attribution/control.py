@@ -41,7 +41,7 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
     Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not.
     Several differences share the probability by what speaks for each in the run alone.
     """
-    shares = _shares_prompts(facts, control)
+    shares = shares_prompts(facts, control)
     notes = () if shares else (
         "the first steps of run and control do not share their prompts: differences between them are an observation, "
         "for an intervention rerun with the same seeds and data",
@@ -83,7 +83,8 @@ def _differences(facts: Facts, control: Facts) -> Iterator[Difference]:
     yield from _first_update(facts, control)
 
 
-def _shares_prompts(facts: Facts, control: Facts) -> bool:
+def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Whether the first steps of both ask the same prompts in the same order."""
     first, second = (_of_first_step(each.rollouts) for each in (facts, control))
     return len(first.prompt) == len(second.prompt) > 0 and bool((first.prompt == second.prompt).all())
 
