@@ -14,7 +14,6 @@ from .facts import Facts
 from .odds import ranked
 from .rollouts import Rollouts, relation
 from .suspects.lag import declared_lag
-from .suspects.mismatch import kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
         "the first steps of run and control do not share their prompts: differences between them are an observation, "
         "for an intervention rerun with the same seeds and data",
     )  # fmt: skip
-    differences = tuple(_differences(facts, control))
+    differences = tuple(_differences(facts, control, own))
     codes = {each.suspect for each in differences}
     said = tuple(each.sentence for each in differences)
     if facts.fall is None:
@@ -76,9 +75,12 @@ def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence:
     return ranked(judged)
 
 
-def _differences(facts: Facts, control: Facts) -> Iterator[Difference]:
+def _differences(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
-    for find in (_rewards, _advantages, _lags, _gaps, _rates, _settings):
+    for find in (_rewards, _advantages, _lags):
+        yield from find(facts, control)
+    yield from _gaps(facts, control, own)
+    for find in (_rates, _settings):
         yield from find(facts, control)
     yield from _first_update(facts, control)
 
@@ -151,14 +153,16 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
         )
 
 
-def _gaps(facts: Facts, control: Facts) -> Iterator[Difference]:
+def _gaps(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
+    """A gap that the control has not, of the engine or of weights behind, whichever the run alone makes more probable."""
     own, other = facts.gap, control.gap
     if own is None or other is None or own.size < t.MATERIAL_GAP or own.size < t.GAP_DIFFERS * other.size:
         return
+    explained = next((each.code for each in suspects if each.code in ("mismatch", "staleness")), "mismatch")
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
     said = f"mean |d| where the fall begins is {own.size:.2g} nats in the run; in the control it is {other.size:.2g}"
-    yield Difference(suspect="staleness" if kind(facts) == "stale_weights" else "mismatch", sentence=said)
+    yield Difference(suspect=explained, sentence=said)
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:

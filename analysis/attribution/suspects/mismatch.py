@@ -41,10 +41,12 @@ def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by how the gap went along with the run."""
     code = facts.checked.findings[0].code if facts.checked and not facts.checked.is_valid else ""
     gap = facts.gap
-    if gap is None or code not in _OF_WEIGHTS:
+    if gap is None or code not in (*_OF_WEIGHTS, "copies"):
         return code
     if facts.echo is not None and facts.echo.is_heard:
         return "stale_weights"
+    if code == "copies" and gap.begins != FROM_UPDATES:
+        return code
     # Weights that no update has seen are alike on both sides, unless one side holds them in fewer bits.
     if gap.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
