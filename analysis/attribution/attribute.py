@@ -10,7 +10,7 @@ from ..database import Database
 from ..pairs import parse_pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Onset, Suspect
-from .control import Compared, compare
+from .control import Compared, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked
 from .suspects import ALL
@@ -38,16 +38,21 @@ def attribute(
     with progress("reading the run", 1 if control is None else 2) as advance:
         facts = read_facts(trace, names)
         advance(1)
-        suspects = _suspects(facts) if facts.fall else ()
         if control is None:
-            return _attribution(facts, suspects)
-        compared = compare(facts, read_facts(control, names, is_control=True), suspects)
+            return _attribution(facts, _suspects(facts))
+        other = read_facts(control, names, is_control=True)
+        if facts.fall is None and shares_prompts(facts, other):
+            facts = facts.beside(other)
+        suspects = _suspects(facts)
+        compared = compare(facts, other, suspects)
         advance(1)
     return _attribution(facts, compared.suspects, control=os.fspath(control), compared=compared)
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """What one run says of each."""
+    """What one run says of each; nothing where nothing fell."""
+    if facts.fall is None:
+        return ()
     return ranked([*(suspect(facts) for suspect in ALL), Suspect(code="unknown", evidence=(t.prior("unknown"),))])
 
 

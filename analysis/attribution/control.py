@@ -14,7 +14,6 @@ from .facts import Facts
 from .odds import ranked
 from .rollouts import Rollouts, relation
 from .suspects.lag import declared_lag
-from .suspects.mismatch import kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +40,12 @@ def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
     Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not.
     Several differences share the probability by what speaks for each in the run alone.
     """
-    shares = _shares_prompts(facts, control)
+    shares = shares_prompts(facts, control)
     notes = () if shares else (
         "the first steps of run and control do not share their prompts: differences between them are an observation, "
         "for an intervention rerun with the same seeds and data",
     )  # fmt: skip
-    differences = tuple(_differences(facts, control))
+    differences = tuple(_differences(facts, control, own))
     codes = {each.suspect for each in differences}
     said = tuple(each.sentence for each in differences)
     if facts.fall is None:
@@ -76,14 +75,18 @@ def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence:
     return ranked(judged)
 
 
-def _differences(facts: Facts, control: Facts) -> Iterator[Difference]:
+def _differences(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
-    for find in (_rewards, _advantages, _lags, _gaps, _rates, _settings):
+    for find in (_rewards, _advantages, _lags):
+        yield from find(facts, control)
+    yield from _gaps(facts, control, own)
+    for find in (_rates, _settings):
         yield from find(facts, control)
     yield from _first_update(facts, control)
 
 
-def _shares_prompts(facts: Facts, control: Facts) -> bool:
+def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Whether the first steps of both ask the same prompts in the same order."""
     first, second = (_of_first_step(each.rollouts) for each in (facts, control))
     return len(first.prompt) == len(second.prompt) > 0 and bool((first.prompt == second.prompt).all())
 
@@ -150,14 +153,16 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
         )
 
 
-def _gaps(facts: Facts, control: Facts) -> Iterator[Difference]:
+def _gaps(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
+    """A gap that the control has not, of the engine or of weights behind, whichever the run alone makes more probable."""
     own, other = facts.gap, control.gap
     if own is None or other is None or own.size < t.MATERIAL_GAP or own.size < t.GAP_DIFFERS * other.size:
         return
+    explained = next((each.code for each in suspects if each.code in ("mismatch", "staleness")), "mismatch")
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
     said = f"mean |d| where the fall begins is {own.size:.2g} nats in the run; in the control it is {other.size:.2g}"
-    yield Difference(suspect="staleness" if kind(facts) == "stale_weights" else "mismatch", sentence=said)
+    yield Difference(suspect=explained, sentence=said)
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:

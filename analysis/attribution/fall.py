@@ -12,7 +12,12 @@ from ..dynamics.noise import robust_sd, running_median
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
-_OUTCOME = re.compile(r"reward|score|acc|pass@|success|solve|mean@", re.IGNORECASE)
+_OUTCOME = re.compile(
+    r"reward|score|acc|pass@|success|solve|mean@|return|correct|exact_?match|win_?rate", re.IGNORECASE
+)
+_NO_OUTCOME = re.compile(
+    r"(^|[/_@-])(std|stderr|var|variance|loss|kl|entropy|len|length|time|count|num)([/_-]|$)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,8 @@ class Outcome:
     """[n] float64, finite; higher is better."""
     is_evaluation: bool
     """Whether it is of held-out data, so that a wrong reward cannot move it."""
+    floor: float = 0.0
+    """What doing nothing right earns: 0, or less where rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +56,25 @@ class Fall:
     """The mean of the run's last tenth."""
     size_in_sd: float
     """before - after, over the standard error of both."""
+    floor: float = 0.0
+    """The outcome's."""
 
     @property
     def share(self) -> float:
-        """Lost share of what was there before; above 1 where the outcome went below 0."""
-        return (self.before - self.after) / max(abs(self.before), 1e-12)
+        """Lost share of what was there before, above the floor; above 1 where the outcome went below it."""
+        return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
 def is_evaluation(name: str) -> bool:
     """Whether a metric's name says that it is an outcome on held-out data."""
-    return bool(_EVALUATION.search(name)) and bool(_OUTCOME.search(name))
+    return bool(_EVALUATION.search(name) and _OUTCOME.search(name)) and not _NO_OUTCOME.search(name)
 
 
-def find_fall(outcome: Outcome) -> Fall | None:
+def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """The fall of an outcome; None where there is none that its noise does not explain.
+
+    `beside` is the same outcome of a control that shares the seeds: what the run lost counts as sure, too, where it ends
+    as far below that one, beyond the noise of their difference.
 
     The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
     last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors, beyond what the choice of
@@ -81,9 +93,12 @@ def find_fall(outcome: Outcome) -> Fall | None:
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
     sure = excess > t.FALL_SD * math.sqrt(2.0) or _slope_in_sd(values[best:], noise) > t.FALL_SD * math.sqrt(2.0)
-    if before - after < t.FALL_SHARE * max(abs(before), 1e-12) or not sure:
+    least = t.FALL_SHARE * max(abs(before - outcome.floor), 1e-12)
+    if before - after < least:
         return None
-    if _settled_above(means, best, before, after):
+    if (not sure or _settled_above(means, best, before, after)) and not (
+        beside is not None and excess > 0 and _ends_below(outcome, beside, least)
+    ):
         return None
     low, step, high = _onset(values, best, before, after)
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
@@ -98,7 +113,19 @@ def find_fall(outcome: Outcome) -> Fall | None:
         before=before,
         after=after,
         size_in_sd=float((before - after) / error),
+        floor=outcome.floor,
     )
+
+
+def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
+    """Whether an outcome ends by `least` below a control's, in its last fifth, beyond the noise of their difference."""
+    _, own, other = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
+    lacks = beside.values[other] - outcome.values[own]
+    width = max(3, len(lacks) // 5)
+    if len(lacks) < 3 * width or np.ptp(lacks) == 0:
+        return False
+    lacking = float(lacks[-width:].mean())
+    return lacking > least and lacking > t.FALL_SD * math.sqrt(2.0) * _noise(lacks) / math.sqrt(width)
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
@@ -108,11 +135,12 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 def lost_share(outcome: Outcome) -> float:
     """What the last tenth lacks of the best one, as a share; noise makes it a little larger than 0."""
-    width = max(3, len(outcome.values) // 10)
-    if len(outcome.values) < 2 * width:
+    n = len(outcome.values)
+    width = max(min(3, n // 3), n // 10)
+    if n < 3:
         return 0.0
     means = _means(outcome.values, width)
-    return float((means.max() - means[-1]) / max(abs(float(means.max())), 1e-12))
+    return float((means.max() - means[-1]) / max(abs(float(means.max()) - outcome.floor), 1e-12))
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
@@ -133,9 +161,12 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Whether the windows go back above the middle of both for long, once they were below it: a passing dip."""
-    lower = means[best:] < (before + after) / 2
-    return bool(lower[int(np.argmax(lower)) :].mean() < t.FALL_STAYS)
+    """Whether the windows go back for long above the middle of both, and above what counts as fallen: a passing dip."""
+    for share in (0.5, t.FALLEN):
+        lower = means[best:] < before - share * (before - after)
+        if lower[int(np.argmax(lower)) :].mean() >= t.FALL_STAYS:
+            return False
+    return True
 
 
 _ENOUGH = 40

@@ -11,20 +11,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..database import Database
+from ..source import Pair
 from . import thresholds as t
 
 _ROWS = """
 SELECT s.step, hash(s.prompt_ids) AS prompt, hash(s.prompt_ids, s.response_ids) AS whole,
        hash(s.step, coalesce(s.group_id, hash(s.prompt_ids)::VARCHAR)) AS "group", s.reward,
        coalesce(s.advantage, list_avg(s.advantages)) AS advantage, s.num_response_tokens::DOUBLE AS length,
-       list_avg(train.logprobs) AS likelihood
+       coalesce(list_avg(train.logprobs), list_avg(sampled.logprobs)) AS likelihood,
+       list_avg(sampled.logprobs) AS sampled, hash(s.prompt_ids, s.response_ids[1:$opening]) AS opening,
+       list_avg(train.logprobs[1:$opening]) AS opening_trained, list_avg(sampled.logprobs[1:$opening]) AS opening_sampled
 FROM (SELECT *, row_number() OVER () AS place FROM sequences) AS s
 LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE "pass" = $scored AND iteration = 0) AS train
+       USING (step, seq_id)
+LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE "pass" = $sampled AND iteration = 0) AS sampled
        USING (step, seq_id)
 ORDER BY s.step, s.place
 """
 _FARTHEST = 16
 """Rows by which rewards are looked for in a wrong place."""
+OPENING = 3
+"""Tokens of a response that count as its opening."""
+_ALONE = 0.5
+"""Share of sequences without another one in their group from which steps are compared instead."""
+_BY_CHANCE = 1.32
+"""Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
 _FEWEST = 30
 """Comparisons without which nothing is said."""
 
@@ -40,13 +51,27 @@ class Rollouts:
     whole: np.ndarray
     """[N] a hash of the prompt's and the response's ids."""
     group: np.ndarray
-    """[N] number of the group: sequences of one step with one group_id, or with one prompt where there is none."""
+    """[N] number of the group: sequences of one step with one group_id, or with one prompt where there is none; of the
+    step where hardly a group has two."""
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
     length: np.ndarray
     likelihood: np.ndarray
-    """[N] mean logprob of the response's tokens as the trainer scored them, nats."""
+    """[N] mean logprob of the response's tokens as the trainer scored them, nats; as the engine did where it did not."""
+    sampled: np.ndarray
+    """[N] mean logprob of the same tokens as the engine returned them, nats; NaN where not recorded."""
+    opening: np.ndarray
+    """[N] a hash of the prompt's ids and the response's first OPENING ones, which come again more often than all of it."""
+    opening_trained: np.ndarray
+    """[N] mean logprob of these few as the trainer scored them, nats; NaN where not recorded."""
+    opening_sampled: np.ndarray
+    """[N] the same as the engine returned them."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether responses have no group but their step."""
+        return len(np.unique(self.group)) == len(np.unique(self.step))
 
     def since(self, step: int) -> Rollouts:
         """The sequences from a step on."""
@@ -60,12 +85,21 @@ class Rollouts:
         return Rollouts(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
 
 
-def read_rollouts(database: Database, scored: str = "train") -> Rollouts:
-    """Read the sequences of the one run that is open; `scored` is the pass whose logprobs say how likely each was."""
-    table = database.connection.sql(_ROWS, params={"scored": scored}).to_arrow_table()
+def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
+    """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
+    asked = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}
+    table = database.connection.sql(_ROWS, params=asked).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    columns["group"] = np.unique(columns["group"], return_inverse=True)[1]
+    columns["group"] = _groups(columns["group"], columns["step"])
     return Rollouts(**columns)
+
+
+def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """[N] numbers of groups; of steps where most sequences are alone in theirs: what is compared has to have company."""
+    _, number, count = np.unique(group, return_inverse=True, return_counts=True)
+    alone = (count[number] == 1).mean() if len(number) else 0.0
+    found: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +167,7 @@ class Relation:
     num_groups: int
     """Groups in which both have a spread."""
     negative: float
-    """Share of these whose own correlation is below -0.5."""
+    """Share of these whose own correlation is lower than one group of ten has by chance: below -0.5 of eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
@@ -150,11 +184,12 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     if num < _FEWEST:
         return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
     own = xy[spread] / np.sqrt(xx[spread] * yy[spread])
+    members = np.bincount(group)[spread]
     return Relation(
         correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
         by_group=float(own.mean()),
         num_groups=num,
-        negative=float((own < -0.5).mean()),
+        negative=float((own < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
     )
 
 

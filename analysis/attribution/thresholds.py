@@ -48,12 +48,29 @@ GROWTH = 1.6
 GAP_JUMPS = 2.0
 """Least factor of a gap that counts as one that grew."""
 
+ECHO = 0.2
+"""Share of the gap that may be left against the trainer's logprobs of some steps before where the engine had those weights:
+rounding leaves less, and so do distances that are nearly right."""
+ECHO_REACHES = 20
+"""Steps that must be looked back for an echo to be missed: engines are rarely farther behind without saying so."""
+ECHO_CARRIES = 0.2
+"""Share of the run's mean |d| that the openings of responses must have for them to speak for all of it."""
+
+DROPS = 0.6
+"""Share of what a reward lost that it has to lose from one step to the next for it to be a drop."""
+SAME_POLICY = 3.0
+"""Standard deviations by which entropy, length and likelihood may differ beside a drop of the reward that no change of policy explains."""
+OTHER_POLICY = 5.0
+"""Those from which the policy is another one."""
+
 UNEQUAL = 0.01
 """Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
 MUCH_UNEQUAL = 0.1
 """The share from which it is as good as certain."""
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
+ADVANTAGE_FOLLOWS = 0.3
+"""The least one within a step, where groups have one member each and a critic may have taken most of the reward away."""
 ADVANTAGE_AGREES = 0.7
 """Least correlation of rewards and advantages within groups; baselines and scales leave 1, clipping above 0.8."""
 CHANGED = 0.05
@@ -61,6 +78,8 @@ CHANGED = 0.05
 INVERTED = 0.22
 """Share of groups in which likelier answers clearly earn less: 0.01 to 0.06 in sound runs, 0.1 with random rewards, 0.3 and
 more where half of the prompts pay the opposite."""
+AGAINST = -0.2
+"""Mean correlation of likelihood and reward within groups below which likelier answers earn less."""
 NO_DIRECTION = 0.15
 """Mean correlation of likelihood and reward within groups: 0.58 to 0.82 in sound runs, -0.1 to 0.11 with random rewards."""
 HIDDEN = 0.3
@@ -71,17 +90,21 @@ LENGTH_MOVES = 1.3
 LENGTH_MOVES_PAID = 1.05
 """The least one where longer responses earn more."""
 LENGTH_PAYS = 0.5
-"""Correlation of length and reward within groups from which length is what pays."""
+"""Correlation of length and reward within groups from which length is what pays; of honest tasks it was 0.5 at most."""
 
 ENTROPY_LOST = 0.25
 """Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
+ENTROPY_SHRUNK = 0.6
+"""Share of the entropy before the fall below which a policy grew surer while it did worse: who unlearns grows unsure."""
 ENTROPY_GAINED = 2.0
 """Factor above which it has exploded."""
 
 RATE_SPIKE = 3.0
-"""Factor over the median learning rate that no schedule has but a warm-up's end."""
+"""Factor over the median learning rate of the steps before that no schedule has: a straight warm-up stays at two."""
 NORM_JUMPS = 3.0
 """Least factor of the gradient norm."""
+BURST = 8.0
+"""Factor over the median size of an update that single ones have where the optimizer's averages are too short or too long."""
 LARGE_UPDATE = 0.003
 """Relative size of one update that is large: a thousandth is what supervised training is advised to take."""
 HUGE_UPDATE = 0.005

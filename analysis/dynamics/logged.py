@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from ..database import Database, quoted
@@ -17,6 +19,13 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """Series -> the names that frameworks and the recorder log it under, the first that a trace has counts."""
 
+LAST_WORDS: dict[str, tuple[str, ...]] = {
+    "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
+    "learning_rate": ("learning_rate", "lr"),
+    "entropy": ("entropy", "policy_entropy", "mean_entropy"),
+}
+"""Series -> the last words of names of loops of one's own, where it has none of NAMES."""
+
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
 FROM metrics
@@ -24,19 +33,34 @@ WHERE run = $run AND step > 0 AND value IS NOT NULL AND name IN ({names})
 GROUP BY step, name ORDER BY step
 """
 
+_NAMES = """
+SELECT DISTINCT name FROM metrics
+WHERE run = $run AND step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
+ORDER BY name
+"""
+
 
 def read_logged(database: Database, run: str) -> list[Column]:
     """Read the logged series; where several processes logged one, the mean of theirs."""
-    names = ", ".join(quoted(name) for names in NAMES.values() for name in names)
+    chosen = _chosen(database, run)
+    names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
     by_name: dict[str, list[tuple[int, float, int]]] = {}
     for step, name, value, num_not_finite in rows:
         by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
-    found = []
-    for series, names_of in NAMES.items():
-        name = next((name for name in names_of if name in by_name), None)
+    return [_column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name]
+
+
+def _chosen(database: Database, run: str) -> dict[str, str]:
+    """Series -> the name that this run logged it under; of several with the same last word the first by the alphabet."""
+    logged = [name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall()]
+    found = {}
+    for series, names in NAMES.items():
+        ends = LAST_WORDS.get(series, ())
+        alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends]
+        name = next((name for name in (*names, *alike) if name in logged), None)
         if name is not None:
-            found.append(_column(series, name, by_name[name]))
+            found[series] = name
     return found
 
 

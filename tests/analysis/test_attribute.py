@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.echo import read_echo
 from tim_trace.analysis.attribution.fall import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeats
 from tim_trace.analysis.attribution.text import attribution_text
@@ -34,7 +35,11 @@ class Story:
     """What happens in a run, by step."""
 
     reward: Callable[[int], float] = SEVEN_OF_TEN
-    """Chance that a response earns 1."""
+    """Chance that a response is right."""
+    pays: Callable[[int], float] = ONE
+    """What a right one earns."""
+    groups: bool = True
+    """Whether responses carry the group that they belong to."""
     gap: Callable[[int], float] = ROUNDING
     """Standard deviation of train - rollout, nats."""
     lag: int = 0
@@ -69,7 +74,7 @@ def record_step(recorder, story, step, chance):
     kind = chance.integers(0, 6, rows)
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
-    reward = np.where(chance.random(rows) < story.noise, chance.random(rows), right.astype(float))
+    reward = np.where(chance.random(rows) < story.noise, chance.random(rows), right.astype(float) * story.pays(step))
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
@@ -79,7 +84,7 @@ def record_step(recorder, story, step, chance):
         step=step,
         prompt_ids=prompts,
         response_ids=ids,
-        group_ids=[f"{row // GROUP}" for row in range(rows)],
+        group_ids=[f"{row // GROUP if story.groups else row}" for row in range(rows)],
         policy_version=max(step - 1 - story.lag, 0),
         reward=reward,
         advantage=advantage,
@@ -102,13 +107,19 @@ def record_step(recorder, story, step, chance):
 
 FALLING = drops(60, 0.8, 0.2)
 
+
+def sliding(step: int) -> float:
+    """No policy that is trained in small steps falls within one."""
+    return float(np.interp(step, [50, 75], [0.8, 0.2]))
+
+
 CAUSES = {
     "mismatch": Story(reward=FALLING, gap=drops(50, 1e-5, 0.4)),
     "staleness": Story(reward=FALLING, gap=lambda step: 1e-5 if step < 5 else 0.3, lag=8),
     "optimizer": Story(reward=FALLING, rate=lambda step: 2e-2 if 58 <= step < 68 else 1e-3),
     "reward": Story(reward=FALLING, noise=0.6),
     "pairing": Story(reward=FALLING, shift=3),
-    "entropy": Story(reward=FALLING, entropy=lambda step: 1.0 * 0.96 ** step),
+    "entropy": Story(reward=sliding, entropy=lambda step: 1.0 * 0.96 ** step),
     "length": Story(
         evaluation=drops(60, 0.8, 0.3), length=lambda step: 6 if step < 58 else 14, pays_length=True
     ),
@@ -143,14 +154,14 @@ def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
 
 
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
-    found = attribute(record(tmp_path / "run", Story(reward=FALLING)))
+    found = attribute(record(tmp_path / "run", Story(reward=sliding)))
     assert found.cause is None
     assert "cannot be told" in found.sentence
     assert "not the mismatch" in found.sentence
 
 
 def test_a_control_that_did_not_fall_makes_the_difference_the_cause(tmp_path):
-    run = record(tmp_path / "run", Story(reward=FALLING, gap=level(0.03)))
+    run = record(tmp_path / "run", Story(reward=sliding, gap=level(0.03)))
     control = record(tmp_path / "control", Story(gap=level(0.0)))
     alone, beside = attribute(run), attribute(run, control=control)
     assert (alone.cause, beside.cause, beside.kind) == (None, "mismatch", "intervention")
@@ -275,3 +286,83 @@ def test_a_relation_is_that_within_groups():
     x = np.tile([0.0, 1.0, 2.0, 3.0], 40)
     found = relation(rollouts(reward=x + 10 * group, length=-x - 7.0 * group, group=group), "reward", "length")
     assert found.correlation == pytest.approx(-1.0)
+
+
+def openings(sampled_at):
+    """Sixteen prompts that come again, under weights that move in a straight line and back."""
+    step, prompt = (grid.ravel() for grid in np.meshgrid(np.arange(1, 101), np.arange(16), indexing="ij"))
+    pull = np.random.default_rng(5).normal(size=16)[prompt]
+    trained = -2 + pull * np.sin(step / 20)
+    return rollouts(
+        reward=np.zeros(len(step)), step=step, opening=prompt, opening_trained=trained,
+        opening_sampled=-2 + pull * sampled_at(step),
+    )  # fmt: skip
+
+
+def test_weights_that_are_behind_say_what_the_trainer_said_before():
+    found = read_echo(openings(lambda step: np.sin((step - 9) / 20)), 0.1)
+    assert (found.steps, found.is_heard, found.is_missed) == (9, True, False)
+    assert found.left < 0.2
+
+
+def test_weights_that_are_stuck_say_what_the_trainer_never_said():
+    found = read_echo(openings(lambda step: 0.3 * np.sin(step / 20) - 0.8), 0.1)
+    assert (found.is_heard, found.is_missed) == (False, True)
+
+
+def test_openings_that_have_no_part_of_the_gap_say_nothing_of_it():
+    assert read_echo(openings(lambda step: np.sin((step - 9) / 20)), 1000.0) is None
+    assert read_echo(openings(lambda step: np.sin(step / 20)), 0.1) is None
+    assert read_echo(rollouts(reward=np.zeros(0)), 0.1) is None
+
+
+def test_a_reward_that_pays_less_from_one_step_to_the_next_is_the_reward(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(pays=drops(60, 1.0, 0.2))))
+    assert found.cause == "reward"
+    assert any("the same answers earn less" in each.sentence for each in found.suspects[0].evidence)
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (2.0, -1.0), (50.0, 0.0), (10.0, -20.0)])
+def test_a_fall_is_one_on_every_scale_of_rewards(scale, offset):
+    chance = np.random.default_rng(7)
+    level = np.where(np.arange(120) < 60, 0.8, 0.7) + 0.01 * chance.normal(size=120)
+    dip = np.where(np.arange(120) < 60, 0.8, 0.77) + 0.01 * chance.normal(size=120)
+    shares = []
+    for values in (level, dip):
+        given = dataclasses.replace(outcome(offset + scale * values), floor=min(offset, 0.0))
+        shares.append(find_fall(given))
+    assert shares[0] is not None
+    assert shares[0].share == pytest.approx(0.125, abs=0.02)
+    assert shares[1] is None
+
+
+def test_beside_a_control_a_fall_is_seen_that_noise_would_hide():
+    chance = np.random.default_rng(8)
+    shared = 0.08 * chance.normal(size=24)
+    own = outcome(np.linspace(0.8, 0.66, 24) + shared)
+    sound = outcome(np.full(24, 0.8) + shared)
+    assert find_fall(own) is None
+    assert find_fall(own, sound) is not None
+    assert find_fall(sound, sound) is None
+
+
+@pytest.mark.parametrize("floor", [1e-6, 1e-3])
+def test_a_learning_rate_that_decays_or_warms_up_is_no_spike(tmp_path, floor):
+    shapes = {
+        "decay": lambda step: max(1e-3 * 0.9**step, floor * 1e-3),
+        "warm-up": lambda step: 1e-3 * min(step, 40) / 40,
+    }
+    for name, rate in shapes.items():
+        found = attribute(record(tmp_path / name, Story(reward=sliding, rate=rate)))
+        optimizer = next(suspect for suspect in found.suspects if suspect.code == "optimizer")
+        assert not any("learning rate is" in each.sentence for each in optimizer.evidence)
+
+
+def test_a_learning_rate_that_rises_for_good_is_a_spike(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=sliding, rate=drops(48, 1e-4, 2e-3))))
+    assert found.cause == "optimizer"
+
+
+def test_without_groups_steps_are_compared(tmp_path):
+    story = dataclasses.replace(CAUSES["length"], groups=False)
+    assert attribute(record(tmp_path / "run", story)).cause == "length"

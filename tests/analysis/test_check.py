@@ -427,3 +427,16 @@ def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
 def test_codes_have_words():
     assert not set(FAULTS) & set(HEALTHY)
     assert set(PLANTED) < set(FAULTS)
+
+
+def test_a_policy_that_is_sure_of_nearly_all_tokens_has_no_wrong_unit(tmp_path):
+    chance = np.random.default_rng(0)
+    with Recorder(tmp_path) as recorder:
+        for step in (1, 2):
+            sides = np.where(chance.random((2, 8, 20)) < 0.05, -3 * chance.random((2, 8, 20)), 0.0).astype(np.float32)
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 8, response_ids=chance.integers(2, 9, (8, 20)), group_ids=["0"] * 8
+            )
+            for name, logprobs in zip(("train", "rollout"), sides, strict=True):
+                recorder.add_scores(name, batch, logprobs=logprobs)
+    assert "log_base" not in [finding.code for finding in check(tmp_path).findings]

@@ -28,7 +28,8 @@ def _moves(facts: Facts) -> list[Evidence]:
     if len(values) < 9 or facts.fall is None:
         return []
     width = max(len(values) // 20, 3)
-    first, last = float(np.median(values[:width])), float(np.median(values[-width:]))
+    # The first values alone: what explodes does so within a few steps.
+    first, last = float(np.median(values[:3])), float(np.median(values[-width:]))
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
     said = f"entropy goes from {first:.3g} over {at_fall:.3g} where the fall begins to {last:.3g} nats"
@@ -37,6 +38,8 @@ def _moves(facts: Facts) -> list[Evidence]:
     if last < t.ENTROPY_LOST * first:
         # Who unlearns grows unsure; who grows surer while the reward falls was pushed to it.
         return [Evidence(sentence=f"{said}: the policy grows surer while it does worse", points=t.STRONG)]
+    if last < t.ENTROPY_SHRUNK * min(first, at_fall):
+        return [Evidence(sentence=f"{said}: the policy grows surer while it does worse", points=t.MEDIUM)]
     if last > t.ENTROPY_GAINED**2 * first and any(order(facts, each) != AFTER for each in rises(facts, "entropy")):
         return [Evidence(sentence=f"{said}: it explodes with the fall", points=t.STRONG)]
     if last > t.ENTROPY_GAINED * first:

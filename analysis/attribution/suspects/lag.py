@@ -1,9 +1,10 @@
-"""How far the sampling weights were behind, as the trace declares."""
+"""How far the sampling weights were behind, as the trace declares or as its logprobs show."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..echo import Echo
 from ..facts import Facts
 
 
@@ -12,3 +13,19 @@ def declared_lag(facts: Facts) -> float:
     values = facts.values("version_lag")
     known = np.abs(values[np.isfinite(values)])
     return float(np.median(known)) if len(known) else 0.0
+
+
+def heard(echo: Echo) -> str:
+    """An echo in words."""
+    return (
+        f"the engine's logprobs of openings that came again are the trainer's of {echo.steps} steps before "
+        f"({echo.left:.0%} of the gap is left, {echo.num_pairs:,} openings)"
+    )
+
+
+def missed(echo: Echo) -> str:
+    """The lack of one."""
+    return (
+        f"at no distance up to {echo.farthest} steps are the engine's logprobs of openings that came again those of the "
+        f"trainer before (at best {echo.left:.0%} of the gap is left)"
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -13,12 +15,11 @@ from .timing import AFTER, order
 
 def length(facts: Facts) -> Suspect:
     """What speaks for the length of responses."""
-    pays = facts.pays_length > t.LENGTH_PAYS
     return Suspect(
         code="length",
         evidence=(
-            *_moves(facts, t.LENGTH_MOVES_PAID if pays else t.LENGTH_MOVES),
-            *_pays(facts.pays_length),
+            *_moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES),
+            *_pays(facts),
             t.prior("length"),
         ),
         next="rerun with a penalty for overlong responses or a larger max_tokens; look at "
@@ -26,26 +27,46 @@ def length(facts: Facts) -> Suspect:
     )
 
 
+def pays(facts: Facts) -> bool:
+    """Whether longer responses earn more: clearly so, or somewhat while they grow and the reward hides a fall."""
+    if facts.pays_length > t.LENGTH_PAYS:
+        return True
+    change = _first_move(facts, t.LENGTH_MOVES)
+    grows = change is not None and change.after > change.before and order(facts, change) != AFTER
+    return facts.hides and grows and facts.pays_length > t.LENGTH_PAYS / 2
+
+
+def _first_move(facts: Facts, least: float) -> ChangePoint | None:
+    """The first change after which lengths are that factor away from what they were at first; they may take several."""
+    changes = facts.changes.get("length", [])
+    return next(
+        (
+            change
+            for change in (replace(each, before=changes[0].before) for each in changes)
+            if abs(math.log(max(change.after, 1e-9) / max(change.before, 1e-9))) > math.log(least)
+        ),
+        None,
+    )
+
+
 def _moves(facts: Facts, least: float) -> list[Evidence]:
-    changes = [
-        change
-        for change in facts.changes.get("length", [])
-        if abs(math.log(max(change.after, 1e-9) / max(change.before, 1e-9))) > math.log(least)
-    ]
-    if not changes:
+    first = _first_move(facts, least)
+    if first is None:
         return [Evidence(sentence="the length of responses stays what it was", points=-t.STRONG)]
-    first = changes[0]
     said = f"responses go from {first.before:.3g} to {first.after:.3g} tokens from step {first.step} on"
     if order(facts, first) == AFTER:
         return [Evidence(sentence=f"{said}, after the fall began", points=-t.MEDIUM)]
     return [Evidence(sentence=f"{said}, not after the fall", points=t.WEAK)]
 
 
-def _pays(correlation: float) -> list[Evidence]:
-    if not correlation > t.LENGTH_PAYS:
+def _pays(facts: Facts) -> list[Evidence]:
+    if not pays(facts):
         return []
+    clearly = facts.pays_length > t.LENGTH_PAYS
     return [
         Evidence(
-            sentence=f"within groups longer responses earn more (correlation {correlation:.2f})", points=t.DECISIVE
+            sentence=f"within groups longer responses earn more (correlation {facts.pays_length:.2f})"
+            + ("" if clearly else ", and the reward stays up while they grow and the evaluation falls"),
+            points=t.DECISIVE if clearly else t.STRONG,
         )
     ]

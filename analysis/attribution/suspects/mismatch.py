@@ -8,7 +8,7 @@ from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
 from ..gap import FROM_START, FROM_UPDATES
-from .lag import declared_lag
+from .lag import declared_lag, heard
 from .timing import AFTER, FIRST, order, rises
 
 _OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
@@ -41,13 +41,18 @@ def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by how the gap went along with the run."""
     code = facts.checked.findings[0].code if facts.checked and not facts.checked.is_valid else ""
     gap = facts.gap
-    if gap is None or code not in _OF_WEIGHTS:
+    if gap is None or code not in (*_OF_WEIGHTS, "copies"):
+        return code
+    if facts.echo is not None and facts.echo.is_heard:
+        return "stale_weights"
+    if code == "copies" and gap.begins != FROM_UPDATES:
         return code
     # Weights that no update has seen are alike on both sides, unless one side holds them in fewer bits.
     if gap.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if gap.begins == FROM_UPDATES:
-        return "partial_sync" if gap.grows else "stale_weights"
+        is_stuck = gap.grows or (facts.echo is not None and facts.echo.is_missed)
+        return "partial_sync" if is_stuck else "stale_weights"
     return code
 
 
@@ -106,7 +111,9 @@ def _lag(facts: Facts) -> list[Evidence]:
     lag = declared_lag(facts)
     gap = facts.gap
     assert gap is not None
-    if lag >= 1 and gap.begins != FROM_START:
+    if lag < 1 and facts.echo is not None and facts.echo.is_heard:
+        said = heard(facts.echo)
+    elif lag >= 1 and gap.begins != FROM_START:
         said = (
             f"sequences were sampled {lag:g} updates before they were scored, and the gap begins with the first updates"
         )

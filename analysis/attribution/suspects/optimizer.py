@@ -13,7 +13,7 @@ from .timing import AFTER, FIRST, order, rises
 
 def optimizer(facts: Facts) -> Suspect:
     """What speaks for the optimizer."""
-    evidence = [*_spike(facts), *_settings(facts), *_steps(facts), *_norm(facts)]
+    evidence = [*_spike(facts), *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts)]
     return Suspect(
         code="optimizer",
         evidence=(*evidence, t.prior("optimizer")),
@@ -26,12 +26,13 @@ def _spike(facts: Facts) -> list[Evidence]:
     known = np.isfinite(values) & (values > 0)
     if known.sum() < 3 or facts.fall is None:
         return []
-    usual = float(np.median(values[known]))
-    high = known & (values > t.RATE_SPIKE * usual)
-    if not high.any():
+    steps, values = facts.steps[known], values[known]
+    place = _jump(values)
+    if place is None:
         return []
-    first = int(facts.steps[np.flatnonzero(high)[0]])
-    said = f"the learning rate is {np.nanmax(values) / usual:.3g} times its usual value from step {first} on"
+    first = int(steps[place])
+    factor = values[place:].max() / np.median(values[:place])
+    said = f"the learning rate is {factor:.3g} times what it was from step {first} on"
     if first > max(facts.fall.high, facts.fall.fallen):
         return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK)]
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
@@ -40,6 +41,14 @@ def _spike(facts: Facts) -> list[Evidence]:
             sentence=f"{said}, {'where' if near else 'before'} the fall begins", points=t.DECISIVE if near else t.MEDIUM
         )
     ]
+
+
+def _jump(values: np.ndarray) -> int | None:
+    """The first place at which a learning rate is a multiple of the median before it, which no straight warm-up is."""
+    for place in range(3, len(values)):
+        if values[place] > t.RATE_SPIKE * np.median(values[:place]):
+            return place
+    return None
 
 
 def _settings(facts: Facts) -> list[Evidence]:
@@ -60,7 +69,41 @@ def _steps(facts: Facts) -> list[Evidence]:
     end = int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.high, side="right"))
     size = float(np.median(known[: max(end, 1)]))
     points = -t.WEAK if size < t.LARGE_UPDATE else t.MEDIUM if size < t.HUGE_UPDATE else t.STRONG
-    return [Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=points)]
+    return [
+        Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=points),
+        *_bursts(known[: int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.fallen, side="right"))]),
+    ]
+
+
+def _bursts(sizes: np.ndarray) -> list[Evidence]:
+    """Updates now and then that are a multiple of the others."""
+    if len(sizes) < 10:
+        return []
+    usual = float(np.median(sizes))
+    many = sizes > t.BURST * usual
+    if many.sum() < 2:
+        return []
+    return [
+        Evidence(
+            sentence=f"{int(many.sum())} updates until then are more than {t.BURST:g} times as large as the median one, up "
+            f"to {sizes.max() / usual:.3g} times",
+            points=t.MEDIUM,
+        )
+    ]
+
+
+def _dropped(facts: Facts) -> list[Evidence]:
+    """A policy that becomes another one from one step to the next was moved too far by it."""
+    drop = facts.drop
+    if drop is None or not drop.is_of_policy:
+        return []
+    return [
+        Evidence(
+            sentence=f"the reward loses {min(drop.share, 1.0):.0%} of the fall at step {drop.step}, and the policy is another "
+            "one from then on: so much in so few updates",
+            points=t.STRONG if drop.is_early else t.MEDIUM,
+        )
+    ]
 
 
 def _norm(facts: Facts) -> list[Evidence]:

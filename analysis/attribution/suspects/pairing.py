@@ -49,7 +49,7 @@ def _advantages(facts: Facts) -> list[Evidence]:
     found = relation(facts.since_fall, "reward", "advantage").by_group
     if math.isnan(found):
         return []
-    if found < t.ADVANTAGE_AGREES:
+    if found < (t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES):
         return [
             Evidence(
                 sentence=f"within groups advantages do not follow rewards (correlation {found:.2f}; a baseline "

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
 from ..rollouts import changed_rewards, relation
+from .length import pays
 
 
 def reward(facts: Facts) -> Suspect:
     """What speaks for a noisy or wrong reward."""
-    evidence = [*_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts)]
+    evidence = [*_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts)]
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),
@@ -69,11 +68,11 @@ def _direction(facts: Facts) -> list[Evidence]:
     found = relation(facts.around_fall(), "likelihood", "reward")
     if math.isnan(found.by_group):
         return []
-    if found.negative > t.INVERTED:
+    if found.negative > t.INVERTED or found.by_group < t.AGAINST:
         return [
             Evidence(
-                sentence=f"where the fall begins the likelier answers earn less in {found.negative:.0%} of the groups, as "
-                "if the reward were inverted",
+                sentence=f"where the fall begins the likelier answers earn less in {found.negative:.0%} of the groups "
+                f"(mean correlation {found.by_group:.2f}), as if the reward were inverted",
                 points=t.STRONG,
             )
         ]
@@ -93,22 +92,27 @@ def _direction(facts: Facts) -> list[Evidence]:
     ]
 
 
+def _dropped(facts: Facts) -> list[Evidence]:
+    """What the same answers earn changes at once; a policy that changes answers otherwise."""
+    drop = facts.drop
+    if drop is None or not drop.is_of_reward:
+        return []
+    return [
+        Evidence(
+            sentence=f"the reward loses {min(drop.share, 1.0):.0%} of the fall at step {drop.step}, where entropy, length and "
+            "likelihood stay what they were: the same answers earn less",
+            points=t.DECISIVE,
+        )
+    ]
+
+
 def _hidden(facts: Facts) -> list[Evidence]:
     """An evaluation that falls while the reward does not."""
-    if facts.outcome is None or not facts.outcome.is_evaluation or facts.fall is None:
+    if facts.reward_beside is None or facts.fall is None or facts.outcome is None:
         return []
-    values = facts.values("reward")
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known) < 9:
-        return []
-    fell_at = facts.fall.step
-    before = values[known[facts.steps[known] <= max(fell_at, facts.steps[known[2]])]][
-        -max(len(known) // 10, 3) :
-    ].mean()
-    after = values[known[-max(len(known) // 10, 3) :]].mean()
-    lost = (before - after) / max(abs(before), 1e-12)
-    if lost < t.HIDDEN * facts.fall.share:
-        paid = facts.pays_length > t.LENGTH_PAYS
+    before, after = facts.reward_beside
+    if facts.hides:
+        paid = pays(facts)
         return [
             Evidence(
                 sentence=f"the recorded reward goes from {before:.3g} to {after:.3g} while {facts.outcome.name} falls "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .. import thresholds as t
 from ..attribution import Suspect
+from ..echo import Echo
 from ..evidence import Evidence
 from ..facts import Facts
 from ..gap import FROM_START, FROM_UPDATES
-from .lag import declared_lag
+from .lag import declared_lag, heard, missed
 
 
 def staleness(facts: Facts) -> Suspect:
@@ -39,6 +40,11 @@ def _seen(facts: Facts, lag: float) -> list[Evidence]:
     gap = facts.gap
     if gap is None:
         return []
+    if facts.echo is not None and lag < 1:
+        if facts.echo.is_heard:
+            return [_echo(facts.echo, t.of_size(gap.size))]
+        if facts.echo.is_missed:
+            return [Evidence(sentence=f"{missed(facts.echo)}: no weights that are behind", points=-t.STRONG)]
     if gap.begins == FROM_START:
         return [
             Evidence(
@@ -58,3 +64,8 @@ def _seen(facts: Facts, lag: float) -> list[Evidence]:
             )
         ]
     return []
+
+
+def _echo(echo: Echo, of_size: float) -> Evidence:
+    """What was seen token by token, as far as the gap is large enough to matter."""
+    return Evidence(sentence=heard(echo), points=t.DECISIVE + of_size)
