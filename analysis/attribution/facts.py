@@ -17,6 +17,7 @@ from ..check.checked import Checked
 from ..database import Database, opened
 from ..dynamics.changes import ChangePoint, change_points
 from ..dynamics.series import Series, read_series
+from ..source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
 from .echo import Echo, read_echo
@@ -26,7 +27,7 @@ from .rollouts import Repeats, Rollouts, read_rollouts, relation, repeats
 from .settings import read_settings
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
-
+_REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 _FEWEST_VALUES = 3
 """Values of an outcome without which it says nothing."""
@@ -48,10 +49,17 @@ class Facts:
     gap: Gap | None
     checked: Checked | None
     """What `check` says of train:rollout; None where nothing compares."""
-    rollouts: Rollouts
+    database: Database
+    """Where the sequences are read from, when they are asked for: where nothing fell, nobody does."""
+    pair: Pair
     settings: Mapping[str, Any]
     """Hyperparameters by name: numbers, or texts."""
     notes: tuple[str, ...]
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The sequences, and how likely each was."""
+        return read_rollouts(self.database, self.pair)
 
     @property
     def steps(self) -> np.ndarray:
@@ -134,8 +142,7 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
     name = database.given[0]
     notes: list[str] = []
     series = read_series(database, pair=pair)
-    rollouts = read_rollouts(database, pair)
-    outcomes = _outcomes(database, series, rollouts)
+    outcomes = _outcomes(database, series)
     falls = [find_fall(outcome) for outcome in outcomes]
     outcome = outcomes[0] if outcomes else None
     fall = falls[0] if falls else None
@@ -155,18 +162,19 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
         fall=fall,
         gap=read_gap(series, fall),
         checked=None if is_control else _checked(database, pair, name, notes),
-        rollouts=rollouts,
+        database=database,
+        pair=pair,
         settings=read_settings(database),
         notes=tuple(notes),
     )
 
 
-def _outcomes(database: Database, series: Mapping[str, Series], rollouts: Rollouts) -> tuple[Outcome, ...]:
+def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:
     table = database.connection.sql(_METRICS).to_arrow_table()
     names, steps, values = (table[name].to_numpy() for name in ("name", "step", "value"))
     names = names.astype(str)
     found = []
-    rewards = rollouts.reward[np.isfinite(rollouts.reward)]
+    rewards = database.connection.sql(_REWARDS).to_arrow_table()["reward"].to_numpy()
     floor = min(float(np.quantile(rewards, 0.01)), 0.0) if len(rewards) else 0.0
     for name in np.unique(names):
         if is_evaluation(str(name)):

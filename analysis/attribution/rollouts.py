@@ -11,23 +11,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..database import Database
+from ..remembered import remembered
 from ..source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, hash(s.prompt_ids) AS prompt, hash(s.prompt_ids, s.response_ids) AS whole,
-       hash(s.step, coalesce(s.group_id, hash(s.prompt_ids)::VARCHAR)) AS "group", s.reward,
-       coalesce(s.advantage, list_avg(s.advantages)) AS advantage, s.num_response_tokens::DOUBLE AS length,
-       coalesce(list_avg(train.logprobs), list_avg(sampled.logprobs)) AS likelihood,
-       list_avg(sampled.logprobs) AS sampled, hash(s.prompt_ids, s.response_ids[1:$opening]) AS opening,
-       list_avg(train.logprobs[1:$opening]) AS opening_trained, list_avg(sampled.logprobs[1:$opening]) AS opening_sampled
-FROM (SELECT *, row_number() OVER () AS place FROM sequences) AS s
-LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE "pass" = $scored AND iteration = 0) AS train
-       USING (step, seq_id)
-LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE "pass" = $sampled AND iteration = 0) AS sampled
-       USING (step, seq_id)
+SELECT s.step, prompt, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
+       sampled.mean AS sampled, s.opening, train.opening AS opening_trained, sampled.opening AS opening_sampled
+FROM (
+    SELECT *, row_number() OVER () AS place
+    FROM (
+        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole,
+               hash(prompt_ids, response_ids[1:$opening]) AS opening,
+               hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
+               coalesce(advantage, list_avg(advantages)) AS advantage, num_response_tokens::DOUBLE AS length
+        FROM sequences
+    )
+) AS s
+LEFT JOIN (
+    SELECT step, seq_id, list_avg(logprobs) AS mean, list_avg(logprobs[1:$opening]) AS opening
+    FROM scores WHERE "pass" = $scored AND iteration = 0
+) AS train USING (step, seq_id)
+LEFT JOIN (
+    SELECT step, seq_id, list_avg(logprobs) AS mean, list_avg(logprobs[1:$opening]) AS opening
+    FROM scores WHERE "pass" = $sampled AND iteration = 0
+) AS sampled USING (step, seq_id)
 ORDER BY s.step, s.place
 """
+"""Lists become numbers before rows are joined and put in order, so that no list is kept."""
 _FARTHEST = 16
 """Rows by which rewards are looked for in a wrong place."""
 OPENING = 3
@@ -85,6 +96,7 @@ class Rollouts:
         return Rollouts(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
 
 
+@remembered
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
     asked = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}
