@@ -1,6 +1,6 @@
 -- How far the passes lie apart by the entropy of the distribution that the token was drawn from, a row a quarter of a nat.
 -- Unit: nats; share_of_k3 has none.
--- Needs: the entropy of either pass.
+-- Needs: the entropy of either pass, or of the pass current.
 -- Source: IcePop (masked tokens have higher entropy); richardli.xyz/rl-collapse.
 -- Meaning: a gap that grows with the entropy comes from uncertain tokens, as rounding does; one at low entropy is not
 --   rounding: look for wrong rows, routing flips or another distribution.

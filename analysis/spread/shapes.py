@@ -26,8 +26,8 @@ class Shapes:
     length: Profile
     """Over the length of the response, in tokens."""
     entropy: Profile | None
-    """Over the entropy that pass b recorded, else pass a; tokens whose entropy is not finite are in no bin. None where
-    neither recorded any."""
+    """Over the entropy that pass b recorded, else pass a, else the pass current; tokens whose entropy is not finite are in no
+    bin. None where none recorded any."""
     ratios: dict[tuple[str, str], np.ndarray] | None
     """("before" or "after", "positive" or "negative") -> [R] int64: terms of the loss by the logarithm of their ratio, for
     advantages of that sign; the first and the last bin hold what lies outside too. "before" is current / b, "after" is what

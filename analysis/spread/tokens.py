@@ -59,7 +59,7 @@ def recorded(database: Database, pair: Pair, run: str) -> Recorded:
         query = f"SELECT step FROM {table} WHERE run = $run AND {condition} LIMIT 1"
         return bool(database.connection.execute(query, {"run": run}).fetchall())
 
-    either = f'"pass" IN ({quoted(pair[0])}, {quoted(pair[1])})'
+    either = f'"pass" IN ({quoted(pair[0])}, {quoted(pair[1])}, {quoted(CURRENT)}) AND iteration = 0'
     advantage, advantages = (holds("sequences", f"{name} IS NOT NULL") for name in ("advantage", "advantages"))
     scored = f'"pass" = {quoted(CURRENT)} AND iteration = 0 AND logprobs IS NOT NULL'
     return Recorded(
@@ -106,7 +106,8 @@ def _query(pair: Pair, chosen: Chosen, has: Recorded) -> str:
     columns = [f"a.step, {KEY.format(rows='a')} AS key, a.logprobs AS a, b.logprobs AS b"]
     joins = [_scores("a", pair[0], chosen), "JOIN " + _scores("b", pair[1], chosen) + _on("b")]
     if has.entropy:
-        columns.append("coalesce(b.entropy, a.entropy, []::FLOAT[]) AS entropy")
+        columns.append("coalesce(b.entropy, a.entropy, loss.entropy, []::FLOAT[]) AS entropy")
+        joins.append("LEFT JOIN " + _scores("loss", CURRENT, chosen) + _on("loss"))
     if has.now:
         columns.append("coalesce(now.logprobs, []::FLOAT[]) AS now")
         joins.append("LEFT JOIN " + _scores("now", CURRENT, chosen) + _on("now"))

@@ -1,7 +1,7 @@
 -- Pairs of passes with what else was recorded of their tokens.
 
 -- pair_entropies(a, b): one row a response token; entropy (nats) and the gap between the two best tokens (nats) as pass b
--- recorded them, else pass a.
+-- recorded them, else pass a, else the pass current at the loss's first use of the sequence.
 CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
            logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d
@@ -11,11 +11,14 @@ CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
                unnest(scores_a.logprobs) AS logprob_a,
                unnest(scores_b.logprobs) AS logprob_b,
-               unnest(coalesce(scores_b.entropy, scores_a.entropy))::DOUBLE AS entropy,
-               unnest(coalesce(scores_b.top2_gap, scores_a.top2_gap))::DOUBLE AS top2_gap
+               unnest(coalesce(scores_b.entropy, scores_a.entropy, loss.entropy))::DOUBLE AS entropy,
+               unnest(coalesce(scores_b.top2_gap, scores_a.top2_gap, loss.top2_gap))::DOUBLE AS top2_gap
         FROM sequences AS s
         JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
         JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        LEFT JOIN (
+            SELECT run, step, seq_id, entropy, top2_gap FROM scores WHERE "pass" = 'current' AND iteration = 0
+        ) AS loss ON loss.run = s.run AND loss.step = s.step AND loss.seq_id = s.seq_id
         WHERE scores_a."pass" = a AND scores_b."pass" = b
     );
 

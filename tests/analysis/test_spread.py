@@ -54,7 +54,7 @@ def make(seed, steps=STEPS, by_token=False):
     return made
 
 
-def write(path, rows, loss=None, passes=THREE, advantages="one", entropy=True, order=None):
+def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollout", order=None):
     """Record them, the rows of a step in an order of its own."""
     with Recorder(path) as recorder:
         if loss is not None:
@@ -74,7 +74,7 @@ def write(path, rows, loss=None, passes=THREE, advantages="one", entropy=True, o
             )  # fmt: skip
             for name in passes:
                 more = {"scored_mask": [each["given"].tolist() for each in chosen]} if name == "train" else {}
-                if entropy and name == "rollout":
+                if name == entropy:
                     more["entropy"] = [each["entropy"] for each in chosen]
                 uses = (
                     zip(*(each[name] for each in chosen), strict=True)
@@ -337,7 +337,7 @@ def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
 
 
 def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
-    database = Database(write(tmp_path / "trace", make(11, steps=9), entropy=False))
+    database = Database(write(tmp_path / "trace", make(11, steps=9), entropy=None))
     assert read_spread(database).steps == tuple(range(1, 10))
     spread = read_spread(database, notable=(7, 99), max_steps=3)
     assert spread.steps == (1, 7, 9)
@@ -346,9 +346,19 @@ def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
     assert read_spread(database, notable=(7, 6, 5), max_steps=2).steps == (6, 7)
 
 
+def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
+    rows = make(13)
+    own, of_loss = (
+        read_spread(Database(write(tmp_path / name, rows, entropy=name))) for name in ("rollout", "current")
+    )
+    assert own.whole.entropy.num.tolist() == of_loss.whole.entropy.num.tolist()
+    found = Database(tmp_path / "current").ask(of_loss.sql["entropy"]).rows
+    assert [row[1] for row in found] == [num for num in of_loss.whole.entropy.num.tolist() if num]
+
+
 def test_what_was_not_recorded_is_none(tmp_path):
     rows = make(12)
-    spread = read_spread(Database(write(tmp_path / "bare", rows, advantages="none", entropy=False)))
+    spread = read_spread(Database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
     assert spread.whole.ratios is None
     assert spread.whole.entropy is None
     assert spread.edges.ratio is None
