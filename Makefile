@@ -24,9 +24,10 @@ endif
 # The tests of the report's page open it in Chromium. Without one they are skipped, and say so.
 HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 ifeq ($(HAS_BROWSER),)
+NO_BROWSER = echo "no Chromium here: tests of the page will be skipped; install it, or name one in CHROMIUM"
 INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
-	then apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core > /dev/null; \
-	else echo "no Chromium here: tests of the page will be skipped; install it, or name one in CHROMIUM"; fi
+	then apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core > /dev/null || $(NO_BROWSER); \
+	else $(NO_BROWSER); fi
 endif
 
 .PHONY: demo test lint bench docs clean
