@@ -26,7 +26,7 @@ HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || com
 ifeq ($(HAS_BROWSER),)
 NO_BROWSER = echo "no Chromium here: tests of the page will be skipped; install it, or name one in CHROMIUM"
 INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
-	then apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core > /dev/null || $(NO_BROWSER); \
+	then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium fonts-dejavu-core > /dev/null || $(NO_BROWSER); \
 	else $(NO_BROWSER); fi
 endif
 
