@@ -1,8 +1,11 @@
 import math
 import os
 import pty
+import select
+import signal
 import sys
 import threading
+import time
 from itertools import islice
 
 import numpy as np
@@ -450,9 +453,13 @@ def on_terminal(*arguments, interrupt_when=None):
     child, terminal = pty.fork()
     if child == 0:
         os.environ["TERM"] = "xterm"
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what runs in the background ignore it
         os.execv(sys.executable, [sys.executable, str(TIM_TRACE), *map(str, arguments)])
-    output = b""
+    output, end = b"", time.monotonic() + 120
     while True:
+        if not select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0]:
+            os.kill(child, signal.SIGKILL)
+            pytest.fail(f"it did not end: {output[-2000:].decode(errors='replace')}")
         try:
             read = os.read(terminal, 65536)
         except OSError:  # the other side was closed
