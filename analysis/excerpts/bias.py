@@ -85,6 +85,6 @@ def read_bias(database: Database, run: str) -> Bias:
 def _told(sides: Sides, loss: Loss) -> str:
     correction = "without correction" if loss.correction == "none" else f"with correction {loss.correction}"
     return (
-        f"Bias under {loss.kind} {correction}, as the trace records it; train {sides.train}, rollout {sides.rollout}, "
-        f"current {sides.current} at the first inner iteration."
+        f"Bias under {loss.kind} {correction}, as the trace records it; trained from the logprobs of "
+        f"{sides.train}, sampled with those of {sides.rollout}, the loss's own are those of {sides.current} at the first inner iteration."
     )

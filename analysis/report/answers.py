@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..attribution.attribution import Attribution
@@ -9,10 +10,15 @@ from ..check.checked import Checked
 from ..diagnosis.diagnosis import Diagnosis
 from ..objective.judged import Estimate, Objective
 from ..objective.verdict import LARGE, SMALL
+from .commands import command as command_of
 from .subject import Subject
 
 GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
 """How an answer sounds: fine, worth a look, wrong, or not to be told from this trace."""
+
+
+_UNSEEN = 1e-4
+"""Share of the objective below which the sentence on top tells no digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ def answers(subject: Subject) -> tuple[Answer, ...]:
 
 
 def _valid(subject: Subject) -> Answer:
-    question, command = "Is the comparison valid?", f"tim-trace check {subject.trace}"
+    question, command = "Is the comparison valid?", command_of(subject, "check")
     if subject.diagnosis is None:
         why = subject.unanswered.get("diagnosis", "")
         return _open(question, "nothing to compare", "there are no two passes to compare", why, command)
@@ -67,11 +73,12 @@ def _tokens(checked: Checked) -> str:
 
 
 def _factor(subject: Subject) -> Answer:
-    question, command = "Which factor makes the gap?", f"tim-trace diagnose {subject.trace}"
+    question, command = "Which factor makes the gap?", command_of(subject, "diagnose")
     found = subject.diagnosis
     if found is None:
         return _open(question, "cannot be told", "", "without two passes there is no gap to explain", command)
     first = found.checked.findings[0]
+    size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
     replay = next((each for each in found.replays if each.removed > 0.9), None)
     if replay is not None:
         return Answer(
@@ -83,14 +90,14 @@ def _factor(subject: Subject) -> Answer:
     return Answer(
         question=question, sounds=NOTICE if first.fails else GOOD, short=first.title,
         clause="" if first.fails else f"the gap is {first.title}",
-        figure=f"{first.effect:.3g} nats rms on {first.share:.1%} of the tokens",
+        figure=f"{size}{first.share:.1%} of the tokens",
         sureness="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
         detail=found.numerics.sentence, command=command,
     )  # fmt: skip
 
 
 def _normal(subject: Subject) -> Answer:
-    question, command = "Is its size normal?", f"tim-trace diagnose {subject.trace}"
+    question, command = "Is its size normal?", command_of(subject, "diagnose")
     found = subject.diagnosis
     if found is None:
         return _open(question, "cannot be told", "", "without two passes there is no gap to measure", command)
@@ -100,9 +107,13 @@ def _normal(subject: Subject) -> Answer:
     word = "larger than published ones" if above else "not published for these dtypes" if unknown else "normal"
     if found.checked.findings[0].code == "equal":
         word = "there is no gap"
+    if not found.checked.is_valid:
+        word = "cannot be told before the comparison is valid"
+    is_open = unknown or not found.checked.is_valid
+    sounds = NOTICE if above or (sounding and not unknown) else OPEN if is_open else GOOD
     clause = "" if unknown or not found.checked.is_valid else f"its size is {word}"
     return Answer(
-        question=question, sounds=OPEN if unknown else NOTICE if above or sounding else GOOD, short=word, clause=clause,
+        question=question, sounds=sounds, short=word, clause=clause,
         figure=f"{len(sounding)} of {len(found.alarms)} published alarm levels sound",
         sureness="against figures measured by others with these dtypes", detail=_alarms(found), command=command,
     )  # fmt: skip
@@ -114,7 +125,7 @@ def _alarms(found: Diagnosis) -> str:
 
 
 def _bends(subject: Subject) -> Answer:
-    question, command = "Did it bend the objective?", f"tim-trace objective {subject.trace}"
+    question, command = "Did it bend the objective?", command_of(subject, "objective")
     found = subject.objective
     relative = found.figures.get("relative_bias") if found else None
     if found is None or relative is None or relative.value is None:
@@ -123,15 +134,38 @@ def _bends(subject: Subject) -> Answer:
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
     pushes = not _straddles(relative) and push >= SMALL
     sounds = BAD if size >= LARGE else NOTICE if pushes else GOOD
-    word = "a push one way" if pushes else "next to nothing" if push < SMALL and size < LARGE else "noise"
-    word += ", and a large one" if size >= LARGE and not pushes else ""
+    word = _way(relative, push, size) if pushes or size >= SMALL else "next to nothing"
     return Answer(
         question=question, sounds=sounds, short=word,
-        clause=f"it moves the objective by {relative.value:+.2%} of its size{_interval(relative, found)}",
-        figure=f"{relative.value:+.3%} of sum |f|, {size:.3%} without cancelling",
+        clause=f"it moves the objective by {_moved(relative, found)}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling",
         sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
         detail=" ".join(found.verdict), command=command,
     )  # fmt: skip
+
+
+def _way(relative: Estimate, push: float, size: float) -> str:
+    """In the words of objective: one way by how much, or no way, and how large what cancels is."""
+    if relative.low is None or relative.high is None:
+        return "whether it pushes one way cannot be told"
+    if _straddles(relative):
+        return "noise" + (", and a large one" if size >= LARGE else "")
+    if push < SMALL:
+        return "next to nothing" if size < LARGE else "noise, and a large one"
+    return (
+        "a large push one way" if push >= LARGE else "a small push one way" + (", large noise" if size >= LARGE else "")
+    )
+
+
+def _moved(relative: Estimate, found: Objective) -> str:
+    ends = [abs(each) for each in (relative.value, relative.low, relative.high) if each is not None]
+    if max(ends) < _UNSEEN:
+        return f"less than {_UNSEEN:.2%} of its size"
+    return f"{_percent(relative.value or 0.0, '+')} of its size{_interval(relative, found)}"
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{share * 100:{sign}.3g}%"
 
 
 def _straddles(estimate: Estimate) -> bool:
@@ -141,11 +175,11 @@ def _straddles(estimate: Estimate) -> bool:
 def _interval(estimate: Estimate, found: Objective) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
-    return f" ({found.confidence:.0%} interval {estimate.low:+.2%} to {estimate.high:+.2%})"
+    return f" ({found.confidence:.0%} interval {_percent(estimate.low, '+')} to {_percent(estimate.high, '+')})"
 
 
 def _fell(subject: Subject) -> Answer:
-    question, command = "Did the run fall, and why?", f"tim-trace attribute {subject.trace}"
+    question, command = "Did the run fall, and why?", command_of(subject, "attribute")
     found = subject.attribution
     if found is None or not found.outcome:
         why = found.sentence if found else subject.unanswered.get("attribution", "")
@@ -153,7 +187,7 @@ def _fell(subject: Subject) -> Answer:
     if found.fall is None:
         return Answer(
             question=question, sounds=GOOD, short="it did not fall", clause=f"{found.outcome} did not fall", figure="",
-            sureness=f"{found.num_steps} steps", detail=found.sentence, command=command,
+            sureness=f"{found.num_steps:,} steps", detail=found.sentence, command=command,
         )  # fmt: skip
     fall = found.fall
     what = "collapses" if fall.kind == "collapse" else "rots slowly"

@@ -10,6 +10,7 @@ from ..rows import Rows
 from ..spread.spread import Spread
 from . import chart
 from .chart import Array, Chart, Density, Histogram, Line, Lines, Share, Shares
+from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
@@ -123,7 +124,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         return
     column = _column_of(found.steps)
     steps = column("step")
-    command = f"tim-trace objective {subject.trace} --json"
+    asked = command(subject, "objective", "--json")
     drift = [
         Line(name=name, x=steps, y=values)
         for name, key in (("mismatch", "var_d"), ("policy drift", "var_drift"))
@@ -134,7 +135,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         yield Lines(
             key="ratio-split", title="What the ratio is made of", unit="nats squared",
             note="Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
-            "= current - train. Off-policy drift is wanted and clipped; mismatch is neither.", sql=command,
+            "= current - train. Off-policy drift is wanted and clipped; mismatch is neither.", sql=asked,
             lines=tuple(drift), x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     bias = [
@@ -147,7 +148,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
             key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
             note="b is the contribution of a token under the ratio that the loss uses, less that under the true one; both "
             "sums are over the sum of |f|, the size of the objective's terms. Above 0 the loss sees more objective than there "
-            "is. Where the sum is small beside the sum of |b|, the errors cancel (arXiv 2605.14220).", sql=command,
+            "is. Where the sum is small beside the sum of |b|, the errors cancel (arXiv 2605.14220).", sql=asked,
             lines=tuple(bias), x_label="step",
         )  # fmt: skip
 
@@ -176,7 +177,7 @@ def _arms(subject: Subject) -> Shares | None:
         key="arms", title="What each replay removes of the gap", unit="share of the gap's mean square",
         note=f"The replay takes the place of {a}: 1 means that it agrees with {b} then, 0 that it changes nothing, below 0 that "
         "it lies further away. Lines are 95 % intervals over sequences.",
-        sql=f"tim-trace diagnose {subject.trace} --json", groups={"removed": shares}, x_label="share removed",
+        sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
 
 
@@ -196,6 +197,6 @@ def _corrections(subject: Subject) -> Shares | None:
         key="corrections", title="What each correction would cut", unit="share of tokens",
         note=f"Cut: weight 0. Lowered: the weight is held at its bound. Of {subject.part}. How much it would help "
         "is another question: see docs/collapses.md.",
-        sql=f"tim-trace corrections {subject.trace} --json", groups=groups, x_label="share of tokens",
+        sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would cut and lower nothing: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

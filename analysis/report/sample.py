@@ -18,7 +18,7 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     rows = database.connection.execute(query).fetchall()
     total = sum(num for _, num in rows)
     if total <= WHOLE:
-        return database, f"all {len(rows)} steps"
+        return database, f"all {len(rows):,} steps" if len(rows) > 1 else "its one step"
     num = max(1, int(len(rows) * MOST_TOKENS / total))
     kept = [rows[index][0] for index in np.unique(np.linspace(0, len(rows) - 1, num).round().astype(int))]
     part = Database(list(database.given))

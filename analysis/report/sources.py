@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..database import quoted
 from ..pairs import quoted_pair
+from .commands import command
 from .subject import Subject
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
@@ -43,8 +44,8 @@ def of_series(name: str, subject: Subject) -> str:
     if series is not None and series.source.startswith("logged as "):
         return of_metric(series.source.removeprefix("logged as "))
     if name == "changed_weights":
-        return f"tim-trace weights {subject.trace}"
-    return f"tim-trace dynamics {subject.trace} --json"
+        return command(subject, "weights")
+    return command(subject, "dynamics", "--json")
 
 
 def of_metric(name: str, first_step: int = 1) -> str:

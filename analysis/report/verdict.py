@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
 from .answers import Answer, answers
+from .commands import command
 from .subject import Subject
 
 _LIKELY = 0.05
@@ -50,21 +51,37 @@ def _next(subject: Subject) -> tuple[str, ...]:
         ]
         if attribution.control is None:
             found.append(
-                f"tim-trace attribute {subject.trace} --control RUN2   (RUN2: a rerun with the same seeds and one change)"
+                f"{command(subject, 'attribute', '--control', 'RUN2')}   (RUN2: a rerun with the same seeds and one change)"
             )
     if diagnosis and diagnosis.checked.is_valid:
         found += diagnosis.next
     if diagnosis is None:
-        found.append(f"tim-trace info {subject.trace}")
+        found.append(command(subject, "info"))
     if not found:
         level = 3 * max((diagnosis.metrics.get("k3", 0.0) if diagnosis else 0.0), 1e-6)
-        found.append(f"tim-trace gate {subject.trace} --fail-on check --fail-on 'tim.k3>{level:.1g}'")
-    return tuple(dict.fromkeys(found))
+        found.append(command(subject, "gate", "--fail-on", "check", "--fail-on", f"tim.k3>{level:.1g}"))
+    first: dict[str, str] = {}
+    for advice in found:
+        first.setdefault(split(advice)[0] or advice, advice)
+    return tuple(first.values())
+
+
+def split(advice: str) -> tuple[str, str]:
+    """The command of an advice, to copy, and what is said of it; one of both may be empty."""
+    if not advice.startswith("tim-trace "):
+        return "", advice
+    commanded, _, said = advice.partition("   (")
+    if said:
+        return commanded, said.removesuffix(")")
+    commanded, _, said = advice.partition("  # ")  # a comment in scripts, but not in every shell that one types into
+    return commanded, said
 
 
 def _recorded(subject: Subject) -> tuple[str, ...]:
     held = subject.info
-    steps = f"{held.num_steps:,} steps" + (f" ({held.first_step} to {held.last_step})" if held.num_steps else "")
+    steps = f"{held.num_steps:,} step{'s' if held.num_steps != 1 else ''}"
+    if held.num_steps:
+        steps += f" ({held.first_step} to {held.last_step})" if held.num_steps > 1 else f" ({held.first_step})"
     told = [f"{steps}, {held.num_sequences:,} sequences, {held.num_response_tokens:,} response tokens"]
     told += [
         f"pass {each.name}: {each.num_sequences:,} sequences{f' by {each.engine}' if each.engine else ''}"

@@ -64,7 +64,9 @@ def choose(
 
 def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tuple[int, ...], str]:
     if len(known) <= max_steps:
-        return tuple(known), f"all {len(known):,} steps that both passes scored"
+        return tuple(known), f"all {len(known):,} steps that both passes scored" if len(
+            known
+        ) != 1 else "the one step that both passes scored"
     there = set(known)
     named = [step for step in dict.fromkeys(notable) if step in there][:max_steps]
     rest = [step for step in known if step not in set(named)]

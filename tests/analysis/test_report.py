@@ -1,6 +1,7 @@
 """The values of a report, and the page as a text; how it behaves in a browser is in tests/test_report_page.py."""
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from tim_trace.analysis.report.page.packing import pack
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
 from tim_trace.analysis.report.terms import SERIES
+from tim_trace.analysis.report.verdict import split
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 
 
@@ -53,8 +55,30 @@ def test_every_query_gives_the_values_of_its_figure(run, made):
 def test_a_figure_s_command_is_one_that_runs(run, made):
     commands = {one.sql for one in made.charts if one.sql.startswith("tim-trace")}
     for each in commands:
-        done = command(*each.removeprefix("tim-trace ").split())
+        done = command(*shlex.split(each)[1:])
         assert done.code in (0, 1), done.stderr
+
+
+def test_commands_run_as_a_shell_takes_them_whatever_the_trace_is_called(tmp_path):
+    path = make_run(tmp_path / 'a run\'s "best" $HOME', num_steps=3)
+    found = report(path, pair="current:rollout", control=path)
+    commands = {answer.command for answer in found.verdicts[0].answers}
+    commands |= {one.sql for one in found.charts if one.sql.startswith("tim-trace")}
+    assert len(commands) >= 5
+    assert all(shlex.split(each)[2] == str(path) for each in commands)
+    asked = {words[1]: words for each in commands if (words := shlex.split(each))}
+    assert asked["check"][3:] == ["--pair", "current:rollout"]
+    assert asked["attribute"][3:] == ["--pair", "current:rollout", "--control", str(path)]
+
+
+def test_an_advice_is_split_into_what_is_copied_and_what_is_said():
+    assert split("tim-trace info run") == ("tim-trace info run", "")
+    assert split("tim-trace record -- X  # then: tim-trace replay RUN") == (
+        "tim-trace record -- X",
+        "then: tim-trace replay RUN",
+    )
+    assert split("tim-trace attribute run --control RUN2   (RUN2: a rerun)")[1] == "RUN2: a rerun"
+    assert split("compare seq_id") == ("", "compare seq_id")
 
 
 def test_the_steps_of_a_figure_add_up_to_the_whole_run(made):

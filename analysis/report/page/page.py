@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -16,6 +17,7 @@ from ..chart import Chart, Lines
 from ..colours import COLOURS
 from ..contents import Contents
 from ..terms import SERIES
+from ..verdict import split
 from .explained import explained, term
 from .figures import single, stacked
 from .frames import frames_of
@@ -88,19 +90,12 @@ def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
-    environment.filters["split_command"] = _split_command
+    environment.filters["split_command"] = split
+    environment.filters["shell"] = shlex.quote
     environment.filters["group"] = _group
     environment.filters["explained"] = explained
     environment.globals["term"] = term
     return environment.from_string(_own("report.html"))
-
-
-def _split_command(text: str) -> tuple[str, str]:
-    """The command of an advice, to copy, and what is said of it; one of both may be empty."""
-    if not text.startswith("tim-trace "):
-        return "", text
-    command, _, said = text.partition("   (")
-    return command, said.removesuffix(")")
 
 
 def _number(value: float | None, digits: int = 4) -> str:
