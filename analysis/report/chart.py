@@ -64,6 +64,11 @@ class Chart:
     remark: str = ""
     """A sentence that stands beside it: what it leaves out."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw, but only a remark to make."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines(Chart):
@@ -127,3 +132,8 @@ class Shares(Chart):
 
     groups: Mapping[str, tuple[Share, ...]]
     x_label: str
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no bar."""
+        return not any(self.groups.values())

@@ -82,7 +82,8 @@ def _envelope(spread: Spread) -> tuple[Line, ...]:
         return ()
     x = np.linspace(0.0, 1.0, 41)
     limit = float(spread.edges.d[-1])
-    upper = np.minimum(spread.envelope * (1 - x), limit)
+    upper = spread.envelope * (1 - x)
+    upper[upper > limit] = np.nan
     return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
 
 
@@ -128,7 +129,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     drift = [
         Line(name=name, x=steps, y=values)
         for name, key in (("mismatch", "var_d"), ("policy drift", "var_drift"))
-        if (values := column(key)) is not None
+        if np.isfinite(values := column(key)).any()
     ]
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
@@ -141,7 +142,7 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     bias = [
         Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
         for name, key in (("sum of b", "relative_bias"), ("sum of |b|", "relative_abs_bias"))
-        if (values := column(key)) is not None and np.isfinite(values).any()
+        if np.isfinite(values := column(key)).any()
     ]
     if bias:
         yield Lines(

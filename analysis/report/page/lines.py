@@ -6,7 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from bokeh.models import BoxAnnotation, ColumnDataSource, CustomJS, HoverTool, Range1d, ResetTool, Span
+from bokeh.models import (
+    BoxAnnotation,
+    ColumnDataSource,
+    CustomJS,
+    CustomJSTickFormatter,
+    HoverTool,
+    Range1d,
+    ResetTool,
+    Span,
+)
 from bokeh.plotting import figure
 
 from ..chart import Line, Lines
@@ -17,6 +26,9 @@ _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
 """Of lines that stand beside others: not told apart by colour alone."""
 _LABELS = 22
 """Pixels of the step labels, which only the last figure has."""
+_NEAR_ONE = 1e-5
+"""Distance from 1 below which a share is labelled by that distance: its digits would push the frame out of line."""
+_DISTANCE = "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Math.abs(1 - tick).toExponential(0)"
 _FEW = 40
 """Points of a line up to which each is marked."""
 
@@ -63,12 +75,19 @@ def _of_series(one: Lines, steps: Range1d) -> figure:
     )  # fmt: skip
     plot.add_tools(ResetTool())
     _mark(plot, one)
+    if _is_near_one(one):
+        plot.yaxis.formatter = CustomJSTickFormatter(code=_DISTANCE)
     for place, line in enumerate(one.lines):
         _draw(plot, line, place, name=f"{one.key}/{place}")
     plot.js_on_event("mousemove", CustomJS(code=HOVER))
     plot.js_on_event("tap", CustomJS(code=CLICK))
     plot.js_on_event("doubletap", CustomJS(code="timTrace.whole()"))
     return plain(plot)
+
+
+def _is_near_one(one: Lines) -> bool:
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in one.lines])
+    return bool(len(values)) and bool(np.all(np.abs(1 - values) < _NEAR_ONE))
 
 
 def _mark(plot: figure, one: Lines) -> None:

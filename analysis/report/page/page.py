@@ -27,7 +27,10 @@ from .sequences import sequences_of
 
 def page(report: Contents) -> str:
     """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
-    groups = [_embedded(stacked(report.run)), *(_embedded([single(one)]) for one in report.mismatch)]
+    groups = [
+        _embedded(stacked(report.run)),
+        *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
+    ]
     first = report.subjects[0]
     figures = {
         "groups": [group for group in groups if group["items"][0]["roots"]],

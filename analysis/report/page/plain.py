@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bokeh.models import CategoricalAxis, NoOverlap
 from bokeh.plotting import figure
 
 LEFT = 76
@@ -17,6 +18,9 @@ def plain(plot: figure) -> figure:
     plot.outline_line_alpha = 0
     plot.grid.grid_line_alpha = 0.25
     plot.axis.minor_tick_line_color = None
+    for axis in plot.axis:
+        if not isinstance(axis, CategoricalAxis):
+            axis.major_label_policy = NoOverlap(min_distance=3)
     if plot.legend:
         plot.add_layout(plot.legend[0], "above")
         plot.legend.orientation = "horizontal"

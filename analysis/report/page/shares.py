@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bokeh.models import ColumnDataSource, HoverTool, Whisker
+import math
+
+from bokeh.models import ColumnDataSource, HoverTool, Range1d, Whisker
 from bokeh.plotting import figure
 
 from ..chart import Shares
@@ -14,6 +16,7 @@ def shares(one: Shares) -> figure:
     names = list(dict.fromkeys(share.name for group in one.groups.values() for share in group))[::-1]
     plot = figure(
         name=one.key, height=90 + len(names) * (12 + 10 * len(one.groups)), sizing_mode="stretch_width", y_range=names,
+        x_range=_ends(one),
         toolbar_location=None, tools="", x_axis_label=one.x_label,
     )  # fmt: skip
     width = 0.8 / len(one.groups)
@@ -47,6 +50,15 @@ def shares(one: Shares) -> figure:
             )
         )
     return plain(plot)
+
+
+def _ends(one: Shares) -> Range1d:
+    """From the least to the largest end of a bar or an interval, and 0: a range of Bokeh's own sees the bars alone."""
+    each = [share for group in one.groups.values() for share in group]
+    ends = [0.0] + [end for share in each for end in (share.value, share.low, share.high) if end is not None]
+    known = [end for end in ends if math.isfinite(end)]
+    room = 0.05 * (max(known) - min(known)) or 1.0
+    return Range1d(min(known) - room, max(known) + room)
 
 
 def _or(value: float | None, otherwise: float) -> float:

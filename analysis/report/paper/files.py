@@ -22,7 +22,7 @@ from .values import rows_of
 
 def figures_of(charts: Sequence[Chart], series: Sequence[Lines]) -> tuple[Chart, ...]:
     """The charts of a report, `report.charts`, after an overview of its series, `report.run`."""
-    return (*((stack_of(series),) if series else ()), *charts)
+    return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
 
 
 def write_png(charts: Sequence[Chart], folder: str | os.PathLike[str], *, force: bool = False) -> list[Path]:
