@@ -202,7 +202,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     facts = shown.ask(
         "Object.fromEntries([...document.querySelectorAll('#token-facts dt')].map((each) => [each.textContent, each.nextSibling.textContent]))"
     )
-    assert facts["token"] == "2 of 6"
+    assert facts["position"] == "2 of 6, from 0"
     one = shown.ask(
         "({d: timTrace.state.open.d[2], id: timTrace.state.open.ids[2], train: timTrace.state.open.p.train[2]})"
     )
@@ -211,11 +211,24 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     assert one["d"] == pytest.approx(-1 - NUM_STEPS / 100, abs=1e-5)
     assert facts["id"] == str(one["id"])
     shown.page.locator("#tokens-text .token[data-i='4']").hover()
-    shown.wait("document.querySelector('#token-facts dd').textContent === '4 of 6'")
+    shown.wait("document.querySelector('#token-facts dd').textContent === '4 of 6, from 0'")
     for mode in ("bias", "ratio", "p:train", "p:rollout", "d"):
         shown.page.select_option("#mode", mode)
         assert shown.ask("document.querySelectorAll('#tokens-text .token.up, #tokens-text .token.down').length") > 0
     assert shown.troubles == []
+
+
+def test_the_arrow_keys_go_from_sequence_to_sequence(opened):
+    shown = opened()
+    shown.page.locator("#sequences tbody tr").first.focus()
+    shown.page.keyboard.press("ArrowDown")
+    assert shown.ask("document.activeElement === document.querySelectorAll('#sequences tbody tr')[1]")
+    assert shown.ask("document.querySelectorAll('#sequences tbody tr[tabindex=\"0\"]').length") == 1
+    shown.page.fill("#filter-text", "-3")
+    assert (
+        shown.ask("[...document.querySelectorAll('#sequences tbody tr')].find((row) => row.tabIndex === 0).hidden")
+        is False
+    )
 
 
 def test_masked_tokens_are_struck_and_prompts_dimmed(opened):
@@ -260,6 +273,25 @@ def test_a_phone_needs_no_sideways_scrolling(opened):
     shown = opened(size=(390, 844))
     assert shown.ask("document.documentElement.scrollWidth") <= 390
     assert shown.ask("document.querySelector('#verdict h1').getBoundingClientRect().top") < 844
+
+
+def test_a_note_opens_inside_the_window(opened):
+    shown = opened(size=(390, 844))
+    outside = """[...document.querySelectorAll('.term')].filter((term) => {
+        term.focus();
+        const box = term.querySelector('.tip').getBoundingClientRect();
+        return box.width && (box.left < 0 || box.right > 390);
+    }).length"""
+    assert shown.ask(outside) == 0
+
+
+def test_the_slider_sticks_below_the_header_however_many_lines_that_has(opened):
+    shown = opened("two", size=(390, 844))
+    shown.ask("document.querySelector('#f-reward').scrollIntoView()")
+    top, bottom = shown.ask(
+        "[document.querySelector('.steps').getBoundingClientRect().top, document.querySelector('header').getBoundingClientRect().bottom]"
+    )
+    assert abs(top - bottom) <= 2
 
 
 def test_runs_lie_over_each_other(opened):

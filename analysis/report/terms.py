@@ -37,7 +37,9 @@ SERIES: dict[str, Term] = {
 
 EVALUATION = Term("", "", "An evaluation that the run logged: the outcome that a wrong reward cannot move.")
 
-WORDS: dict[str, str] = {
+WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
+    "k3_positive": "k3 of the tokens with an advantage above 0.",
+    "k3_negative": "k3 of the tokens with an advantage below 0.",
     "d": "The gap of one token: the trainer's logprob less the engine's, in nats. 0.69 nats is a factor of two in probability.",
     "nats": "Natural-logarithm units: exp(x nats) is a factor.",
     "rms": "Root mean square: large values count more.",

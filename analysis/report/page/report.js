@@ -225,8 +225,28 @@ const timTrace = (() => {
       shown += fits;
       row.classList.toggle("of-step", state.step !== null && row.dataset.step === String(state.step));
     }
+    reachable();
     $("#num-shown").textContent = `${shown} shown`;
     $("#none-shown").hidden = shown > 0;
+  }
+
+  // One row is in the order of the tabulator key, the arrow keys reach the others: what stands below is not hundreds of
+  // keys away.
+  const shownRows = () => $$("#sequences tbody tr").filter((row) => !row.hidden);
+  function reachable(wanted) {
+    const all = shownRows(), row = wanted ?? all.find((each) => each.tabIndex === 0) ?? all[0];
+    for (const each of $$("#sequences tbody tr[tabindex='0']")) each.tabIndex = -1;
+    if (row) row.tabIndex = 0;
+  }
+
+  function moveRow(event, row) {
+    const all = shownRows(), at = all.indexOf(row);
+    const to = {ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: all.length - 1}[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const next = all[Math.max(0, Math.min(all.length - 1, to))];
+    reachable(next);
+    next.focus();
   }
 
   function sort(head) {
@@ -252,6 +272,7 @@ const timTrace = (() => {
   async function open(row) {
     $$("#sequences tr[aria-selected=true]").forEach((each) => each.setAttribute("aria-selected", "false"));
     row.setAttribute("aria-selected", "true");
+    reachable(row);
     await painted();
     state.sequences ??= JSON.parse(await unpacked("pack-sequences"));
     const one = prepared(state.sequences.sequences[Number(row.dataset.place)]);
@@ -322,7 +343,7 @@ const timTrace = (() => {
     all[place].classList.add("at");
     if (focus) all[place].scrollIntoView({block: "nearest"});
     state.place = place;
-    const facts = [["token", `${one.first_token + place} of ${one.num_tokens}`], ["id", one.ids[place]], ["text", one.texts[place]]];
+    const facts = [["position", `${one.first_token + place} of ${one.num_tokens}, from 0`], ["id", one.ids[place]], ["text", one.texts[place]]];
     for (const [name, values] of Object.entries(one.p)) {
       const hole = STATES[one.states[name]?.[place] ?? 0];
       facts.push([`logprob ${name}`, hole || exact(values[place])], [`p ${name}`, hole ? "" : number(Math.exp(values[place]), 6)]);
@@ -362,6 +383,20 @@ const timTrace = (() => {
     setTimeout(() => { button.textContent = said; }, 1200);
   }
 
+  // A note opens where its word stands, and is moved left as far as it would leave the window.
+  function within(term) {
+    const tip = term && $(".tip", term);
+    if (!tip) return;
+    tip.style.left = "0px";
+    const box = tip.getBoundingClientRect(), over = box.right - (document.documentElement.clientWidth - 8);
+    if (over > 0) tip.style.left = `${-Math.min(over, box.left - 8)}px`;
+  }
+
+  // What sticks below the header has to know how many lines this takes.
+  function header() {
+    document.documentElement.style.setProperty("--header", `${$("header").offsetHeight}px`);
+  }
+
   function theme() {
     const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
@@ -369,6 +404,9 @@ const timTrace = (() => {
   }
 
   function listen() {
+    for (const name of ["mouseover", "focusin"]) document.addEventListener(name, (event) => within(event.target.closest?.(".term, .noted")));
+    window.addEventListener("resize", header);
+    header();
     document.addEventListener("click", (event) => {
       const on = (selector) => event.target.closest(selector);
       if (on("[data-copy]")) copy(on("[data-copy]"));
@@ -396,6 +434,7 @@ const timTrace = (() => {
     $("#sequences").addEventListener("keydown", (event) => {
       const row = event.target.closest("tbody tr");
       if (row && (event.key === "Enter" || event.key === " ")) { event.preventDefault(); open(row); }
+      else if (row) moveRow(event, row);
     });
     $("#mode").addEventListener("input", paint);
     $("#tokens-text").addEventListener("keydown", keys);
