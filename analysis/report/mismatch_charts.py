@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -22,13 +22,24 @@ _RATIO = (
 )
 
 
-GROUPS = {
-    "d-by-probability": "Where the gap lies",
-    "ratio-positive": "What the loss sees of it",
+_GROUPS = {
+    "d-by-": "Where the gap lies",
+    "ratio-": "What the loss sees of it",
+    "contribution-": "What the loss sees of it",
     "arms": "What would remove it",
     "corrections": "What would cut it",
 }
-"""First chart of a group -> the group's heading."""
+"""How the key of a chart begins -> the heading that it stands under."""
+
+
+def headings(charts: Iterable[Chart]) -> dict[str, str]:
+    """Key of the first chart under each heading -> the heading."""
+    found: dict[str, str] = {}
+    for one in charts:
+        heading = next((text for start, text in _GROUPS.items() if one.key.startswith(start)), "")
+        if heading and heading not in found.values():
+            found[one.key] = heading
+    return found
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:

@@ -114,6 +114,16 @@ def test_the_table_of_a_density_has_every_cell_with_tokens():
     ]
 
 
+def test_ticks_that_differ_far_behind_the_point_are_told_apart():
+    one = Lines(
+        key="ess", title="ESS", unit="", note="", sql="", x_label="step", lines=(line(1 - np.arange(9) * 1e-12),)
+    )
+    figure = draw(one)
+    figure.draw_without_rendering()
+    texts = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(set(texts)) == len(texts) > 2
+
+
 def test_the_tables_of_histograms_shares_and_the_run_have_every_number():
     one = histogram(before=[0, 9, 4], after=[1, 2, 3])
     assert [(row["name"], row["tokens"]) for row in read(one)] == [

@@ -14,6 +14,7 @@ from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.database import Database
 from tim_trace.analysis.report.chart import Density, Histogram, Lines
+from tim_trace.analysis.report.mismatch_charts import headings
 from tim_trace.analysis.report.page.packing import pack
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
@@ -236,3 +237,10 @@ def test_charts_have_a_word_for_everyone(made):
         assert one.sql
     assert len({one.key for one in made.charts}) == len(made.charts)
     assert all(isinstance(one, Lines) for one in made.run)
+
+
+def test_a_heading_stands_over_the_first_figure_that_there_is(made):
+    keys = [one.key for one in made.mismatch]
+    without = [one for one in made.mismatch if not one.key.startswith("ratio-p")]
+    assert headings(made.mismatch)["ratio-positive"] == headings(without)["ratio-negative"]
+    assert next(iter(headings(made.mismatch))) == keys[0]

@@ -28,7 +28,9 @@ _LABELS = 22
 """Pixels of the step labels, which only the last figure has."""
 _NEAR_ONE = 1e-5
 """Distance from 1 below which a share is labelled by that distance: its digits would push the frame out of line."""
-_DISTANCE = "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Math.abs(1 - tick).toExponential(0)"
+_DISTANCE = (
+    "return tick === 1 ? '1' : (tick < 1 ? '1 - ' : '1 + ') + Number(Math.abs(1 - tick).toPrecision(3)).toExponential()"
+)
 _FEW = 40
 """Points of a line up to which each is marked."""
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from .. import mismatch_charts
-from ..chart import Chart, Lines
+from ..chart import Lines
 from ..colours import COLOURS
 from ..contents import Contents
 from ..terms import SERIES
@@ -45,6 +45,7 @@ def page(report: Contents) -> str:
             colours=COLOURS,
             series=SERIES,
             names=_names(report.run),
+            headings=mismatch_charts.headings(report.mismatch),
             style=Markup(_own("report.css")),  # our own file
             script=Markup(_own("report.js")),
             packs={
@@ -95,7 +96,6 @@ def _template() -> Any:
     environment.filters["number"] = _number
     environment.filters["split_command"] = split
     environment.filters["shell"] = shlex.quote
-    environment.filters["group"] = _group
     environment.filters["explained"] = explained
     environment.globals["term"] = term
     return environment.from_string(_own("report.html"))
@@ -103,11 +103,6 @@ def _template() -> Any:
 
 def _number(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}g}"
-
-
-def _group(one: Chart) -> str:
-    """The heading that a chart of the mismatch stands under."""
-    return mismatch_charts.GROUPS.get(one.key, "")
 
 
 def _own(name: str) -> str:

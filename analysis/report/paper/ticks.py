@@ -34,6 +34,8 @@ class Short(Formatter):
         low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
         if abs(x) < 1e-9 * (high - low) and low <= 0 <= high:
             return "0"  # what rounding left of it
+        if max(abs(1 - low), abs(1 - high)) < 1e-5:
+            return _by_distance(float(x))
         smallest = low if self._is_log and low > 0 else max(abs(low), abs(high))
         return number(float(x), as_power=smallest < 1e-3 or max(abs(low), abs(high)) > 5e4)
 
@@ -51,6 +53,13 @@ class Short(Formatter):
     @property
     def _is_log(self) -> bool:
         return bool(self.axis.get_scale() == "log")  # type: ignore[union-attr]
+
+
+def _by_distance(value: float) -> str:
+    """A number whose digits are all nines, by what it lacks to 1."""
+    away = float(f"{1 - value:.3g}")
+    sign = "\u2212" if away > 0 else "+"
+    return "1" if abs(away) < 1e-15 else f"1 {sign} {number(abs(away), as_power=True)}"
 
 
 def _padded(text: str, decimals: int) -> str:
