@@ -244,3 +244,22 @@ def test_a_heading_stands_over_the_first_figure_that_there_is(made):
     without = [one for one in made.mismatch if not one.key.startswith("ratio-p")]
     assert headings(made.mismatch)["ratio-positive"] == headings(without)["ratio-negative"]
     assert next(iter(headings(made.mismatch))) == keys[0]
+
+
+def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):
+    from tim_trace.tracer.recorder import Recorder
+
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1,
+            prompt_ids=[[1], [1], [1]],
+            response_ids=[[2], [3], [4]],
+            reward=[float("nan"), float("inf"), 0.5],
+            advantage=[0.0, 0.0, 0.0],
+        )
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, batch, logprobs=np.full((3, 1), -1.0, np.float32))
+    written = report(tmp_path / "run").html()
+    assert '<td data-value="">NaN</td>' in written
+    assert '<td data-value="Infinity">inf</td>' in written
+    assert '<td data-value="0.5">0.5</td>' in written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from functools import cache
 from importlib.resources import files
@@ -94,6 +95,7 @@ def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
+    environment.filters["sorted_by"] = _sorted_by
     environment.filters["split_command"] = split
     environment.filters["shell"] = shlex.quote
     environment.filters["explained"] = explained
@@ -102,7 +104,16 @@ def _template() -> Any:
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    return "" if value is None else f"{value:.{digits}g}"
+    if value is None:
+        return ""
+    return "NaN" if math.isnan(value) else f"{value:.{digits}g}"
+
+
+def _sorted_by(value: float | None) -> str:
+    """A number as a browser reads it; empty, which comes last, where there is none."""
+    if value is None or math.isnan(value):
+        return ""
+    return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _own(name: str) -> str:

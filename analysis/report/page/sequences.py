@@ -31,8 +31,8 @@ def facts(one: Excerpt) -> str:
     """A sequence in a line."""
     told = [
         f"{one.num_tokens:,} tokens",
-        "" if one.reward is None else f"reward {one.reward:.4g}",
-        "" if one.advantage is None else f"advantage {one.advantage:.4g}",
+        "" if one.reward is None else f"reward {one.reward:.4g}".replace("nan", "NaN"),
+        "" if one.advantage is None else f"advantage {one.advantage:.4g}".replace("nan", "NaN"),
         "" if one.max_abs_d is None else f"largest |d| {one.max_abs_d:.4g}",
         "" if one.sum_d is None else f"sum of d {one.sum_d:.4g} nats",
         "" if one.policy_version is None else f"policy version {one.policy_version}",
