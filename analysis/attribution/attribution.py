@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..check.finding import TITLES
 from .evidence import Evidence
 from .fall import Fall
 
@@ -39,7 +40,7 @@ class Suspect:
     @property
     def title(self) -> str:
         """The suspect in words."""
-        return SUSPECTS[self.code] + (f" ({self.detail})" if self.detail else "")
+        return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     @property
     def points(self) -> float:

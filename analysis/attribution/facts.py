@@ -149,7 +149,9 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
     if outcome is not None and outcome.is_evaluation and not outcomes[-1].is_evaluation:
         fall = _agreed(outcome, fall, falls[-1])
     if outcome is None:
-        notes.append("no reward and no evaluation was recorded, so that no fall can be seen")
+        notes.append(
+            f"neither a reward nor an evaluation was recorded at {_FEWEST_VALUES} steps or more, so that no fall can be seen"
+        )
     elif not outcome.is_evaluation:
         notes.append("no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the "
                      "reward that was recorded is the wrong one")  # fmt: skip

@@ -8,7 +8,7 @@ from .attribution import INTERVENTION, Attribution
 def sentence(found: Attribution) -> str:
     """What was found, in plain words."""
     if not found.outcome:
-        return "It cannot be told whether this run fell: no reward and no evaluation was recorded."
+        return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
     if found.fall is None:
         return f"No fall: {found.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
     fall = found.fall

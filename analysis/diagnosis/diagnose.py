@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from ...tracer.progress import Progress, no_progress
 from ..check.check import gather, judge
@@ -133,5 +134,7 @@ def _next(evidence: Evidence, checked: Checked, replays: tuple[Settled, ...]) ->
         )
     if checked.is_valid:
         steps = int(evidence.sample.steps[-1])
-        commands.append(f"tim-trace triangulate {evidence.trace} --steps {steps} --arm dtype=bf16 --arm lm-head=fp32")
+        commands.append(
+            f"tim-trace triangulate {shlex.quote(evidence.trace)} --steps {steps} --arm dtype=bf16 --arm lm-head=fp32"
+        )
     return tuple(commands)

@@ -114,7 +114,9 @@ def _subjects(
 def _names(urls: Sequence[str]) -> list[str]:
     """As much of the end of each path as tells it from the others."""
     parts = [url.rstrip("/").split("/") for url in urls]
-    for depth in range(1, max(len(part) for part in parts) + 1):
+    # A folder of a run that holds its trace beside other things says nothing by the trace's own name.
+    least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1
+    for depth in range(least, max(least, max(len(part) for part in parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
             return names
