@@ -8,7 +8,7 @@ from ..database import Database
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
-MOST_TOKENS = 8_000_000
+MOST_TOKENS = 5_000_000
 """Tokens that are read of a larger one, unless a single step has more."""
 
 
