@@ -14,7 +14,7 @@ from ..diagnosis.alarms import ALARMS, Alarm
 from ..dynamics.quantities import Series
 from . import rule
 from .repeats import Repeats
-from .watched import FirstAlarm
+from .watched import Condition, FirstAlarm
 
 Array = np.ndarray
 
@@ -23,15 +23,9 @@ _MEASURED = "docs/collapses.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judged(Condition):
     """An alarm over a run."""
 
-    who: str
-    metric: str
-    definition: str
-    condition: str
-    says: str
-    source: str
     steps: Array
     """[n] int64"""
     sounds: Array

@@ -13,8 +13,8 @@ WAITING = "waiting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstAlarm:
-    """An alarm that sounded, and the step at which it did so first."""
+class Condition:
+    """What an alarm sounds at."""
 
     who: str
     """Whose level or rule it is; `tim-trace` for this project's own."""
@@ -25,6 +25,12 @@ class FirstAlarm:
     says: str
     """What it means to who published it."""
     source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAlarm(Condition):
+    """An alarm that sounded, and the step at which it did so first."""
+
     first_step: int
     first_value: float | None
     """The metric there; None where the rule is no level of one metric."""
