@@ -14,6 +14,8 @@ from .terms import EVALUATION, SERIES, Term
 
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
+_MOST_STEPS = 12
+"""Steps that are named one by one."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[Lines]:
@@ -53,7 +55,7 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> Lines | None:
         key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
         sql=sources.of_series(name, first), lines=tuple(lines), x_label="step",
         y_scale=chart.LOG if is_log else chart.LINEAR,
-        marks=_marks(name, first), bands=_floor(name, first),
+        marks=_marks(name, first), remark=_not_finite(name, first), bands=_floor(name, first),
     )  # fmt: skip
 
 
@@ -98,6 +100,18 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
         )
         for change in sorted(largest, key=lambda change: change.step)
     )  # fmt: skip
+
+
+def _not_finite(name: str, subject: Subject) -> str:
+    """Steps at which NaN or an infinity was recorded: a line has no place for them."""
+    series = subject.series.get(name)
+    steps = [] if series is None else [str(step) for step in series.not_finite]
+    if not steps:
+        return ""
+    told = ", ".join(steps[:_MOST_STEPS]) + (
+        f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+    )
+    return f"NaN or infinite at step{'s' if len(steps) > 1 else ''} {told}."
 
 
 _FLOOR = {"k3": "k3"}

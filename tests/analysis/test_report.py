@@ -21,6 +21,7 @@ from tim_trace.analysis.report.sample import num_steps_within, without_most_step
 from tim_trace.analysis.report.terms import SERIES
 from tim_trace.analysis.report.verdict import split
 from tim_trace.schemas.errors import FileThere, TraceNotFound
+from tim_trace.tracer.recorder import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,6 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
 
 
 def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
-    from tim_trace.tracer.recorder import Recorder
 
     draw = np.random.default_rng(1)
     with Recorder(tmp_path / "run") as recorder:
@@ -247,7 +247,6 @@ def test_a_heading_stands_over_the_first_figure_that_there_is(made):
 
 
 def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):
-    from tim_trace.tracer.recorder import Recorder
 
     with Recorder(tmp_path / "run") as recorder:
         batch = recorder.add_sequences(
@@ -263,3 +262,11 @@ def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):
     assert '<td data-value="">NaN</td>' in written
     assert '<td data-value="Infinity">inf</td>' in written
     assert '<td data-value="0.5">0.5</td>' in written
+
+
+def test_steps_with_a_norm_that_is_no_number_are_named(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 21):
+            recorder.add_metrics(step, {"grad_norm": float("nan") if step in (7, 9) else 1.0 + step})
+    (norm,) = report(tmp_path / "run").run
+    assert norm.remark == "NaN or infinite at steps 7, 9."

@@ -28,7 +28,7 @@ const timTrace = (() => {
   }
   const floats = (text) => new Float32Array(bytes(text).buffer);
   const number = (value, digits = 4) => {
-    if (value === null || value === undefined || Number.isNaN(value)) return "not recorded";
+    if (value === null || value === undefined || Number.isNaN(value)) return "no finite value";
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits - 2);
     return String(Number(value.toPrecision(digits)));
