@@ -10,7 +10,7 @@ from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
 from ..tracer.adopt import is_alive
 from ..tracer.environment import NUMERIC_LIBRARIES
-from .database import Database
+from .database import Database, opened
 from .source import Source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
@@ -94,12 +94,12 @@ class TraceInfo:
     """What cannot be read and was passed over, a sentence each."""
 
 
-def info(trace: str) -> TraceInfo:
+def info(trace: str | Database) -> TraceInfo:
     """Say what a trace holds, who wrote it, what is missing and what is damaged.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
     """
-    database = Database(trace)
+    database = opened(trace)
     source = database.sources[0]
     written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
     writers = [
@@ -203,7 +203,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
             continue
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
-    count, step, seq_id = database.connection.execute(_TWICE).fetchone() or (0, None, None)
+    ((count, step, seq_id),) = database.connection.execute(_TWICE).fetchall()
     if count:
         found.append(
             f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes gave the same seq_id; "
@@ -260,6 +260,5 @@ def _bytes(source: Source) -> dict[str, int]:
 def _one(database: Database, query: str) -> dict[str, Any]:
     cursor = database.connection.execute(query)
     names = [column[0] for column in cursor.description]
-    row = cursor.fetchone()
-    assert row is not None
+    (row,) = cursor.fetchall()
     return dict(zip(names, row, strict=True))

@@ -84,6 +84,11 @@ class Attribution:
     """What could not be asked of this trace, and why."""
 
     @property
+    def clears_mismatch(self) -> bool:
+        """Whether the mismatch is hardly the cause: less than one in twenty."""
+        return any(suspect.code == "mismatch" and suspect.probability < 0.05 for suspect in self.suspects)
+
+    @property
     def cause(self) -> str | None:
         """The suspect that is more probable than all others together; None where nothing fell, or none is."""
         if not self.suspects or self.suspects[0].probability <= 0.5 or self.suspects[0].code == "unknown":

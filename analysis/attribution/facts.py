@@ -39,8 +39,6 @@ class Facts:
 
     trace: str
     series: Mapping[str, Series]
-    changes: Mapping[str, list[ChangePoint]]
-    """Of each series, where it changed."""
     outcome: Outcome | None
     """The one that is judged: an evaluation if there is one, else the reward."""
     outcomes: tuple[Outcome, ...]
@@ -55,6 +53,11 @@ class Facts:
     settings: Mapping[str, Any]
     """Hyperparameters by name: numbers, or texts."""
     notes: tuple[str, ...]
+
+    @cached_property
+    def changes(self) -> Mapping[str, list[ChangePoint]]:
+        """Of each series, where it changed; worked out when a fall asks for it."""
+        return {name: change_points(one) for name, one in self.series.items()}
 
     @property
     def rollouts(self) -> Rollouts:
@@ -137,7 +140,7 @@ class Facts:
 
 
 def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], *, is_control: bool = False) -> Facts:
-    """Read a trace; of a control nobody asks for changes and check, so that these are left out. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+    """Read a trace; of a control nobody asks for a check, so that it is left out. Raises TraceNotFound, NewerTrace or DamagedTrace."""
     database = opened(trace)
     name = database.given[0]
     notes: list[str] = []
@@ -158,7 +161,6 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
     return Facts(
         trace=name,
         series=series,
-        changes={} if is_control else {name: change_points(one) for name, one in series.items()},
         outcome=outcome,
         outcomes=outcomes,
         fall=fall,

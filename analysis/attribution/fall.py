@@ -60,6 +60,11 @@ class Fall:
     """The outcome's."""
 
     @property
+    def verb(self) -> str:
+        """What the outcome does, in words."""
+        return "collapses" if self.kind == "collapse" else "rots slowly"
+
+    @property
     def share(self) -> float:
         """Lost share of what was there before, above the floor; above 1 where the outcome went below it."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)

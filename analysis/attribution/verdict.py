@@ -12,8 +12,7 @@ def sentence(found: Attribution) -> str:
     if found.fall is None:
         return f"No fall: {found.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
     fall = found.fall
-    what = "collapses" if fall.kind == "collapse" else "rots slowly"
-    where = f"{fall.outcome} {what} from step {fall.step} on ({fall.low} to {fall.high}), {fall.before:.3g} to {fall.after:.3g}"
+    where = f"{fall.outcome} {fall.verb} from step {fall.step} on ({fall.low} to {fall.high}), {fall.before:.3g} to {fall.after:.3g}"
     return f"{where}. {_cause(found)}"
 
 
@@ -23,8 +22,7 @@ def _cause(found: Attribution) -> str:
         "By intervention (the control shares its seeds)" if found.kind == INTERVENTION else "By observation of one run"
         if found.control is None else "By observation of two runs"
     )  # fmt: skip
-    mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
-    innocent = "; not the mismatch" if mismatch.probability < 0.05 else ""
+    innocent = "; not the mismatch" if found.clears_mismatch else ""
     if found.cause is None:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in found.suspects[:2])
         return f"{how} the cause cannot be told from this trace: {others}{innocent}."

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..database import Database, quoted
+from ..evenly import evenly
 from ..source import Pair
 
 LOOKED_TOKENS = 4_000_000
@@ -107,10 +106,5 @@ def _within(tokens: dict[int, int], steps: Iterable[int], most: int) -> set[int]
 
 
 def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many of some steps, from the first to the last."""
-    if most <= 0 or not steps:
-        return []
-    if most == 1:
-        return [steps[len(steps) // 2]]
-    places = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int))
-    return [steps[place] for place in places]
+    """At most so many of some steps; of one alone the one in the middle."""
+    return [steps[len(steps) // 2]] if most == 1 and steps else evenly(steps, most)

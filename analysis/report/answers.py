@@ -190,10 +190,9 @@ def _fell(subject: Subject) -> Answer:
             sureness=f"{found.num_steps:,} steps", detail=found.sentence, command=command,
         )  # fmt: skip
     fall = found.fall
-    what = "collapses" if fall.kind == "collapse" else "rots slowly"
     return Answer(
         question=question, sounds=BAD, short=_cause(found),
-        clause=f"{fall.outcome} {what} from step {fall.step} on; {_because(found)}",
+        clause=f"{fall.outcome} {fall.verb} from step {fall.step} on; {_because(found)}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} ({fall.low} to {fall.high})",
         sureness=f"{found.suspects[0].probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence, command=command,
@@ -205,8 +204,7 @@ def _cause(found: Attribution) -> str:
 
 
 def _because(found: Attribution) -> str:
-    mismatch = next((each for each in found.suspects if each.code == "mismatch"), None)
-    innocent = " and not the mismatch" if mismatch and mismatch.probability < 0.05 else ""
+    innocent = " and not the mismatch" if found.clears_mismatch else ""
     if found.cause is None:
         return f"why cannot be told from this trace{innocent and ', but it is not the mismatch'}"
     first = found.suspects[0]

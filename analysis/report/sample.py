@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..database import Database
+from ..evenly import evenly
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
@@ -20,8 +21,8 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     if total <= WHOLE:
         return database, f"all {len(rows):,} steps" if len(rows) > 1 else "its one step"
     num = max(1, int(len(rows) * MOST_TOKENS / total))
-    kept = [rows[index][0] for index in np.unique(np.linspace(0, len(rows) - 1, num).round().astype(int))]
-    part = Database(list(database.given))
+    kept = evenly([step for step, _ in rows], num)
+    part = Database(database.sources[0])
     part.keep_steps(kept)
     return part, f"{len(kept)} of {len(rows)} steps, evenly spread"
 

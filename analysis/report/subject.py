@@ -94,7 +94,7 @@ def read_subject(
         finally:
             advance(1)
 
-    held = info(os.fspath(trace))
+    held = info(database)
     diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names))
     series = read_series(database, pair=pair)
     moved = ask("dynamics", lambda: dynamics(database, pair=names))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..database import Database, quoted
+from ..evenly import evenly
 from ..source import Pair
 
 KEY = "md5_number_lower({rows}.step::VARCHAR || ' ' || {rows}.seq_id)"
@@ -70,7 +71,7 @@ def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tu
     there = set(known)
     named = [step for step in dict.fromkeys(notable) if step in there][:max_steps]
     rest = [step for step in known if step not in set(named)]
-    spread = [rest[int(place)] for place in np.linspace(0, len(rest) - 1, max_steps - len(named)).round()]
+    spread = evenly(rest, max_steps - len(named))
     parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
     how = f"{len(named) + len(spread):,} of the {len(known):,} steps that both passes scored, {' and '.join(parts)}"
     return tuple(sorted([*named, *spread])), how

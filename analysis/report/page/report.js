@@ -2,7 +2,7 @@
 // The page's own behaviour: unpacks the data, lets Bokeh draw, and shows one chosen step everywhere.
 // Everything is in this file; nothing is fetched. Text of models only ever enters by textContent.
 const timTrace = (() => {
-  const state = {step: null, doc: null, frames: {}, sequences: null, views: {}, packs: {}};
+  const state = {step: null, frames: {}, sequences: null, views: {}};
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
   const element = (tag, options = {}, ...children) => {
@@ -60,7 +60,7 @@ const timTrace = (() => {
     if (wanted) choose(Number(wanted[1]));
   }
 
-  const plots = () => Object.entries(state.views).map(([key, view]) => [key, view.model]);
+  const plots = () => Object.values(state.views).map((view) => view.model);
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
 
   async function recolour() {
@@ -68,7 +68,7 @@ const timTrace = (() => {
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink-soft").trim(), line = style.getPropertyValue("--line").trim();
     const paper = style.getPropertyValue("--paper").trim();
-    for (const [, plot] of plots()) {
+    for (const plot of plots()) {
       for (const model of plot.references()) {
         const kind = model.type;
         if (/Axis$/.test(kind)) {
