@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import TimTraceError, TimTraceWarning
+from .schemas.errors import DamageWarning, TimTraceError, TimTraceWarning
 
 SECTIONS = {
     "get a trace": ("record", "import"),
@@ -37,14 +37,23 @@ class _Failure(click.ClickException):
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
+_damage_told: list[str] = []
+"""What of the traces of this command cannot be read or is missing, a sentence each."""
+
+
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show our own warnings as sentences, each time, and leave all others as they are."""
+    """Show our own warnings as sentences, each once, and leave all others as they are."""
     others = warnings.showwarning
+    told: set[str] = set()
+    _damage_told.clear()
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, TimTraceWarning):
-            _tell(str(message))
+            if str(message) not in told:
+                _tell(str(message))
+                _damage_told.extend([str(message)] if issubclass(category, DamageWarning) else [])
+            told.add(str(message))
         else:
             others(message, category, *where, **more)
 
@@ -116,7 +125,10 @@ def main() -> None:
 @click.option(
     "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
 )
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
+@click.option(
+    "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
+)
+@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
@@ -170,11 +182,10 @@ def info(traces: Sequence[str], as_json: bool) -> None:
 
     from .analysis.info import info as look
     from .analysis.info_text import info_text
-    from .analysis.rows import to_json
 
     found = [look(trace) for trace in traces]
     if as_json:
-        click.echo(to_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0])))
+        _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
     else:
         click.echo("\n\n".join(info_text(trace, _width()) for trace in found))
 
@@ -309,10 +320,9 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
     """
     from .analysis.diagnosis.diagnose import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
-    from .analysis.rows import to_json
 
     found = look(trace, pair=pair, progress=_progress)
-    click.echo(to_json(diagnosis_json(found)) if as_json else diagnosis_text(found, _width()))
+    _print_json(diagnosis_json(found)) if as_json else click.echo(diagnosis_text(found, _width()))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -321,20 +331,20 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def check(trace: str, pair: str, as_json: bool) -> None:
+def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
 
-    The exit code is 1 when there is one. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
+    The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
     from .analysis.check.check import check as look
     from .analysis.check.text import checked_json, checked_text
-    from .analysis.rows import to_json
 
-    found = look(trace, pair=pair, progress=_progress)
-    click.echo(to_json(checked_json(found)) if as_json else checked_text(found, _width()))
+    found = look(trace, pair=pair, partial=partial, progress=_progress)
+    _print_json(checked_json(found)) if as_json else click.echo(checked_text(found, _width()))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -417,10 +427,9 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
     """
     from .analysis.objective.objective import objective as bend
     from .analysis.objective.text import objective_json, objective_text
-    from .analysis.rows import to_json
 
     found = bend(trace, progress=_progress, **options)
-    click.echo(to_json(objective_json(found)) if as_json else objective_text(found, _width(), by))
+    _print_json(objective_json(found)) if as_json else click.echo(objective_text(found, _width(), by))
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -438,10 +447,9 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     """
     from .analysis.dynamics.dynamics import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text
-    from .analysis.rows import to_json
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
-    click.echo(to_json(dynamics_json(found)) if as_json else dynamics_text(found, _width()))
+    _print_json(dynamics_json(found)) if as_json else click.echo(dynamics_text(found, _width()))
 
 
 @_example(
@@ -513,13 +521,12 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis.rows import table as table_of
-    from .analysis.rows import to_json
     from .replay.engine import replay as score_again
     from .replay.results import by_arm
 
     results = score_again(trace, progress=_progress, **options)
     if as_json:
-        click.echo(to_json([asdict(result) for result in results]))
+        _print_json([asdict(result) for result in results])
     else:
         _print(table_of(by_arm(results)), False, False)
     for line in _replayed(trace, results):
@@ -543,14 +550,14 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
     from dataclasses import asdict
 
-    from .analysis.rows import to_json
     from .analysis.triangulate import triangulate as who
     from .analysis.triangulate_text import triangulation_text
 
     found = who(trace, progress=_progress, **options)
-    click.echo(
-        to_json(asdict(found) | {"sentence": found.sentence}) if as_json else triangulation_text(found, _width())
-    )
+    if as_json:
+        _print_json(asdict(found) | {"sentence": found.sentence})
+    else:
+        click.echo(triangulation_text(found, _width()))
 
 
 @_example(
@@ -594,12 +601,11 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis.gradient_text import gradient_text
-    from .analysis.rows import to_json
     from .replay.gradients.engine import gradient as take
 
     found = take(trace, progress=_progress, **options)
     if as_json:
-        click.echo(to_json(asdict(found) | {"sentence": found.sentence}))
+        _print_json(asdict(found) | {"sentence": found.sentence})
     else:
         click.echo(gradient_text(found, table, _width()))
 
@@ -664,10 +670,12 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
 
     from .analysis.attribution.attribute import attribute as who
     from .analysis.attribution.text import attribution_text
-    from .analysis.rows import to_json
 
     found = who(trace, control=control, pair=pair, progress=_progress)
-    click.echo(to_json(asdict(found) | {"cause": found.cause}) if as_json else attribution_text(found))
+    if as_json:
+        _print_json(asdict(found) | {"cause": found.cause})
+    else:
+        click.echo(attribution_text(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -713,7 +721,6 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     has the step at which it sounded first: published levels under their own definitions, and this project's own rule
     (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
     """
-    from .analysis.rows import to_json
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.text import watched_json
     from .analysis.watch.watch import watch as look
@@ -721,7 +728,7 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     again = not (once or as_json) and can_redraw()
     views = look(trace, every=every, steps=steps, once=not again, pair=pair, progress=_progress)
     if as_json:
-        click.echo(to_json(watched_json(next(views))))
+        _print_json(watched_json(next(views)))
     else:
         show(views, again=again)
 
@@ -737,18 +744,20 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
 @click.option(
     "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over sequences."
 )
+@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def gate(trace: str, fail_on: Sequence[str], pair: str, confidence: float, as_json: bool) -> None:
+def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
 
     A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
-    comparison. The exit code is 1 when a value violates its condition. Its interval over sequences says whether that is
+    comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
+    --partial. Its interval over sequences says whether that is
     sure: the verdict is `cannot tell` where it lies on both sides of the bound.
     """
     from .analysis.gate.gate import gate as judge
     from .analysis.rows import table as table_of
 
-    found = judge(trace, fail_on=fail_on, pair=pair, confidence=confidence, progress=_progress)
+    found = judge(trace, fail_on=fail_on, progress=_progress, **options)
     _print(table_of(found.verdicts), as_json, False)
     if found.fails:
         raise click.exceptions.Exit(1)
@@ -764,15 +773,23 @@ def _check_format(as_json: bool, as_csv: bool) -> None:
 
 
 def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
-    from .analysis.rows import to_csv, to_json, to_text
+    from .analysis.rows import to_csv, to_text
 
     if as_json:
-        click.echo(to_json(rows))
+        _print_json(rows)
     elif as_csv:
         for line in to_csv(rows):
             click.echo(line)
     else:
         click.echo(to_text(rows, _width()))
+
+
+def _print_json(value: Any) -> None:
+    """Print an object: what was found, rows under `rows`, and under `damaged` what of the traces is in none of it."""
+    from .analysis.rows import to_json
+
+    found = value if isinstance(value, dict) else {"rows": value}
+    click.echo(to_json({"damaged": list(_damage_told)} | found))
 
 
 def _width() -> int | None:
@@ -805,6 +822,8 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _recorded(output: str, recording: Any, pair: str | None) -> str:
+    if not recording.is_there:
+        return f"{output} was removed while the command ran: nothing of the recording is left"
     if not recording.num_sequences:
         return (
             f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "

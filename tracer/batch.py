@@ -14,8 +14,10 @@ from .ragged import Padding
 class Batch:
     """What `add_sequences` returns and `add_scores` takes; its rows are numbered as they were given."""
 
-    def __init__(self, step: int, seq_ids: list[str], policy_version: Any = None):
+    def __init__(self, step: int, seq_ids: list[str], policy_version: Any = None, *, attempt: int | None = None):
+        """`attempt` is the attempt at training that made the sequences; None outside of training."""
         self.step = step
+        self.attempt = attempt
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self._padding: Padding | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..schemas.checksums import SealedFile
 from .dense_group import BFLOAT16, open_dense, parsed
 from .journal import DENSE_SCHEMA
 from .staging import is_tensor
@@ -115,9 +116,14 @@ def _typed(dtype: str, values: np.ndarray) -> str:
     return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
-def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
-    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows."""
+def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> SealedFile:
+    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
+
+    Returns what to say of its root, which accounts for every file of it.
+    """
     import zarr
+
+    from .dense_store import account
 
     root = zarr.open_group(path, mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -128,12 +134,13 @@ def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
     for (group, name), entries in by_array.items():
         dtype, storage, trailing = parsed(entries[0]["dtype"].as_py())
         _write_array(root, f"{group.partition('/')[2]}/{name}", dtype, storage, trailing, entries)
+    return account(path)
 
 
 def _write_array(
     root: Any, name: str, dtype: str, storage: np.dtype, trailing: tuple[int, ...], entries: list[dict[str, Any]]
 ) -> None:
-    from zarr.codecs import BloscCodec
+    from zarr.codecs import BloscCodec, Crc32cCodec
 
     num_rows = sum(entry["rows"].as_py() for entry in entries)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
@@ -145,8 +152,12 @@ def _write_array(
         dtype=storage,
         chunks=(chunk, *trailing),
         shards=(shard, *trailing),
-        compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
+        compressors=(
+            BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
+            Crc32cCodec(),
+        ),
         attributes={"dtype": dtype},
+        config={"write_empty_chunks": True},  # a chunk that is not there was lost
     )
     # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
     pending: list[np.ndarray] = []

@@ -15,12 +15,14 @@ from .staging import is_tensor, to_numpy
 _SCHEMA = METRICS_TABLE.schema
 
 
-def metric_rows(step: int, values: Mapping[str, Any], logged_at: datetime, writer: str) -> pa.RecordBatch:
+def metric_rows(
+    step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
+) -> pa.RecordBatch:
     """One row a value: numbers (tensors of one element too) as numbers, anything else as text."""
     numbers = [_number(value) for value in values.values()]
     texts = [None if number is not None else str(v) for number, v in zip(numbers, values.values(), strict=True)]
     count = len(numbers)
-    columns = [[step] * count, list(values), numbers, texts, [logged_at] * count, [writer] * count]
+    columns = [[step] * count, list(values), numbers, texts, [logged_at] * count, [attempt] * count, [writer] * count]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
 

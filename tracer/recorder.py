@@ -20,13 +20,15 @@ from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
-from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES, TOKENIZER
+from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
+from .attempts import next_attempt
 from .batch import Batch
+from .create import create_trace, join_trace
 from .dense import Distribution, bits
 from .metrics import metric_rows
 from .optimizer import optimizer_statistics
@@ -45,7 +47,7 @@ from .rows import (
     with_holes,
 )
 from .staging import Staged, to_numpy
-from .store import Store, create_trace, join_trace, whole_file
+from .store import Store
 from .writer import QUEUE_BYTES, TraceWriter
 
 HYPERPARAMETER = "hyperparameter/"
@@ -78,15 +80,19 @@ class Recorder:
         capture_fraction: float = 1.0,
         force: bool = False,
         join: bool | None = None,
+        resume: bool = False,
         queue_bytes: int = QUEUE_BYTES,
     ):
         """Open a trace for recording.
 
         `capture` and `capture_fraction` say what `captures` answers: they are a decision for the whole run. `force`
-        replaces a trace that lies there. `join` says that several processes write this trace: each opens it with the
-        same path, and the first makes it; the default is to join when torchrun or its kin started several processes.
+        replaces a trace that lies there, and nothing else. `join` says that several processes write this trace: each opens
+        it with the same path, and the first makes it; the default is to join when torchrun or its kin started several
+        processes. `resume` adds to a trace that lies there, finished or not: this run goes on from a checkpoint of that one.
+        Rows of a process that joins after one in its place died, or resumes, say that they are of another attempt; views
+        show the newest attempt at each step.
 
-        Raises TraceExists when a trace lies there that this run did not begin.
+        Raises TraceExists when something lies there that this run did not begin, and there is neither `force` nor `resume`.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -100,12 +106,13 @@ class Recorder:
         )
         if join is None:
             join = int(os.environ.get("WORLD_SIZE") or 1) > 1
-        if join and not force:
+        if resume or (join and not force):
             folder = join_trace(path, manifest)
-            _refuse_finished(folder, path)
+            if not resume:
+                _refuse_finished(folder, path)
         else:
             folder = create_trace(path, manifest, force=force)
-        self._start(TraceWriter(folder, queue_bytes=queue_bytes))
+        self._start(TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), "recorder")))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
@@ -140,6 +147,15 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def flush(self, *, sync: bool = False) -> None:
+        """Return once everything that was added before survives `kill -9`; with `sync`, a loss of power, too.
+
+        Without it, what `add_*` returned for is with the operating system about a second later: the queue holds nothing for
+        longer, and a caller who comes while something is older waits. `sync` has the disk confirm every file, which takes
+        milliseconds to seconds. Raises InvalidRecord for device tensors that were found wrong.
+        """
+        self.writer.flush(sync=sync)
+
     def close(self, *, at_exit: bool = False) -> None:
         """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
 
@@ -170,10 +186,7 @@ class Recorder:
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Keep a transformers tokenizer in the trace, so that tokens can be shown as text; the first one stays."""
-        target = self.folder / TOKENIZER
-        if not target.exists():
-            with whole_file(target) as temporary:
-                tokenizer.save_pretrained(temporary)
+        self.writer.save_tokenizer(tokenizer)
 
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
         """Note the identity of the trained model and its tokenizer, in words of your own."""
@@ -219,7 +232,7 @@ class Recorder:
         """
         seq_ids = self._sequence_names(step, seq_ids, num_rows(response_ids))
         rows = len(seq_ids)
-        batch = Batch(step, seq_ids, policy_version)
+        batch = Batch(step, seq_ids, policy_version, attempt=self.writer.state.attempt)
         per_token_advantage = advantage is not None and is_per_token(advantage)
         staged = Staged(
             response_ids=response_ids,
@@ -378,7 +391,9 @@ class Recorder:
         names, staged, logged_at = list(values), Staged(values=list(values.values())), datetime.now(UTC)
 
         def append(given: list[Any]) -> None:
-            rows = metric_rows(step, dict(zip(names, given, strict=True)), logged_at, self.writer.name)
+            rows = metric_rows(
+                step, dict(zip(names, given, strict=True)), logged_at, self.writer.state.attempt, self.writer.name
+            )
             self.writer.append(METRICS, rows)
 
         self._submit(staged, lambda: staged.values()["values"], append)
@@ -431,6 +446,7 @@ class Recorder:
         return SequenceRows(
             step=step,
             seq_ids=batch.seq_ids,
+            attempt=batch.attempt,
             writer=self.writer.name,
             response_ids=response_ids,
             prompt_ids=prompt_ids,
@@ -465,6 +481,7 @@ class Recorder:
             pass_name=pass_name,
             step=step,
             seq_ids=seq_ids,
+            attempt=batch.attempt,
             writer=self.writer.name,
             contract=None,
             policy_version=per_row(values["policy_version"], len(chosen), "policy_version"),
@@ -563,6 +580,6 @@ def _refuse_finished(folder: Any, path: Any) -> None:
     rank = environment.rank()
     if any(state.rank == rank and state.state == CLOSED for state in Store(folder).writers()[0]):
         raise TraceExists(
-            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, or replace it "
-            "with force=True"
+            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
+            "force=True, or go on with it with resume=True"
         )

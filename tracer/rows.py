@@ -49,6 +49,7 @@ class SequenceRows:
     seq_ids: list[str]
     writer: str
     response_ids: Ragged
+    attempt: int | None = None
     prompt_ids: Ragged | None = None
     response_mask: Ragged | None = None
     advantages: Ragged | None = None
@@ -61,6 +62,7 @@ class SequenceRows:
         columns: dict[str, Any] = {
             "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
+            "attempt": self.attempt,
             "writer": self.writer,
             "num_response_tokens": pa.array(self.response_ids.lengths.astype(np.int32)),
             "rewards": _reward_maps(self.rewards, rows),
@@ -83,6 +85,7 @@ class ScoreRows:
     seq_ids: list[str]
     writer: str
     contract: str | None
+    attempt: int | None = None
     iteration: Any = 0
     policy_version: Any = None
     logprobs: Ragged | None = None
@@ -100,6 +103,7 @@ class ScoreRows:
             "pass": self.pass_name,
             "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
+            "attempt": self.attempt,
             "writer": self.writer,
             "iteration": self.iteration,
             "policy_version": self.policy_version,

@@ -109,7 +109,7 @@ def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
             recorder.writer.segments.seal_bytes = 1
         for step in range(1, 6):
             add_step(recorder, step, make_batch(seed=step))
-            recorder.writer.drain()
+            recorder.flush()
             assert rows(tmp_path / "run", "SELECT count(*), max(step) FROM scores") == [(8 * step, step)]
             assert len(rows(tmp_path / "run", "FROM tokens")) == sum(
                 len(ids) for s in range(1, step + 1) for ids in make_batch(seed=s)["response_ids"]

@@ -133,7 +133,7 @@ def test_what_is_not_sealed_yet_is_compared_too(tmp_path):
             added = recorder.add_sequences(step=step, response_ids=[[0] * n for n in LENGTHS], policy_version=0)
             add(recorder, added, "train", Logits(logits=logits(step)))
             add(recorder, added, "rollout", Logits(logits=logits(3)))
-        recorder.writer.drain()
+        recorder.flush()
         assert not (path / "dense").exists() or not any((path / "dense").iterdir())
         live = connect(path).sql(
             "SELECT step, sum(tv) FROM pair_distributions('train', 'rollout') GROUP BY step ORDER BY step"

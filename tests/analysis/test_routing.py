@@ -47,7 +47,7 @@ def rows(trace, query):
 @pytest.mark.parametrize("close", [True, False], ids=["sealed", "journal"])
 def test_agreement_worked_by_hand(tmp_path, close):
     recorder = make_routed(tmp_path / "run", close=close)
-    recorder.writer.drain()
+    recorder.flush()
     # Layer 3: the same experts for all four tokens, in one of them in other slots; their weights differ there by 0.25
     # each: |0.5 - 0.25| of expert 0 and |0.5 - 0.75| of expert 1, over eight common experts.
     # Layer 7: three tokens that both routed: all, one and none of two experts in common. |0.5 - 0.25|, |0.5 - 0.75| and
@@ -82,7 +82,7 @@ def test_rows_of_many_batches_come_back_each_by_itself(tmp_path, close):
         recorder.add_scores("train", batch, logprobs=logprobs, routing=Routing(expert_ids=ids, expert_weights=weights))
         cuts = np.cumsum(lengths.sum(axis=1))[:-1]
         given |= dict(zip(names, zip(np.split(ids, cuts), np.split(weights, cuts), strict=True), strict=True))
-    recorder.close() if close else recorder.writer.drain()
+    recorder.close() if close else recorder.flush()
     query = """SELECT seq_id, routing, routing_start, num_prompt_tokens + num_response_tokens
         FROM scores JOIN sequences USING (step, seq_id) ORDER BY hash(seq_id)"""
     found = rows(tmp_path / "run", query)

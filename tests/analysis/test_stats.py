@@ -201,11 +201,11 @@ def test_statistics_by_step_of_a_finished_trace_read_no_tokens(tmp_path):
 def test_sums_grow_with_a_live_trace(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add_step(recorder, 1, make_batch(seed=1))
-        recorder.writer.drain()
+        recorder.flush()
         assert len(stats(tmp_path / "run", by="step")) == 1
         assert not (tmp_path / "run" / "sums").exists()
         add_step(recorder, 2, make_batch(seed=2))
-        recorder.writer.drain()
+        recorder.flush()
         live = stats(tmp_path / "run", by="step").rows
     assert stats(tmp_path / "run", by="step").rows == live
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from ...schemas.clock import now
 from ...schemas.errors import ImportFailed, InvalidRecord
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
+from ..create import new_trace
 from ..progress import Progress, no_progress
 from ..ragged import Ragged
 from ..recorder import Recorder
-from ..store import create_trace
 from ..writer import TraceWriter
 from .placeholders import Placeholders
 from .rowfiles import RowFiles
@@ -82,12 +81,8 @@ def import_parquet(
     manifest = Manifest(
         run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=f"import parquet {source.url}"
     )
-    folder = create_trace(output, manifest, force=force)
-    try:
+    with new_trace(output, manifest, force=force) as folder:
         return _import(source, columns, folder, progress)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _import(source: RowFiles, columns: list[str], folder: Path, progress: Progress) -> Imported:

@@ -1,0 +1,79 @@
+"""DuckDB over traces: what it raises for their files becomes an error of ours that names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from ..schemas.errors import TimTraceError
+
+Explain = Callable[[Exception], TimTraceError | None]
+"""What an error says of the traces; None for one that says nothing of them, and is a bug."""
+
+
+class Connection:
+    """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
+
+    def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
+        self.raw = raw
+        self._explain = explain
+
+    def execute(self, query: Any, parameters: Sequence[Any] | None = None) -> Result:
+        """Run statements, and return the last one's rows."""
+        with self.explained():
+            return Result(self.raw.execute(query, parameters), self)
+
+    def sql(self, query: str, params: Sequence[Any] | None = None) -> Result:
+        """A query whose rows are computed when they are asked for."""
+        with self.explained():
+            return Result(self.raw.sql(query, params=params), self)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise an error of ours in the place of one that the traces' files are the cause of."""
+        try:
+            yield
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            if (
+                isinstance(error, (duckdb.ProgrammingError, duckdb.InterruptException))
+                or (told := self._explain(error)) is None
+            ):
+                raise
+            raise told from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+class Result:
+    """What a question gave."""
+
+    def __init__(self, raw: Any, connection: Connection):
+        self._raw, self._connection = raw, connection
+
+    @property
+    def description(self) -> Any:
+        return self._raw.description
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        with self._connection.explained():
+            found: list[tuple[Any, ...]] = self._raw.fetchall()
+        return found
+
+    def fetchnumpy(self) -> dict[str, Any]:
+        with self._connection.explained():
+            found: dict[str, Any] = self._raw.fetchnumpy()
+        return found
+
+    def to_arrow_table(self) -> pa.Table:
+        with self._connection.explained():
+            return self._raw.to_arrow_table()
+
+    def to_arrow_reader(self, batch_size: int) -> Iterator[pa.RecordBatch]:
+        """Batches of rows as they are computed."""
+        with self._connection.explained():
+            yield from self._raw.to_arrow_reader(batch_size)
