@@ -15,6 +15,13 @@ Explain = Callable[[Exception], TimTraceError | None]
 """What an error says of the traces; None for one that says nothing of them, and is a bug."""
 
 
+_NOT_OF_FILES = (
+    duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
+    duckdb.NotImplementedException, duckdb.InterruptException,
+)  # fmt: skip
+"""What is wrong with the question, or ended by who asked it."""
+
+
 class Connection:
     """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
 
@@ -73,7 +80,19 @@ class Result:
         with self._connection.explained():
             return self._raw.to_arrow_table()
 
-    def to_arrow_reader(self, batch_size: int) -> Iterator[pa.RecordBatch]:
+    def to_arrow_reader(self, batch_size: int) -> Batches:
         """Batches of rows as they are computed."""
         with self._connection.explained():
-            yield from self._raw.to_arrow_reader(batch_size)
+            return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
+
+
+class Batches:
+    """Batches of rows, each computed when it is asked for."""
+
+    def __init__(self, raw: Any, connection: Connection):
+        self._raw, self._connection = raw, connection
+        self.schema: pa.Schema = raw.schema
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        with self._connection.explained():
+            yield from self._raw

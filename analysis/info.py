@@ -114,7 +114,9 @@ class TraceInfo:
     missing: tuple[str, ...] = field(default=())
     """What the trace lacks, a sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """What cannot be read and was passed over, a sentence each."""
+    """What cannot be read or is missing and is in no answer, a sentence each."""
+    ignored: tuple[str, ...] = field(default=())
+    """What lies there and is no part of the trace, a sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -161,6 +163,7 @@ def info(trace: str | Database) -> TraceInfo:
         has_checksums=not source.snapshot.unchecked,
         missing=(*_missing(database, source, writers), *_not_recorded(source)),
         damaged=tuple(source.damaged),
+        ignored=tuple(source.snapshot.ignored),
         **counts,
     )
 

@@ -55,7 +55,7 @@ class Session:
         except TimTraceError:
             raise
         except (duckdb.Error, ValueError) as error:  # DuckDB knows kinds of statements that its Python half does not
-            if (told := self._database.files.error or self._database.distributions.error) is not None:
+            if (told := self._database.files.error) is not None:
                 raise told from error
             raise InvalidQuery(_explained(str(error))) from error
 

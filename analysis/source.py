@@ -118,7 +118,7 @@ def _find_sums(source: Source) -> None:
         try:
             found = _read_made_of(source.store, f"{SUMS}/{name}", num_bytes)
         except (DamagedTrace, FileNotFoundError) as error:
-            source.damaged.append(f"{error}; it was passed over, and its sums are made anew")
+            source.snapshot.ignored.append(f"{error}; it was passed over, and its sums are made anew")
             continue
         if found is None:
             continue

@@ -11,7 +11,7 @@ from ..schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ..schemas.tables import Table
 from ..tracer.parquet_file import write_checked
 from ..tracer.progress import Advance, Progress, no_progress
-from ..tracer.whole_file import trace_file
+from ..tracer.whole_file import unnamed_file
 from .database import Database, Traces, quoted, sql_file
 from .quantiles import exact_quantiles
 from .source import Pair, Source, made_of_metadata, sums_file
@@ -94,7 +94,7 @@ def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
     ).to_arrow_table()
     schema = spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
     folder = Path(source.store.root)
-    with trace_file(folder, f"{SUMS}/{spec.name}") as temporary:
+    with unnamed_file(folder, SUMS) as temporary:
         written = write_checked(
             temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)],
             compression="zstd", use_dictionary=["pass_a", "pass_b"],

@@ -61,6 +61,8 @@ class Snapshot:
     """Pass, hash and content of every contract."""
     damaged: list[str] = field(default_factory=list)
     """What cannot be read or is missing and is in no answer, a sentence each."""
+    ignored: list[str] = field(default_factory=list)
+    """What lies there and is no part of the trace, so that no answer lacks it, a sentence each."""
     torn_bytes: int = 0
     """Bytes of records that were being appended when their process died, or are being appended now."""
     examined: Examined = field(default_factory=dict)
@@ -137,7 +139,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[st
         relative = f"{table}/{name}"
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.damaged.append(f"{store.shown(relative)}: no file of a trace; it was passed over, remove it")
+            snapshot.ignored.append(f"{store.shown(relative)}: no file of a trace; it was passed over, remove it")
             continue
         state = states.get(segment.writer)
         if state is None and snapshot.manifest.is_checked:
@@ -148,7 +150,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[st
         if state is not None and state.files is not None and record is None:
             if table not in journals.get(segment, ()):  # otherwise it was killed while it sealed: the journal counts
                 snapshot._suspects.add(segment.writer)
-                snapshot.damaged.append(
+                snapshot.ignored.append(
                     f"{store.shown(relative)}: its writer did not write it, and its rows do not count; remove it"
                 )
             continue
@@ -259,7 +261,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
-            snapshot.damaged.append(
+            snapshot.ignored.append(
                 f"{store.shown(f'{PASSES}/{name}')}: no file of a trace; it was passed over, remove it"
             )
             continue

@@ -38,6 +38,10 @@ class VerifiedFile:
         self._lock = threading.Lock()
 
     @property
+    def has_checksums(self) -> bool:
+        return self._blocks is not None
+
+    @property
     def error(self) -> DamagedTrace | None:
         """What the first failed read found; None while all were right."""
         return self._failed
@@ -104,7 +108,8 @@ class VerifiedFile:
         if block_digest(block) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {index * BLOCK_BYTES:,} and "
-                f"{index * BLOCK_BYTES + len(block):,} (the checksum differs); restore it from a copy"
+                f"{index * BLOCK_BYTES + len(block):,} (the checksum differs); restore it from a copy, or "
+                "move it away to ask the rest"
             )
         with self._lock:
             self._seen[index] = 1

@@ -60,6 +60,18 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
         yield temporary
 
 
+@contextmanager
+def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
+    """Give a temporary path in a folder of a trace, for a file that is named for its content, and moved by the caller."""
+    check_there(folder)
+    (folder / kind).mkdir(exist_ok=True)
+    temporary = _beside(folder / kind / "unnamed")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def check_there(folder: Path) -> None:
     """Raise FileNotFoundError when a trace's folder was removed while it was recorded."""
     if not folder.is_dir():

@@ -3,13 +3,13 @@
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from builders import make_trace
+from builders import as_first_format, make_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
-from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, InvalidRecord
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing, read_routing
 from tim_trace.tracer.store import Store
@@ -107,7 +107,7 @@ def test_a_confined_query_may_compare_routing_and_reads_nothing_else(tmp_path):
     for run, wrong in (("run", f"{group}/../../../../other"), ("other", group)):
         with pytest.raises(InvalidQuery, match="has no such rows"):
             sql(tmp_path / "run", f"SELECT routing_sums_of('{run}', '{wrong}', {start}, '{group}', {start}, 4)")
-    with pytest.raises(InvalidQuery, match="holds no routing of rows 2 to 6"):
+    with pytest.raises(InvalidQuery, match="has 4 rows, and scores name rows 2 to 6"):
         sql(tmp_path / "run", f"SELECT routing_sums_of('run', '{group}', 2, '{group}', 2, 4)")
 
 
@@ -116,7 +116,7 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
 
     make_routed(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "dense")
-    with pytest.raises(DamagedTrace, match="is not there; scores name it"):
+    with pytest.warns(DamageWarning, match="is missing"), pytest.raises(DamagedTrace, match="is not there; scores name it"):
         stats(tmp_path / "run")
 
 
@@ -146,6 +146,7 @@ def test_a_pass_has_one_form_of_routing(tmp_path):
 
 def test_files_of_before_routing_are_read_beside_new_ones(tmp_path):
     make_trace(tmp_path / "run")
+    as_first_format(tmp_path / "run")
     (path,) = (tmp_path / "run" / "scores").iterdir()
     old = path.with_name("old-000000.parquet")
     table = pq.read_table(path)

@@ -56,7 +56,7 @@ class WeightReader:
             for path in state.files or ():
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
-                    self.damaged.append(f"{store.shown(path)}: is missing; restore it from a copy")
+                    self.damaged.append(f"{store.shown(path)}: is missing; restore the file from a copy")
 
     def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState], *, needs_checksums: bool) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
@@ -82,6 +82,10 @@ class WeightReader:
     def versions(self) -> list[int]:
         """The versions that are there, in order."""
         return sorted(self._by_attempt)
+
+    def attempts(self, version: int) -> list[int]:
+        """The attempts at training that kept a version; 0 stands for none."""
+        return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
         """What was kept of a version in an attempt at training, or where that kept none in the newest that did."""
