@@ -45,10 +45,7 @@ class Connection:
         try:
             yield
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if (
-                isinstance(error, (duckdb.ProgrammingError, duckdb.InterruptException))
-                or (told := self._explain(error)) is None
-            ):
+            if isinstance(error, _NOT_OF_FILES) or (told := self._explain(error)) is None:
                 raise
             raise told from error
 
