@@ -33,7 +33,25 @@ LOSSES = {
     ),
     "rloo": Loss(level="sequence_sum", aggregation="sequence", correction="sequence_truncate", correction_high=1.2),
     "cispo": Loss(kind="cispo", clip_high=1.15),
+    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0, aggregation="sequence_mean"),
+    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_k_neg=1.5),
+    "vespo_masked": Loss(
+        kind="vespo", level="sequence_sum", correction="token_mask", correction_high=1.2, correction_low=0.8
+    ),
+    "vespo_truncated": Loss(
+        kind="vespo", level="sequence_sum", correction="sequence_truncate", correction_high=1.2, denominator="current"
+    ),
 }
+
+
+SMOOTH = (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 
 
 def make(seed, rows=12, width=9, spread=0.15, by_token=False, holes=True):
@@ -80,6 +98,8 @@ def write(path, steps, loss=None, passes=("rollout", "train", "current"), advant
 def options_of(loss):
     """A loss as options of `objective`."""
     name = {"sequence_mean": "gspo", "sequence_sum": "rloo"}.get(loss.level, loss.kind)
+    if loss.kind == "vespo":
+        name = "vespo"
     names = (
         "clip_low",
         "clip_high",
@@ -89,6 +109,7 @@ def options_of(loss):
         "correction",
         "correction_low",
         "correction_high",
+        *SMOOTH,
     )
     return {"loss": name} | {option: getattr(loss, option) for option in names}
 
@@ -115,12 +136,23 @@ def f(loss, ratio, advantage):
         return ratio * advantage
     if loss.kind == "cispo":
         return min(ratio, loss.clip_high) * advantage
+    if loss.kind == "sapo":
+        tau = loss.sapo_temperature_pos if advantage > 0 else loss.sapo_temperature_neg
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    if loss.kind == "vespo":
+        power, decay = (
+            (loss.vespo_k_pos, loss.vespo_lambda_pos) if advantage >= 0 else (loss.vespo_k_neg, loss.vespo_lambda_neg)
+        )
+        w = min(max(ratio, 1e-8), math.exp(20))
+        return math.exp(decay) * w**power * math.exp(-decay * w) * advantage
     free = min(ratio, loss.clip_hard or math.inf)
     return min(free * advantage, max(min(ratio, 1 + loss.clip_high), 1 - loss.clip_low) * advantage)
 
 
 def clips(loss, ratio, advantage):
     """Whether a small change of the ratio changes nothing, or for cispo not the weight."""
+    if loss.kind in ("sapo", "vespo"):
+        return False
     steps = [f(loss, ratio * factor, advantage) for factor in (1 - 1e-7, 1 + 1e-7)]
     return advantage != 0 and abs(steps[0] - steps[1]) < 1e-12 * abs(advantage)
 
@@ -154,29 +186,38 @@ def plain_sequence(loss, batch, row, iteration):
     used = {"train": used, "rollout": true, "current": np.ones_like(true)}[loss.denominator]
     ratio = np.exp(d) if loss.correction.startswith("token") else np.full(len(d), np.exp(d.sum()))
     weights = [weight_of(loss, one) for one in ratio]
+    if loss.kind == "vespo" and loss.correction != "none" and len(d):  # in the ratio
+        product = math.prod(max(one, 1e-8) for one in (weights if loss.correction.startswith("token") else weights[:1]))
+        weights = [f(loss, used[0] * product, a) / f(loss, used[0], a) if a else 1.0 for a in advantage]
     return list(zip(advantage, d, drift, true, used, weights, rollout, train, current, strict=True))
 
 
 def expected(loss, batch, iteration):
-    """The figures of one update, token by token."""
-    sequences = [plain_sequence(loss, batch, row, iteration) for row in range(len(batch["mask"]))]
+    """The figures of one update, token by token; the loss divides by every row, and by every token that its mask counts."""
+    num_rows = len(batch["mask"])
+    num_counted = sum(mask.sum() for mask in batch["mask"])
+    sequences = [plain_sequence(loss, batch, row, iteration) for row in range(num_rows)]
+    counted = [mask.sum() for mask, tokens in zip(batch["mask"], sequences, strict=True) if tokens]
     sequences = [tokens for tokens in sequences if tokens]
     num_tokens = sum(len(tokens) for tokens in sequences)
-    found = dict.fromkeys(("bias", "bias_positive", "bias_negative", "abs_bias", "size", "uncorrected_bias"), 0.0)
-    for rows in sequences:
+    found = dict.fromkeys(
+        ("bias", "bias_positive", "bias_negative", "abs_bias", "size", "used", "uncorrected_bias"), 0.0
+    )
+    for rows, num_own in zip(sequences, counted, strict=True):
         each = {
-            "token_mean": 1 / num_tokens, "sequence_mean": 1 / len(rows) / len(sequences), "sequence_sum": 1 / len(sequences),
-            "sequence": 1 / len(rows) / len(sequences), "constant": 1 / len(sequences) / (loss.max_tokens or 1),
+            "token_mean": 1 / num_counted, "sequence_mean": 1 / num_own / num_rows, "sequence_sum": 1 / num_rows,
+            "sequence": 1 / len(rows) / num_rows, "constant": 1 / num_rows / (loss.max_tokens or 1),
         }[loss.aggregation]  # fmt: skip
         terms = []
         for advantage, _, _, true, used, weight, *_ in rows:
             if math.isfinite(advantage):
                 true_term, used_term = f(loss, true, advantage), f(loss, used, advantage)
-                terms.append((advantage, true_term, used_term, weight * used_term - true_term))
+                terms.append((advantage, true_term, used_term, weight * used_term - true_term, weight * used_term))
         if loss.level != "token" and terms:  # one term a sequence: its tokens share everything
-            mean = [np.mean([term[i] for term in terms]) for i in range(4)]
+            mean = [np.mean([term[i] for term in terms]) for i in range(5)]
             terms = [tuple(mean)] * len(terms)
-        for advantage, true_term, used_term, b in terms:
+        for advantage, true_term, used_term, b, applied in terms:
+            found["used"] += each * applied
             found["bias"] += each * b
             found["abs_bias"] += each * abs(b)
             found["size"] += each * abs(true_term)
@@ -187,7 +228,7 @@ def expected(loss, batch, iteration):
     tokens = [token for rows in sequences for token in rows]
     d, drift = (np.array([token[i] for token in tokens]) for i in (1, 2))
     found |= {
-        "num_tokens": num_tokens, "num_sequences": len(sequences), "mean_d": d.mean(), "mean_abs_d": np.abs(d).mean(),
+        "num_tokens": num_tokens, "num_sequences": len(sequences), "num_rows": num_rows, "mean_d": d.mean(), "mean_abs_d": np.abs(d).mean(),
         "var_d": d.var(), "var_drift": drift.var(), "cov_d_drift": np.mean(d * drift) - d.mean() * drift.mean(),
         "var_total": (d + drift).var(), "share_mismatch": (d**2).sum() / ((d**2).sum() + (drift**2).sum()),
         "mean_abs_sum_d": np.mean([abs(sum(token[1] for token in rows)) for rows in sequences]),
@@ -243,7 +284,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
     if loss.kind == "ppo_clip":
         held = np.minimum(ratio, loss.clip_hard or np.inf) * a
         assert contribution(loss, ratio, a)[0] <= held[0]
-    if not is_clipped(loss, ratio, a)[0] and loss.kind != "reinforce":
+    if not is_clipped(loss, ratio, a)[0] and loss.kind in ("ppo_clip", "cispo"):
         assert contribution(loss, ratio, a)[0] == pytest.approx(free[0], rel=1e-12)
     # REINFORCE: b = A (rho_used - rho*), and the full weight takes it away.
     plain = Loss(kind="reinforce", correction="token_truncate")
@@ -258,7 +299,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
 def test_without_mismatch_nothing_is_bent(exact, name):
     found = objective(exact, **options_of(LOSSES[name]) | {"denominator": "train", "correction": "none"})
     assert {found.value(figure) for figure in ("bias", "abs_bias", "cov_weighed_d")} == {0.0}
-    assert found.value("flipped") == (None if LOSSES[name].kind == "reinforce" else 0)
+    assert found.value("flipped") == (0 if LOSSES[name].has_clip else None)
     assert found.value("var_d") == 0
     assert found.value("var_drift") > 0
     assert found.concentration is None
@@ -340,7 +381,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_sql_gives_the_same(opened, name):
-    loss, (_, database) = LOSSES[name], opened[False]
+    loss, (steps, database) = LOSSES[name], opened[False]
     # SQL counts tokens alike, so that is asked of both.
     rows = objective(database, **options_of(loss) | {"aggregation": "token_mean"}).steps.dicts()
     names = (
@@ -353,6 +394,7 @@ def test_sql_gives_the_same(opened, name):
         "correction",
         "correction_low",
         "correction_high",
+        *SMOOTH,
     )
     options = ", ".join(
         f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
@@ -361,7 +403,8 @@ def test_sql_gives_the_same(opened, name):
     found = database.ask(f"FROM objective_steps('train', 'rollout', 'current', {options})").dicts()
     assert len(found) == len(rows) == 4
     for row, of_sql in zip(rows, found, strict=True):
-        share = of_sql["num_tokens"] / row["num_tokens"]  # the loss's mean is over tokens without an advantage, too
+        # The loss's mean is over every token that its mask counts, also those without an advantage or a finite logprob.
+        share = of_sql["num_tokens"] / sum(mask.sum() for mask in steps[row["step"] - 1]["mask"])
         assert row["bias"] == pytest.approx(of_sql["mean_bias"] * share, rel=1e-9, abs=1e-14)
         assert row["bias_positive"] == pytest.approx(of_sql["mean_bias_positive"] * share, rel=1e-9, abs=1e-14)
         assert row["relative_bias"] == pytest.approx(of_sql["relative_bias"], rel=1e-9, abs=1e-14)
@@ -498,7 +541,9 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "sapo"}, "loss: got 'sapo'; use ppo_clip, reinforce, gspo, rloo, cispo"),
+        ({"loss": "ipo"}, "loss: got 'ipo'; use ppo_clip, reinforce, gspo, rloo, cispo, sapo, vespo"),
+        ({"vespo_k_pos": -1.0}, "vespo-k-pos: got -1.0"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg 0.0; give a number above 0"),
         ({"denominator": "old"}, "denominator 'old' is unknown; use train, rollout, current"),
         ({"correction": "tis"}, "correction 'tis' is unknown; use none, token_truncate"),
         ({"clip_low": -0.1}, "clip-low: got -0.1"),
@@ -512,12 +557,12 @@ def test_options_that_cannot_be_are_refused(opened, options, message):
 
 def test_a_recorded_loss_that_cannot_be_read_is_said(tmp_path):
     with Recorder(tmp_path / "strange") as recorder:
-        recorder.add_hyperparameters({"loss/kind": "sapo"})
+        recorder.add_hyperparameters({"loss/kind": "ipo"})
         recorder.add_scores(
             "train", recorder.add_sequences(step=1, response_ids=[[1]], advantage=[1.0]), logprobs=[[-1.0]]
         )
     found = objective(tmp_path / "strange")
-    assert "cannot be read (loss: kind 'sapo' is unknown" in found.loss_from
+    assert "cannot be read (loss: kind 'ipo' is unknown" in found.loss_from
     assert found.loss == Loss()
 
 
