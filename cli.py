@@ -398,7 +398,7 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
 )
 @click.option(
     "--aggregation", metavar="NAME",
-    help="How tokens are weighed: token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence or constant.",
+    help="How tokens are weighed: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
 )  # fmt: skip
 @click.option(
     "--correction", metavar="NAME",

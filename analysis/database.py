@@ -155,9 +155,8 @@ class Database:
 
     def define_objective(self) -> None:
         """Make the macros of objectives known."""
-        if "objective" not in self._defined:
-            self.connection.execute(sql_file("objective"))
-            self._defined.add("objective")
+        self.define("loss")
+        self.define("objective")
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""

@@ -147,7 +147,7 @@ def read_clipping(database: Database, run: str) -> list[Column]:
         mask=_MASK if has.masks else "",
         masked=" AND mask" if has.masks else "",
     )
-    database.define_objective()
+    database.define("loss")
     source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
 

@@ -86,9 +86,9 @@ def read_sums(database: Database, sides: Sides, progress: Progress) -> Sums:
             advance(batch.num_read)
             batches.append(batch)
     carried.close()
-    keys = {name: _joined([batch.keys[name] for batch in batches], _KEYS[name]) for name in _KEYS}
-    is_whole_R = _joined([batch.is_whole_R for batch in batches], np.bool_)
-    num_tokens_R = _joined([batch.num_tokens_R for batch in batches], np.int64)
+    keys = {name: _concatenated([batch.keys[name] for batch in batches], _KEYS[name]) for name in _KEYS}
+    is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
+    num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
     # The place of each row that can be compared among these, in their order.
     whole_N = order[is_whole_R[order]]
@@ -109,7 +109,7 @@ def read_sums(database: Database, sides: Sides, progress: Progress) -> Sums:
     )  # fmt: skip
 
 
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 
@@ -143,7 +143,7 @@ def _of_batch(sides: Sides, batch: tuple[int, pa.RecordBatch]) -> _Batch:
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
     """[R] tokens that the loss counts, by the mask alone."""
-    lengths_R = rows.column("num_response_tokens").to_numpy().astype(np.int64)
+    lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
     if not len(rows.column("mask").flatten()):
         return lengths_R
     before = np.concatenate([[0], np.cumsum(counted(rows.column("mask"), lengths_R))])

@@ -416,6 +416,82 @@ def test_sql_gives_the_same(opened, name):
             assert row["cov_weighed_d"] == pytest.approx(of_sql["cov_weighed_d"], rel=1e-9, abs=1e-14)
 
 
+HARD = [Loss(clip_low=0.1, clip_high=0.3, clip_hard=hard) for hard in (0.5, 1.05, 1.3, 1.6)]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), *HARD])
+def test_terms_and_the_clip_rule_are_the_same_in_sql(opened, loss):
+    database = opened[False][1]
+    database.define_objective()
+    ratio, advantage = (grid.ravel() for grid in np.meshgrid(np.arange(1, 400) / 150, [-1.5, 0.0, 0.5]))
+    clip = {"kind": loss.kind} | {name: getattr(loss, name) for name in ("clip_low", "clip_high", "clip_hard")}
+    texts = [
+        ", ".join(f"{name} := {'NULL' if value is None else repr(value)}" for name, value in options.items())
+        for options in (clip | {name: getattr(loss, name) for name in SMOOTH}, clip)
+    ]
+    rows = ", ".join(f"({r!r}::DOUBLE, {a!r}::DOUBLE)" for r, a in zip(ratio.tolist(), advantage.tolist(), strict=True))
+    found = database.ask(
+        f"SELECT loss_term(r, a, {texts[0]}) AS term, loss_clips(r, a, {texts[1]}) AS clips FROM (VALUES {rows}) AS t(r, a)"
+    ).rows
+    terms = contribution(loss, ratio, advantage)
+    assert [term for term, _ in found] == pytest.approx(terms, rel=1e-12, abs=1e-300)
+    clipped = is_clipped(loss, ratio, advantage)
+    assert [clips for _, clips in found] == clipped.tolist()
+    if loss.kind == "ppo_clip":
+        # The rule is that the term stands still; away from the bounds themselves, where it turns.
+        moved = [contribution(loss, ratio * factor, advantage) for factor in (1 - 1e-6, 1 + 1e-6)]
+        bounds = [1 - loss.clip_low, 1 + loss.clip_high, loss.clip_hard or 1.0]
+        inside = np.min(np.abs(ratio[:, None] - bounds), axis=1) > 1e-5
+        still = (moved[0] == moved[1]) & (advantage != 0)
+        assert np.array_equal(clipped[inside], still[inside])
+
+
+def test_sapo_and_vespo_by_hand(tmp_path):
+    # rho* = 0.55 / 0.4 = 1.375, used 1.1; tau = 1: 4 sigmoid(0.375) = 2.3706664, 4 sigmoid(0.1) = 2.0999167
+    logprobs = [math.log(0.4)], [math.log(0.5)], [math.log(0.55)]
+    found = objective(one_sequence(tmp_path / "sapo", *logprobs, loss=Loss(kind="sapo")))
+    assert found.value("used") == pytest.approx(2.0999167, abs=1e-6)
+    assert found.value("bias") == pytest.approx(2.0999167 - 2.3706664, abs=1e-6)
+    # A < 0: k = 3, lambda = 2: phi(1.1) = 1.331 exp(-0.2) = 1.0897306, phi(1.375) = 1.375^3 exp(-0.75) = 1.2279685.
+    vespo = Loss(kind="vespo", level="sequence_sum")
+    found = objective(one_sequence(tmp_path / "vespo", *logprobs, advantage=-2.0, loss=vespo))
+    assert found.value("used") == pytest.approx(-2 * 1.0897306, abs=1e-6)
+    assert found.value("bias") == pytest.approx(-2 * (1.0897306 - 1.2279685), abs=1e-6)
+    assert "clipped" not in found.figures
+    assert "first_order" not in found.figures
+    assert "vespo has no clip: its weight falls without a bound, so that nothing counts as clipped" in found.notes
+    assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
+
+
+def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
+    """Five rows went through the loss: one masked, one without a token, one without the engine's logprobs. A sixth did not."""
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_loss(Loss(kind="reinforce", aggregation="sequence_mean"))
+        ids = [[1, 1], [1, 1], [1], [], [1, 1], [1]]
+        mask = [[1, 1], [1, 0], [0], [], [1, 1], [1]]
+        batch = recorder.add_sequences(step=1, response_ids=ids, response_mask=mask, advantage=[1.0] * 6)
+        values = [[-1.0] * len(row) for row in ids]
+        recorder.add_scores("rollout", batch, rows=[0, 1, 2, 3, 5], logprobs=[values[row] for row in (0, 1, 2, 3, 5)])
+        recorder.add_scores("train", batch, rows=range(5), logprobs=[[-1.5] * len(row) for row in ids[:5]])
+    found = objective(tmp_path / "run")
+    bias = 1 - math.exp(-0.5)
+    assert found.value("bias") == pytest.approx(2 * bias / 5)
+    assert (found.num_rows, found.num_sequences, found.num_tokens) == (5, 2, 3)
+    # Of a mean over tokens the five that the mask counts.
+    assert objective(tmp_path / "run", aggregation="token_mean").value("bias") == pytest.approx(3 * bias / 5)
+    shares = connect(tmp_path / "run").sql(
+        "SELECT num_tokens, num_rows, share FROM loss_shares('train') ORDER BY seq_id"
+    )
+    assert shares.fetchall() == [(2, 5, 0.2), (1, 5, 0.2), (0, 5, 0.2), (0, 5, 0.2), (2, 5, 0.2)]
+
+
+def test_micro_batches_that_were_not_recorded_are_said(tmp_path):
+    trace = write(tmp_path / "run", [make(19)], Loss(aggregation="micro_token_mean"))
+    found = objective(trace)
+    assert any("does not say which rows were one micro-batch" in note for note in found.notes)
+    assert found.value("bias") == objective(trace, aggregation="token_mean").value("bias")
+
+
 def test_the_named_query_is_the_same_with_a_clip_of_a_fifth(tmp_path):
     trace = write(tmp_path / "run", [make(7, holes=False)])
     for row, of_query in zip(objective(trace).steps.dicts(), query("objective-bias", trace).dicts(), strict=True):
@@ -657,6 +733,8 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path):
     assert told["figures"]["bias"]["value"] == objective(trace).value("bias")
     assert [(row["step"], row["iteration"]) for row in told["steps"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert told["loss"]["clip_high"] == 0.3
+    soft = tim_trace("objective", trace, "--loss", "sapo", "--sapo-temperature-pos", "2.5", "--json").json()
+    assert soft["figures"]["used"]["value"] == objective(trace, loss="sapo", sapo_temperature_pos=2.5).value("used")
     by_step = objective_text(objective(trace, loss="reinforce"), by="step")
     assert "Worst steps" not in by_step
     assert "what it is" not in by_step

@@ -98,6 +98,7 @@ def test_a_temperature_is_above_0():
 
 def test_what_changes_the_loss_and_is_not_said_here_is_named():
     assert read_loss(GRPO | {"top_entropy_quantile": 0.2}).unknown == ("top_entropy_quantile",)
+    assert read_loss(GRPO | {"use_adaptive_entropy": True}).unknown == ("use_adaptive_entropy",)
     assert read_loss(GRPO | {"router_aux_loss_coef": 0.001}).unknown == ("router_aux_loss_coef",)
     assert read_loss(GRPO | {"router_aux_loss_coef": "None"}).unknown == ()
 

@@ -1,6 +1,6 @@
-"""The recorded loss made again, against the loss of the installed TRL: its own `_compute_loss`, on float64 tensors.
+"""The recorded loss made again by `gradient`, by `objective` and in SQL, against the installed TRL's and each other.
 
-Real are the unbound methods `GRPOTrainer._compute_loss`, `get_gamma_weights` and `get_high_entropy_mask` and
+TRL's is its own `_compute_loss` on float64 tensors. Real are the unbound methods `GRPOTrainer._compute_loss`, `get_gamma_weights` and `get_high_entropy_mask` and
 `RLOOTrainer._compute_loss`, the configs with their defaults, and the statements of `_generate_and_score_completions` that
 make vLLM's importance ratio. Stand-ins are the trainer around them (its attributes are the config's), one process's
 accelerator, and the forward, which gives the logprobs that the test made. RLOO's loss is divided by the number of
@@ -22,18 +22,30 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tim_trace.analysis.database import Database
 from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.sides import choose_sides
 from tim_trace.analysis.objective.sums import read_sums
-from tim_trace.analysis.objective.terms import is_clipped
+from tim_trace.analysis.objective.terms import contribution, is_clipped
 from tim_trace.replay.gradients.arm import GradientArm
 from tim_trace.replay.gradients.divisors import divisors
 from tim_trace.replay.gradients.loss import StepLoss, passes_of
 from tim_trace.replay.gradients.updates import updates
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.schemas.loss import _GRPO_AGGREGATIONS, _NEUTRAL, Loss, read_loss
+from tim_trace.schemas.loss import (
+    _GRPO_AGGREGATIONS,
+    _NEUTRAL,
+    AGGREGATIONS,
+    CORRECTIONS,
+    DENOMINATORS,
+    KINDS,
+    LEVELS,
+    Loss,
+    read_loss,
+)
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
@@ -42,7 +54,6 @@ CLOSE = {"rel": 1e-12, "abs": 1e-15}
 MICRO, ROWS, WIDTH = 3, 4, 7
 """Micro-batches of an optimizer step, their rows, and the padded width."""
 LOSS_TYPES = sorted(_GRPO_AGGREGATIONS)
-CORRECTIONS = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KL = [{"beta": 0.0}, {"beta": 0.2, "use_bias_correction_kl": False}, {"beta": 0.2, "use_bias_correction_kl": True}]
 CLIPPED_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 WEIGHTS = ("cispo", "vespo")
@@ -98,6 +109,8 @@ def make(seed, scenario):
         mask &= draw.random(shape) > 0.25
         mask[1, 0] = mask[2, 0] = True
         mask[5] = False  # one row, as mask_truncated_completions leaves it
+        mask[6, 1:] = False
+        mask[6, 0] = True
     if scenario == "empty":
         mask[ROWS : 2 * ROWS] = False  # a whole micro-batch
     rollout = np.minimum(-draw.exponential(1.0, shape), 0)
@@ -195,7 +208,11 @@ def trl_loss(trl, config, step, old=True):
     for rows in micro_batches(len(step["mask"]) // ROWS):
         leaf = torch.tensor(step["current"][rows], requires_grad=True)
         entropies = torch.tensor(-step["train"][rows])
-        trainer._get_per_token_logps_and_entropies = lambda *_, leaf=leaf, entropies=entropies, **__: (leaf, entropies, None)
+        trainer._get_per_token_logps_and_entropies = lambda *_, leaf=leaf, entropies=entropies, **__: (
+            leaf,
+            entropies,
+            None,
+        )
         ids = torch.ones(leaf.shape, dtype=torch.long)
         there, mask = (torch.tensor(step[name][rows]).long() for name in ("there", "mask"))
         inputs = {
@@ -267,10 +284,11 @@ def wanted_use(loss, step, losses, gradient):
     """What TRL's own numbers say of the sum of w f(rho_used)."""
     if loss.kind in WEIGHTS:
         return -gradient.sum()
-    # A row without a token has a ratio of 1 whatever any pass gave: RLOO's mean has its advantage, which no pass can move.
+    # A row without a token has a ratio of 1 whatever any pass gave: RLOO's mean has its f(1), which no pass can move.
     empty = ~step["mask"].any(axis=1)
-    constant = step["advantages"][empty].sum() / len(empty) if loss.aggregation == "sequence" else 0.0
-    return -losses.sum() - constant
+    has_constant = loss.aggregation == "sequence" and loss.level != "token" and not loss.correction.startswith("token")
+    at_one = contribution(loss, np.ones(empty.sum()), step["advantages"][empty])
+    return -losses.sum() - (at_one.sum() / len(empty) if has_constant else 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -286,18 +304,18 @@ def traces(tmp_path_factory):
 
 
 def settings_of(loss_type, level, correction, kl, delta):
-    settings = {
+    said = {
         "loss_type": loss_type, "importance_sampling_level": level, "epsilon": 0.1, "epsilon_high": 0.15, "delta": delta,
         "max_completion_length": 16, "sapo_temperature_pos": 1.3, "vespo_lambda_neg": 1.7,
     } | kl  # fmt: skip
     if loss_type == "cispo":
-        settings["epsilon_high"] = 1.2
-    if correction is not None:
-        settings |= {
+        said["epsilon_high"] = 1.2
+    if correction != "none":
+        said |= {
             "use_vllm": True, "vllm_importance_sampling_mode": correction, "vllm_importance_sampling_clip_max": 1.25,
             "vllm_importance_sampling_clip_min": 0.7,
         }  # fmt: skip
-    return settings
+    return said
 
 
 def check(trl, config, step, path, database, loss):
@@ -320,15 +338,15 @@ def test_every_loss_of_trl_comes_back(trl, traces, tmp_path, loss_type, level, s
     step, path, database = traces[scenario]
     deltas = (None, 1.3, 1.05) if loss_type in CLIPPED_TYPES else (None,)
     for correction, kl, delta in itertools.product(CORRECTIONS, KL, deltas):
-        if loss_type == "vespo" and str(correction).startswith("sequence"):
+        if loss_type == "vespo" and correction.startswith("sequence"):
             continue  # TRL refuses it
-        if delta is not None and (correction not in (None, "token_mask") or kl["beta"]):
+        if delta is not None and (correction not in ("none", "token_mask") or kl["beta"]):
             continue
         config = config_of(trl.grpo_config, tmp_path, **settings_of(loss_type, level, correction, kl, delta))
         loss = read_loss(config.to_dict())
         assert loss is not None
         assert loss.unknown == ()
-        assert loss.correction == (correction or "none")
+        assert loss.correction == correction
         check(trl, config, step, path, database, loss)
 
 
@@ -348,6 +366,28 @@ def test_logprobs_of_the_loss_s_own_forward_below_the_ratio(trl, traces, tmp_pat
     found, found_gradient = our_loss(path, Loss(**given_of(loss) | {"denominator": "current"}), step)
     assert found == pytest.approx(losses, **CLOSE)
     assert found_gradient == pytest.approx(gradient, **CLOSE)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scenario=st.sampled_from(["whole", "masked", "empty"]),
+    kind=st.sampled_from(KINDS),
+    level=st.sampled_from(LEVELS),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    correction=st.sampled_from(CORRECTIONS),
+    denominator=st.sampled_from(DENOMINATORS),
+    clip_hard=st.none() | st.sampled_from([0.9, 1.05, 1.5]),
+)
+def test_gradient_objective_and_sql_make_the_same_loss(traces, scenario, **given):
+    """Also those that no trainer has, as a correction of tokens beside one term a sequence."""
+    step, path, database = traces[scenario]
+    given["level"] = "sequence_sum" if given["kind"] == "vespo" else given["level"]
+    given |= {"clip_low": 0.1, "clip_high": 1.2 if given["kind"] == "cispo" else 0.15, "max_tokens": 16}
+    loss = Loss(**given, correction_low=0.7, correction_high=1.25)
+    losses, gradient = our_loss(path, loss, step)
+    wanted = pytest.approx(wanted_use(loss, step, losses, gradient), **CLOSE)
+    assert used_by_objective(database, loss) == wanted
+    assert used_by_sql(database, loss) == wanted
 
 
 def given_of(loss):
