@@ -433,18 +433,24 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo"]),
+    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
     help="Of which loss; else the recorded one, or PPO's clip of 0.2 where none is.",
 )  # fmt: skip
 @click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
 @click.option("--clip-high", type=float, metavar="E", help="Upper one; of cispo the largest weight itself.")
 @click.option("--clip-hard", type=float, metavar="C", help="Largest ratio whatever the sign of the advantage.")
+@click.option("--sapo-temperature-pos", type=float, metavar="T", help="Of sapo, where the advantage is above 0.")
+@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Of sapo, elsewhere.")
+@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo, where the advantage is not negative.")
+@click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
+@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo, where the advantage is negative.")
+@click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
 @click.option(
     "--denominator", type=click.Choice(["train", "rollout", "current"]), help="The pass that the ratio divides by."
 )
 @click.option(
     "--aggregation", metavar="NAME",
-    help="How tokens are weighed: token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence or constant.",
+    help="How tokens are weighed: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
 )  # fmt: skip
 @click.option(
     "--correction", metavar="NAME",

@@ -43,7 +43,7 @@ FRAMEWORK_MACROS = {
 """Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
 need them."""
 
-_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "clamped_exp", "correction_weight")
+_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "loss_shares", "clamped_exp", "correction_weight")
 """What a query names that needs the macros of objectives, which take a while to define as well."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
@@ -237,9 +237,8 @@ class Database:
 
     def define_objective(self) -> None:
         """Make the macros of objectives known."""
-        if "objective" not in self._defined:
-            self.connection.execute(sql_file("objective"))
-            self._defined.add("objective")
+        self.define("loss")
+        self.define("objective")
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
@@ -284,8 +283,8 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
     nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
     `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
-    choices were recorded; and `objective_tokens(train, rollout, now, ...)` and `objective_steps`, what the mismatch does to a
-    loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    choices were recorded; and `objective_tokens(train, rollout, now, ...)`, `objective_steps` and `loss_shares(now, ...)`, what
+    the mismatch does to a loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """

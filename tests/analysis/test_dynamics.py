@@ -15,6 +15,7 @@ from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.segments import Lines, penalty, tail
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
+from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss
@@ -122,6 +123,48 @@ def test_masked_tokens_and_tokens_that_are_not_finite_are_left_out(tmp_path):
     assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
     assert found["entropy"].values == pytest.approx([1.625])
     assert "estimated" in found["entropy"].source
+
+
+def clip_trace(path, loss, advantage, log_ratio):
+    """A sequence a row, of two tokens that the updates moved by log_ratio."""
+    with Recorder(path) as recorder:
+        recorder.add_loss(loss)
+        given = {} if advantage is None else {"advantage": advantage}
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2]] * len(log_ratio), **given)
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, batch, logprobs=[[-2.0, -2.0]] * len(log_ratio))
+        recorder.add_scores("current", batch, logprobs=[[-2.0 + each, -2.0 + each] for each in log_ratio])
+    return path
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Loss(kind="cispo", clip_high=1.2),
+        Loss(clip_low=0.1, clip_high=0.2),
+        Loss(clip_low=0.1, clip_high=0.2, clip_hard=1.1),
+        Loss(clip_low=0.1, clip_high=0.2, clip_hard=1.5),
+        Loss(level="sequence_mean", clip_low=0.1, clip_high=0.2),
+    ],
+)
+def test_the_clipped_share_is_the_objective_s(tmp_path, loss):
+    """Also where an advantage is 0 or NaN, and between a hard bound and the plain one."""
+    advantage = [1.0, 0.0, -1.0, -1.0, math.nan, 2.0, -1.0, 0.0]
+    log_ratio = [0.3, 0.4, 0.15, 0.5, 0.5, -0.4, -0.3, 0.0]
+    trace = clip_trace(tmp_path / "run", loss, advantage, log_ratio)
+    share = objective(trace).value("clipped")
+    assert 0 < share < 1
+    assert read_series(trace)["clip_share"].values == pytest.approx([share])
+
+
+def test_a_loss_without_a_clip_or_advantages_has_no_clipped_share(tmp_path):
+    moved = [0.5, -0.5]
+    vespo = Loss(kind="vespo", level="sequence_sum")
+    for name, loss in (("sapo", Loss(kind="sapo")), ("vespo", vespo), ("reinforce", Loss(kind="reinforce"))):
+        assert "clip_share" not in read_series(clip_trace(tmp_path / name, loss, [1.0, -1.0], moved))
+    assert "clip_share" not in read_series(
+        clip_trace(tmp_path / "none", Loss(kind="cispo", clip_high=1.2), None, moved)
+    )
 
 
 def test_kept_weights_say_how_much_of_them_each_update_changed(tmp_path):
