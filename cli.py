@@ -286,12 +286,14 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis.database import Database
     from .analysis.stats import likeness
     from .analysis.stats import stats as compare
 
     _check_format(as_json, as_csv)
-    _print(compare(list(traces), like=like, progress=_progress, **options), as_json, as_csv)
-    for sentence in likeness(like, **options):
+    database = Database(list(traces))
+    _print(compare(database, like=like, progress=_progress, **options), as_json, as_csv)
+    for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 
 

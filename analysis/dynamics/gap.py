@@ -51,7 +51,7 @@ _BY_SIGN = """,
 
 _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
 _ADVANTAGES = (
-    ", unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage))) AS advantage"
+    ", unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage"
 )
 
 
