@@ -110,8 +110,12 @@ class Slime:
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
             *null_without(database, ("ppo_kl", "ois"), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "slime"),
+            *masked_out(database, (*pair, CURRENT), "slime", rejects=self._rejects),
         ]
+
+    @property
+    def _rejects(self) -> bool:
+        return self.use_tis and (self.use_rs or self.tis_mode == "mask")
 
     def _unlogged(self, columns: Sequence[str]) -> set[str]:
         """Which of the columns slime does not log with these options."""

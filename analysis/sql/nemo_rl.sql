@@ -10,7 +10,8 @@
 --   that of sequences whose exp(mean of d) is.
 --   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), of sequences exp(mean of it),
 --   or of current with disable_ppo_ratio; probs_ratio_clamped the same within 1 - ratio_clip_min and 1 + ratio_clip_max. All
---   are NULL without the pass current. A smallest or largest ratio that is infinite is -1, as NeMo-RL writes it.
+--   are NULL without the pass current. NeMo-RL leaves a micro-batch's smallest or largest ratio out where it is infinite, and
+--   writes -1 where all are; here that of a sequence.
 --   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error is above it are masked, and in no other number;
 --   num_masked_seqs_by_logprob_error (num_masked_seqs of the function) counts them, masked_correct_pct is the share of them
 --   with a reward of 1, *_seq_mult_prob_error_after_mask are over the others, 0 where there are none.
@@ -103,7 +104,7 @@ CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, d
         GROUP BY run, step, seq_id, iteration_a, iteration_b
     );
 
-CREATE OR REPLACE MACRO nemo_rl_finite(x) AS CASE WHEN isinf(x) THEN -1.0 ELSE x END;
+CREATE OR REPLACE MACRO nemo_rl_finite(x) AS CASE WHEN NOT isinf(x) THEN x END;
 
 CREATE OR REPLACE MACRO nemo_rl_groups(
     a, b, by_step, kl_type, of_sequences, kind, upper, lower, micro_batch, threshold, clip_min, clip_max, disabled
@@ -114,9 +115,8 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
            max_seq_mult_prob_error_after_mask, mean_seq_mult_prob_error_after_mask, min_seq_mult_prob_error_after_mask,
            num_masked AS num_masked_seqs_by_logprob_error,
            CASE WHEN num_masked = 0 THEN 0.0 WHEN num_unrewarded = 0 THEN num_correct / num_masked END AS masked_correct_pct,
-           probs_ratio, nemo_rl_finite(probs_ratio_min) AS probs_ratio_min, nemo_rl_finite(probs_ratio_max) AS probs_ratio_max,
-           probs_ratio_clamped, nemo_rl_finite(probs_ratio_clamped_min) AS probs_ratio_clamped_min,
-           nemo_rl_finite(probs_ratio_clamped_max) AS probs_ratio_clamped_max
+           probs_ratio, probs_ratio_min, probs_ratio_max,
+           probs_ratio_clamped, probs_ratio_clamped_min, probs_ratio_clamped_max
     FROM (
         SELECT run, CASE WHEN by_step THEN step END AS step, sum(num_tokens) AS num_tokens,
                sum(sum_mult) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) AS token_mult_prob_error,
@@ -156,9 +156,11 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
     LEFT JOIN (
         SELECT run, CASE WHEN by_step THEN step END AS step,
                sum(sum_ratio) / sum(num_tokens) AS probs_ratio,
-               torch_min(min_ratio) AS probs_ratio_min, torch_max(max_ratio) AS probs_ratio_max,
+               coalesce(torch_min(nemo_rl_finite(min_ratio)), -1.0) AS probs_ratio_min,
+               coalesce(torch_max(nemo_rl_finite(max_ratio)), -1.0) AS probs_ratio_max,
                sum(sum_clamped) / sum(num_tokens) AS probs_ratio_clamped,
-               torch_min(min_clamped) AS probs_ratio_clamped_min, torch_max(max_clamped) AS probs_ratio_clamped_max
+               coalesce(torch_min(nemo_rl_finite(min_clamped)), -1.0) AS probs_ratio_clamped_min,
+               coalesce(torch_max(nemo_rl_finite(max_clamped)), -1.0) AS probs_ratio_clamped_max
         FROM nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold)
         GROUP BY ALL
     ) AS ratios ON ratios.run = found.run AND ratios.step IS NOT DISTINCT FROM found.step

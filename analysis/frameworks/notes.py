@@ -1,0 +1,68 @@
+"""What frameworks' numbers of a trace need to be read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..database import Database, quoted
+
+_SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
+
+_NOT_FINITE = """
+SELECT count(*), count(DISTINCT (run, step))
+FROM (
+    SELECT s.run, s.step, unnest(s.response_mask) AS mask, unnest(scores.logprobs) AS logprob
+    FROM sequences AS s
+    JOIN scores ON scores.run = s.run AND scores.step = s.step AND scores.seq_id = s.seq_id
+    WHERE scores."pass" IN ({passes}){within}
+)
+WHERE NOT isfinite(logprob){where}
+"""
+
+
+def null_without(
+    database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
+) -> list[str]:
+    """Say that these numbers are NULL where a run lacks a pass, or a column of it; nothing where every run has it."""
+    query = _SCORED.format(scored=quoted(scored), column=column)
+    known = {run for (run,) in database.connection.execute(query).fetchall()}
+    lacking = [source.run for source in database.sources if source.run not in known]
+    if not lacking or not names:
+        return []
+    verb = "is" if len(names) == 1 else "are"
+    return [f"{', '.join(lacking)}: has no {what} {scored!r}, without which {', '.join(names)} {verb} NULL"]
+
+
+def masked_out(database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False) -> list[str]:
+    """Say what a framework that multiplies by the mask makes of NaN and infinities on tokens that do not count.
+
+    NaN * 0 and inf * 0 are NaN, so that its sums are; here these tokens are left out. Nothing where there are none. With
+    `rejects` the framework's options may mask tokens that are not finite, too.
+    """
+    query = _NOT_FINITE.format(
+        passes=", ".join(quoted(name) for name in passes),
+        within="" if rejects else " AND list_contains(s.response_mask, false)",
+        where="" if rejects else " AND NOT mask",
+    )
+    ((num_logprobs, num_steps),) = database.connection.execute(query).fetchall()
+    if not num_logprobs:
+        return []
+    which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
+    return [
+        f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
+        "mask of 0, which gives NaN, so that what it logged of these steps can be NaN; here such tokens are left out"
+    ]
+
+
+def set_otherwise(options: Mapping[str, object], trained: Mapping[str, object]) -> list[str]:
+    """Say which options the run was trained with that differ from those of the numbers; nothing where none is known."""
+    differing = {name: trained[name] for name, value in options.items() if name in trained and trained[name] != value}
+    if not differing:
+        return []
+    flags = " ".join(_flag(name, value) for name, value in differing.items())
+    return [f"the run logged its own numbers with other options, which were recorded: {flags}"]
+
+
+def _flag(name: str, value: object) -> str:
+    option = "--" + name.replace("_", "-")
+    return option if value is True else f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
