@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..database import Database, quoted
+from ..hyperparameters import read_hyperparameters
 
 _SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
 
@@ -54,15 +55,24 @@ def masked_out(database: Database, passes: Sequence[str], framework: str, *, rej
     ]
 
 
-def set_otherwise(options: Mapping[str, object], trained: Mapping[str, object]) -> list[str]:
-    """Say which options the run was trained with that differ from those of the numbers; nothing where none is known."""
-    differing = {name: trained[name] for name, value in options.items() if name in trained and trained[name] != value}
-    if not differing:
-        return []
-    flags = " ".join(_flag(name, value) for name, value in differing.items())
-    return [f"the run logged its own numbers with other options, which were recorded: {flags}"]
+def set_otherwise(database: Database, options: Mapping[str, object]) -> list[str]:
+    """Say which options a run was trained with, where the trace says that they differ from those of the numbers."""
+    told = []
+    for source in database.sources:
+        trained = read_hyperparameters(database, source.run)
+        flags = [
+            _flag(name, trained[name], is_flag=isinstance(value, bool))
+            for name, value in options.items()
+            if name in trained and trained[name] not in (value, "None")
+        ]
+        if flags:
+            told.append(
+                f"{source.run}: was trained with other options than these numbers'; for what it logged itself: "
+                f"--by step {' '.join(flags)}"
+            )
+    return told
 
 
-def _flag(name: str, value: object) -> str:
+def _flag(name: str, value: object, *, is_flag: bool) -> str:
     option = "--" + name.replace("_", "-")
-    return option if value is True else f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
+    return option if is_flag else f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"

@@ -8,7 +8,6 @@ from typing import ClassVar
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
 from ..database import Database
-from ..hyperparameters import read_hyperparameters
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, check_choice, options_of
@@ -91,8 +90,7 @@ class Trl:
         of_loss = f"{_CLIPS}*" if self._clips else _CISPO
         if self._clips or self.loss_type == "cispo":
             told += null_without(database, (of_loss,), CURRENT)
-        trained = {name: value for name, value in read_hyperparameters(database).items() if value != "None"}
-        return told + set_otherwise(self._effective(), trained)
+        return told + set_otherwise(database, self._effective())
 
     @property
     def _clips(self) -> bool:

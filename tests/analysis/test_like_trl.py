@@ -43,10 +43,10 @@ def run_of(*nodes, **names):
     return names
 
 
-def trainer_of(metrics, **settings):
-    """What TRL's methods ask of a trainer on one process."""
+def trainer_of(metrics, gather=torch.atleast_1d, **settings):
+    """What TRL's methods ask of a trainer."""
     return SimpleNamespace(
-        accelerator=SimpleNamespace(gather=torch.atleast_1d, reduce=lambda x, reduction: x, num_processes=1),
+        accelerator=SimpleNamespace(gather=gather, reduce=lambda x, reduction: x, num_processes=1),
         _metrics={"train": metrics},
         **settings,
     )
@@ -66,10 +66,11 @@ def trl():
     blocks.sort(key=lambda node: node.lineno)
     assert len(blocks) == 2
 
-    def of(given, mode="sequence_mask", clip_max=3.0, clip_min=None):
+    def of(given, mode="sequence_mask", clip_max=3.0, clip_min=None, gather=torch.atleast_1d):
         metrics = defaultdict(list)
         trainer = trainer_of(
             metrics,
+            gather=gather,
             use_vllm=True,
             vllm_importance_sampling_correction=True,
             vllm_importance_sampling_mode=mode,
@@ -181,9 +182,9 @@ def batch(seed, spread, rows=25):
     return Batch(there, mask, sampling, old, current, draw.choice([-1.0, -0.1, 0.0, 0.5], rows))
 
 
-def record(path, batches, passes=("rollout", "train", "current")):
+def record(path, batches, passes=("rollout", "train", "current"), steps=None):
     with Recorder(path) as recorder:
-        for step, given in enumerate(batches, 1):
+        for step, given in zip(steps or range(1, len(batches) + 1), batches, strict=True):
 
             def cut(values, there=given.there):
                 return [row[kept].tolist() for row, kept in zip(values, there, strict=True)]
@@ -191,6 +192,7 @@ def record(path, batches, passes=("rollout", "train", "current")):
             added = recorder.add_sequences(
                 step=step, prompt_ids=[[1]] * len(given.there), response_ids=cut(given.there.astype(int)),
                 response_mask=cut(given.mask), advantage=given.advantages,
+                seq_ids=[f"{recorder.writer.name}-{step}-{row}" for row in range(len(given.there))],
             )  # fmt: skip
             for name, logprobs in {"rollout": given.sampling, "train": given.old, "current": given.current}.items():
                 if name in passes:
@@ -268,6 +270,31 @@ def test_what_the_loss_clips_and_drops_is_trl_s(loss, steps, options):
         agree(row, expected)
         shares += sum(expected.values())
     assert shares > 0 or options == {"loss_type": "sapo"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_log_is_a_mean_over_generation_batches_and_their_processes(trl, tmp_path, monkeypatch, mode):
+    # Each process's batch of each of five steps, of which TRL generates at four, and what it logs at the second and later.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    batches = {rank: [batch(10 * rank + seed, 0.3, rows=5 + 9 * rank) for seed in range(4)] for rank in (0, 1)}
+    for rank, own in batches.items():
+        monkeypatch.setenv("RANK", str(rank))
+        record(tmp_path / "run", own, passes=("rollout", "train"), steps=[1, 2, 3, 5])
+    logged = []
+    for one, other in zip(*batches.values(), strict=True):
+        first = []
+        trl(one, mode, gather=lambda x, first=first: first.append(x) or torch.atleast_1d(x))
+        rest = iter(first)
+        logged.append(trl(other, mode, gather=lambda x, rest=rest: torch.stack([next(rest), x])))
+    found = {
+        row["step"]: row
+        for row in stats(
+            tmp_path / "run", by="step", like="trl", logging_steps=2, vllm_importance_sampling_mode=mode
+        ).dicts()
+    }
+    assert list(found) == [2, 4, 5]
+    for step, parts in {2: logged[:2], 4: logged[2:3], 5: logged[3:]}.items():
+        agree(found[step], {name: np.mean([part[name] for part in parts]) for name in logged[0]})
 
 
 @pytest.mark.parametrize("options", [{}, {"epsilon": 0.1, "epsilon_high": 0.4}])
@@ -350,3 +377,15 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_mode="token")
     with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it lies below clip_max, 3"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_clip_min=4.0)
+    with pytest.raises(InvalidOption, match="loss_type: got 'ppo'; trl has grpo, dr_grpo"):
+        stats(tmp_path / "run", like="trl", loss_type="ppo")
+    with pytest.raises(InvalidOption, match="epsilon: got -1; give a number from 0 on"):
+        stats(tmp_path / "run", like="trl", epsilon=-1.0)
+    with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more steps"):
+        stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
+    with pytest.raises(InvalidOption, match="logging_steps: a row of a whole run is no log of TRL's; use --by step"):
+        stats(tmp_path / "run", like="trl", logging_steps=2)
+    with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
+        stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)
+    with pytest.raises(InvalidOption, match="delta: TRL's RLOO trainer has none"):
+        stats(tmp_path / "run", like="trl", trainer="rloo", delta=2.0)
