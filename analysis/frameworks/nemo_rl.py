@@ -93,7 +93,5 @@ class NemoRl:
         of_ratios = [f"{name}{end}" for name in ratios for end in ("", "_min", "_max")]
         return [
             *null_without(database, ("approx_entropy", *of_ratios), CURRENT),
-            *masked_out(
-                database, (*pair, CURRENT), "NeMo-RL", rejects=self.seq_logprob_error_threshold is not None
-            ),
+            *masked_out(database, (*pair, CURRENT), "NeMo-RL", rejects=self.seq_logprob_error_threshold is not None),
         ]

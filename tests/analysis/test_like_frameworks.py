@@ -7,6 +7,7 @@ advantages like the others, unless a test says otherwise. Shapes: B sequences, T
 
 import importlib
 import math
+import re
 import sys
 import warnings
 from importlib.metadata import distributions
@@ -436,7 +437,9 @@ def policy_loss():
             package.__path__ = [str(installed.locate_file(name.replace(".", "/")))]
         sys.modules["deepspeed"] = ModuleType("deepspeed")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a decorator of its own imports parts of torch that warn
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a decorator of its own imports parts of torch that warn
             loss = importlib.import_module("openrlhf.models.loss")
         yield loss.PolicyLoss
     finally:
@@ -523,7 +526,9 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     for name, options in {"slime": {"use_tis": True}, "nemo-rl": {"seq_logprob_error_threshold": 1.1}}.items():
         assert likeness(tmp_path / "odd", like=name)[1:] == []
         (told,) = likeness(tmp_path / "odd", like=name, **options)[1:]
-        assert told.startswith("1 logprobs at 1 steps are NaN or infinite on tokens that do not count or may be rejected")
+        assert told.startswith(
+            "1 logprobs at 1 steps are NaN or infinite on tokens that do not count or may be rejected"
+        )
     assert [likeness(tmp_path / "sound", like=name)[1:] for name in ("slime", "nemo-rl", "openrlhf")] == [[], [], []]
 
 
@@ -660,11 +665,35 @@ def test_the_macros_give_the_same(steps):
             {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
             "icepop needs truncated_importance_sampling_ratio_min",
         ),
+        ("slime", {"tis_mode": "mask"}, "tis_mode needs use_tis"),
+        ("slime", {"use_rs": False}, "use_rs needs use_tis"),
+        ("slime", {"use_tis": True, "rs_level": "row"}, "got 'row'; slime has token, sequence, geometric"),
+        ("slime", {"use_tis": True, "tis_level": "geometric"}, "slime has none of tis_level geometric; turn it off"),
+        (
+            "slime",
+            {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
+            "got 3; it lies below tis_upper_bound",
+        ),
+        ("slime", {"use_tis": True, "rs_lower_bound": 3.0}, "rs_lower_bound: got 3; it lies below rs_upper_bound, 2"),
+        ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; give a number above 0"),
+        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; give a ratio, or 0 for none"),
         ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; it is 1 or more"),
+        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; give a number from 0 on"),
+        (
+            "nemo-rl",
+            {
+                "seq_logprob_error_threshold": 1.1,
+                "sequence_level_importance_ratios": True,
+                "train_micro_batch_size": 4,
+            },
+            "depends on which sequences shared a micro-batch",
+        ),
+        ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
+        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); give two numbers"),
         ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; give a difference of probabilities"),
     ],
 )
 def test_options_of_another_framework_or_without_sense_are_refused(tmp_path, framework, options, message):
     make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match=message):
+    with pytest.raises(InvalidOption, match=re.escape(message)):
         stats(tmp_path / "run", like=framework, **options)

@@ -176,9 +176,7 @@ def batch(seed, spread, rows=25):
     mask = there & (draw.random(there.shape) > 0.2)
     mask[0, 0], mask[1] = True, False
     sampling = -draw.exponential(1.5, there.shape).astype(np.float32)
-    old, current = (
-        np.minimum(sampling + draw.normal(0, spread, there.shape).astype(np.float32), 0) for _ in range(2)
-    )
+    old, current = (np.minimum(sampling + draw.normal(0, spread, there.shape).astype(np.float32), 0) for _ in range(2))
     return Batch(there, mask, sampling, old, current, draw.choice([-1.0, -0.1, 0.0, 0.5], rows))
 
 
