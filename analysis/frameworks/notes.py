@@ -34,11 +34,18 @@ def null_without(
     return [f"{', '.join(lacking)}: has no {what} {scored!r}, without which {', '.join(names)} {verb} NULL"]
 
 
-def masked_out(database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False) -> list[str]:
+def masked_out(
+    database: Database,
+    passes: Sequence[str],
+    framework: str,
+    *,
+    rejects: bool = False,
+    effect: str = "what it logged of these steps can be NaN",
+) -> list[str]:
     """Say what a framework that multiplies by the mask makes of NaN and infinities on tokens that do not count.
 
     NaN * 0 and inf * 0 are NaN, so that its sums are; here these tokens are left out. Nothing where there are none. With
-    `rejects` the framework's options may mask tokens that are not finite, too.
+    `rejects` the framework's options may mask tokens that are not finite, too. `effect` is what NaN does to its numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -51,7 +58,7 @@ def masked_out(database: Database, passes: Sequence[str], framework: str, *, rej
     which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
     return [
         f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
-        "mask of 0, which gives NaN, so that what it logged of these steps can be NaN; here such tokens are left out"
+        f"mask of 0, which gives NaN, so that {effect}; here such tokens are left out"
     ]
 
 

@@ -11,7 +11,7 @@ from ..database import Database
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, check_choice, options_of
-from .notes import null_without, set_otherwise
+from .notes import masked_out, null_without, set_otherwise
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
@@ -90,6 +90,9 @@ class Trl:
         of_loss = f"{_CLIPS}*" if self._clips else _CISPO
         if self._clips or self.loss_type == "cispo":
             told += null_without(database, (of_loss,), CURRENT)
+        if self.trainer == "rloo" or self.importance_sampling_level == "sequence":
+            effect = "the ratio of such a sequence counts as not clipped"
+            told += masked_out(database, (pair[0], CURRENT), "TRL", effect=effect)
         return told + set_otherwise(database, self._effective())
 
     @property

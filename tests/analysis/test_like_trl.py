@@ -307,6 +307,26 @@ def test_rloo_clips_ratios_of_sequences(rloo, tmp_path, options):
         agree(row, expected)
 
 
+def test_what_lies_on_a_token_that_does_not_count_is_left_out(trl, loss, tmp_path):
+    sound, given = batch(2, 0.3), batch(2, 0.3)
+    row, position = np.argwhere(given.there & ~given.mask & (given.advantages > 0)[:, None])[0]
+    for each in (sound, given):
+        each.old[row], each.current[row] = -2, -1  # so that the sequence is clipped
+    given.current[row, position] = given.sampling[row, position] = math.nan
+    record(tmp_path / "run", [given])
+    for level in ("token", "sequence"):
+        (found,) = stats(tmp_path / "run", like="trl", importance_sampling_level=level).dicts()
+        agree(found, trl(sound) | loss(sound, importance_sampling_level=level))
+    logged = loss(given, importance_sampling_level="sequence")["clip_ratio/high_mean"]
+    assert logged == pytest.approx(found["clip_ratio/high_mean"] - 1 / 25)
+    assert likeness(tmp_path / "run", like="trl")[1:] == []
+    (told,) = likeness(tmp_path / "run", like="trl", importance_sampling_level="sequence")[1:]
+    assert told == (
+        "1 logprobs at 1 steps are NaN or infinite on tokens that do not count: TRL multiplies by a mask of 0, which gives "
+        "NaN, so that the ratio of such a sequence counts as not clipped; here such tokens are left out"
+    )
+
+
 def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, tmp_path):
     given = batch(2, 0.3)
     record(tmp_path / "run", [given], passes=("train", "current"))
