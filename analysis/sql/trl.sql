@@ -9,7 +9,8 @@
 --   the ratio is exp(current - a) of a token, with importance_sampling_level sequence exp of a sequence's mean of it, with
 --   trainer rloo exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
 --   positive one; a ratio above delta is delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max
---   are the smallest and largest share of a sequence. cispo_clip_ratio: above epsilon_high with a positive advantage.
+--   are the smallest and largest share of a sequence. Where the responses of a micro-batch are one token wide, TRL's shares are
+--   of tokens that do not count, too; here not. cispo_clip_ratio: above epsilon_high with a positive advantage.
 --   off_policy_mask_ratio: share of the sequences that off_policy_mask_threshold drops, whose advantage is negative and whose
 --   mean of b - current lies above it (of a - current where the engine gave no logprobs). TRL computes the mask, and logs no
 --   such number.
@@ -114,7 +115,9 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
                 THEN (NOT ((advantage >= 0 AND NOT isnan(advantage)) OR coalesce(mean_kl, mean_drift, 0.0) <= threshold))::INTEGER
            END AS is_dropped
     FROM (
-        SELECT *, NOT of_rloo AND level = 'token' AS of_tokens,
+        SELECT *,
+               CASE level WHEN 'token' THEN NOT of_rloo WHEN 'sequence' THEN false
+                          ELSE error('importance_sampling_level: token or sequence') END AS of_tokens,
                trl_capped(exp(coalesce(CASE WHEN of_rloo THEN sum_d ELSE mean_d END, 0.0)), delta) AS ratio,
                exp(coalesce(CASE WHEN of_rloo THEN sum_d ELSE mean_d END, 0.0)) AS uncapped
         FROM trl_updates(a)
@@ -166,19 +169,35 @@ CREATE OR REPLACE MACRO trl_clipping(
     )
     GROUP BY ALL;
 
--- trl_groups(...): both beside each other. The last log of a run may be of fewer steps than logging_steps: it has the last
--- step's number.
+CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
+    CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
+
+-- Whether the loss clips on both sides (true), on one (false), or not at all (NULL).
+CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
+    CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
+         WHEN loss_type = 'cispo' THEN false
+         WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
+    END;
+
+-- trl_groups(...): both beside each other; NULL is what TRL does not log. A log of a run's last steps may be of fewer than
+-- logging_steps: it has the last step's number.
 CREATE OR REPLACE MACRO trl_groups(
-    a, b, by_step, mode, clip_max, clip_min, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps,
-    logging_first_step
+    a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,
+    logging_steps, logging_first_step
 ) AS TABLE
     SELECT run, CASE WHEN logging_steps IS NULL THEN step ELSE least(step, last_step) END AS step,
-           mean_diff AS "sampling/sampling_logp_difference/mean", max_diff AS "sampling/sampling_logp_difference/max",
-           min_ratio AS "sampling/importance_sampling_ratio/min", mean_ratio AS "sampling/importance_sampling_ratio/mean",
-           max_ratio AS "sampling/importance_sampling_ratio/max",
-           low_mean AS "clip_ratio/low_mean", low_min AS "clip_ratio/low_min", high_mean AS "clip_ratio/high_mean",
-           high_max AS "clip_ratio/high_max", region_mean AS "clip_ratio/region_mean",
-           cispo AS cispo_clip_ratio, dropped AS off_policy_mask_ratio
+           CASE WHEN NOT of_rloo THEN mean_diff END AS "sampling/sampling_logp_difference/mean",
+           CASE WHEN NOT of_rloo THEN max_diff END AS "sampling/sampling_logp_difference/max",
+           CASE WHEN NOT of_rloo THEN min_ratio END AS "sampling/importance_sampling_ratio/min",
+           CASE WHEN NOT of_rloo THEN mean_ratio END AS "sampling/importance_sampling_ratio/mean",
+           CASE WHEN NOT of_rloo THEN max_ratio END AS "sampling/importance_sampling_ratio/max",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN low_mean END AS "clip_ratio/low_mean",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN low_min END AS "clip_ratio/low_min",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_mean END AS "clip_ratio/high_mean",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_max END AS "clip_ratio/high_max",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN region_mean END AS "clip_ratio/region_mean",
+           CASE WHEN NOT trl_clips_both(of_rloo, loss_type) THEN cispo END AS cispo_clip_ratio,
+           dropped AS off_policy_mask_ratio
     FROM (
         SELECT coalesce(sampling.run, clipping.run) AS run, coalesce(sampling.step, clipping.step) AS step, *
                EXCLUDE (run, step)
@@ -186,7 +205,7 @@ CREATE OR REPLACE MACRO trl_groups(
         FULL JOIN trl_clipping(a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps,
                                logging_first_step) AS clipping
                ON clipping.run = sampling.run AND clipping.step IS NOT DISTINCT FROM sampling.step
-        WHERE num_tokens IS NULL OR num_tokens > 0
+        WHERE logging_steps IS NOT NULL OR num_tokens IS NULL OR num_tokens > 0
     )
     LEFT JOIN (
         SELECT run, max(step) AS last_step
@@ -203,7 +222,7 @@ CREATE OR REPLACE MACRO trl_steps(
 ) AS TABLE
     SELECT * FROM trl_groups(
         a, b, true, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
-        vllm_importance_sampling_clip_min::DOUBLE, trainer = 'rloo', importance_sampling_level, epsilon::DOUBLE,
+        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
         coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, logging_steps::BIGINT,
         logging_first_step
     );
@@ -216,6 +235,6 @@ CREATE OR REPLACE MACRO trl_runs(
 ) AS TABLE
     SELECT * EXCLUDE (step) FROM trl_groups(
         a, b, false, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
-        vllm_importance_sampling_clip_min::DOUBLE, trainer = 'rloo', importance_sampling_level, epsilon::DOUBLE,
+        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
         coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, NULL::BIGINT, false
     );

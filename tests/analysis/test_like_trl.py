@@ -11,6 +11,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 
+import duckdb
 import numpy as np
 import pytest
 import torch
@@ -368,8 +369,15 @@ def test_the_defaults_are_trl_s(trl, steps):
     path, batches = steps
     found = stats(path, by="step", like="trl").dicts()[2]
     agree(found, trl(batches[2], mode, clip_max, clip_min))
-    query = "SELECT * EXCLUDE (cispo_clip_ratio, off_policy_mask_ratio) FROM trl_steps('train', 'rollout')"
-    assert connect(path, like=["trl"]).execute(query).fetchall()[2] == tuple(found.values())
+    connection = connect(path, like=["trl"])
+    assert connection.execute("SELECT * FROM trl_steps('train', 'rollout')").fetchall()[2] == (
+        *found.values(),
+        None,
+        None,
+    )
+    for option in ("trainer", "loss_type", "importance_sampling_level"):
+        with pytest.raises(duckdb.InvalidInputException, match=f"{option}: "):
+            connection.execute(f"SELECT * FROM trl_steps('train', 'rollout', {option} := 'other')").fetchall()
     names = {field.name for field in fields(Trl)} - {"trainer", *defaults, "logging_steps", "logging_first_step"}
     for name in names:
         assert ast.literal_eval(all_defaults[name]) == getattr(Trl(), name), name
