@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...schemas.errors import InvalidOption
-from ...schemas.passes import CURRENT
+from ...schemas.errors import InvalidOption, NothingToCompare
+from ...schemas.passes import CURRENT, ROLLOUT
 from ..database import Database
+from ..pairs import num_scored, why_nothing
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, check_choice, options_of
@@ -80,6 +81,9 @@ class Trl:
             if self.logging_steps is not None:
                 raise InvalidOption("logging_steps: a row of a whole run is no log of TRL's; use --by step")
             options = {name: value for name, value in options.items() if not name.startswith("logging_")}
+        # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
+        if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
+            raise NothingToCompare(why_nothing(database, pair))
         rows = database.ask(call("trl", pair, by, **options))
         return rows.without({name for name in rows.columns if self._is_unlogged(name)})
 

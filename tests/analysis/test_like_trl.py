@@ -19,7 +19,7 @@ from builders import make_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.frameworks.trl import Trl
 from tim_trace.analysis.stats import likeness, stats
-from tim_trace.schemas.errors import InvalidOption
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -337,6 +337,8 @@ def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, 
     assert row["sampling/sampling_logp_difference/mean"] is None
     (told,) = likeness(tmp_path / "run", like="trl")[1:]
     assert told == "run: has no pass 'rollout', without which sampling/* is NULL"
+    with pytest.raises(NothingToCompare, match="has no logprobs of pass 'other'"):
+        stats(tmp_path / "run", like="trl", pair="train:other")
 
 
 def test_what_the_loss_clips_is_not_known_without_its_pass_or_without_advantages(tmp_path):
