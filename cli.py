@@ -318,9 +318,33 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 )  # fmt: skip
 @click.option("--vllm-importance-sampling-clip-max", type=float, metavar="C", help="trl: upper bound (3.0).")
 @click.option("--vllm-importance-sampling-clip-min", type=float, metavar="C", help="trl: lower bound.")
+@click.option("--trainer", metavar="grpo|rloo", help="trl: whose loss clips (grpo).")
+@click.option("--loss-type", metavar="TYPE", help="trl: dapo (which is the default), cispo and its others.")
+@click.option("--importance-sampling-level", metavar="token|sequence", help="trl: ratios of the loss (token).")
+@click.option("--epsilon", type=float, metavar="E", help="trl: ratios are clipped below 1 - E (0.2).")
+@click.option("--epsilon-high", type=float, metavar="E", help="trl: and above 1 + E, of cispo above E (epsilon).")
+@click.option("--delta", type=float, metavar="C", help="trl: largest ratio of the loss.")
+@click.option("--off-policy-mask-threshold", type=float, metavar="D", help="trl: drop sequences that lie further off.")
+@click.option("--logging-steps", type=int, metavar="N", help="trl: rows as TRL logs them, means over N steps.")
+@click.option("--logging-first-step", is_flag=True, default=False, help="trl: the first step has a log of its own.")
 @click.option("--tis-clip", type=float, metavar="C", help="slime: upper bound (2.0).")
 @click.option("--tis-clip-low", type=float, metavar="C", help="slime: lower bound (0).")
 @click.option("--calculate-per-token-loss", is_flag=True, default=False, help="slime: means over tokens.")
+@click.option("--use-tis", is_flag=True, default=False, help="slime: weights and rejections of its example's mis.py.")
+@click.option("--tis-level", metavar="token|sequence|geometric", help="slime, mis.py: what a weight is of (token).")
+@click.option("--tis-mode", metavar="truncate|clip|mask", help="slime, mis.py: what bounds do to weights (truncate).")
+@click.option("--tis-lower-bound", type=float, metavar="C", help="slime, mis.py: 1 / upper, if not given.")
+@click.option("--tis-upper-bound", type=float, metavar="C", help="slime, mis.py: upper bound of weights (2.0).")
+@click.option(
+    "--tis-batch-normalize/--no-tis-batch-normalize", default=None, help="slime, mis.py: weights of mean 1 (on)."
+)
+@click.option("--use-rs/--no-use-rs", default=None, help="slime, mis.py: reject by weights (on).")
+@click.option("--rs-level", metavar="token|sequence|geometric", help="slime, mis.py: what these are of (token).")
+@click.option("--rs-lower-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
+@click.option("--rs-upper-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
+@click.option(
+    "--rs-veto-threshold", type=float, metavar="C", help="slime, mis.py: no token's ratio lies below (1e-4; 0: none)."
+)
 @click.option("--reference-policy-kl-type", metavar="k1|k2|k3", help="nemo-rl: estimator of the two KL errors (k3).")
 @click.option("--sequence-level-importance-ratios", is_flag=True, default=False, help="nemo-rl: ratios of sequences.")
 @click.option("--truncated-importance-sampling-type", metavar="tis|icepop|seq-mask-tis", help="nemo-rl: truncation.")
@@ -332,19 +356,31 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     metavar="N",
     help="nemo-rl: which multiplies the mean of sequences' ratios (1).",
 )
+@click.option("--seq-logprob-error-threshold", type=float, metavar="C", help="nemo-rl: mask sequences above it.")
+@click.option("--ratio-clip-min", type=float, metavar="E", help="nemo-rl: ratios are at least 1 - E (0.2).")
+@click.option("--ratio-clip-max", type=float, metavar="E", help="nemo-rl: ratios are at most 1 + E (0.2).")
+@click.option("--disable-ppo-ratio", is_flag=True, default=False, help="nemo-rl: logprobs in place of ratios.")
 @click.option("--dppo-mask-low", type=float, metavar="P", help="prime-rl: largest fall of a probability (0.2).")
 @click.option("--dppo-mask-high", type=float, metavar="P", help="prime-rl: largest rise of a probability (0.2).")
 @click.option("--ipo-threshold", type=float, metavar="P", help="prime-rl: the loss ipo, and its bound.")
+@click.option("--policy-loss-type", metavar="ppo|gspo", help="openrlhf: ratios of tokens or of sequences (ppo).")
+@click.option(
+    "--eps-clip-low-high", type=(float, float), default=None, metavar="E E",
+    help="openrlhf: ratios are clipped to 1 - E and 1 + E (0.2 0.2).",
+)  # fmt: skip
+@click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis.database import Database
     from .analysis.stats import likeness
     from .analysis.stats import stats as compare
 
     _check_format(as_json, as_csv)
-    _print(compare(list(traces), like=like, progress=_progress, **options), as_json, as_csv)
-    for sentence in likeness(like, **options):
+    database = Database(list(traces))
+    _print(compare(database, like=like, progress=_progress, **options), as_json, as_csv)
+    for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 
 

@@ -66,7 +66,7 @@ _SEQUENCES = (
 )
 
 _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
-_ADVANTAGES = "unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))"
+_ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))"
 
 
 @dataclass(frozen=True, slots=True)

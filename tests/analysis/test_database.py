@@ -32,7 +32,7 @@ def test_tokens_are_what_was_recorded(tmp_path):
         for row, ids in enumerate(batch["response_ids"]):
             for position, token in enumerate(ids):
                 rollout, train = float(batch["rollout"][row][position]), float(batch["train"][row][position])
-                advantage = float(np.float32(batch["advantage"][row]))
+                advantage = float(batch["advantage"][row])
                 wanted.append(
                     (step, f"{step}-{row}", position, token, rollout, train, train - rollout, advantage, True)
                 )
@@ -44,6 +44,17 @@ def test_tokens_of_a_sequence_without_scores_are_there_with_nulls(tmp_path):
         recorder.add_sequences(step=1, response_ids=[[7, 8]], response_mask=[[1, 0]], advantage=[[0.5, 0.25]])
     query = "SELECT token_id, rollout_logprob, train_logprob, d, mask, advantage FROM tokens ORDER BY position"
     assert rows(tmp_path / "run", query) == [(7, None, None, None, True, 0.5), (8, None, None, None, False, 0.25)]
+
+
+def test_an_advantage_of_a_whole_response_keeps_its_digits_and_one_of_a_token_those_it_was_recorded_with(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for seq_id, advantage in {"a": 0.1, "b": 1e-50, "c": 1e300, "d": [0.1]}.items():
+            added = recorder.add_sequences(step=1, seq_ids=[seq_id], response_ids=[[7]], advantage=[advantage])
+            for name in ("rollout", "train"):
+                recorder.add_scores(name, added, logprobs=[[-1.0]])
+    wanted = [("a", 0.1), ("b", 1e-50), ("c", 1e300), ("d", float(np.float32(0.1)))]
+    for table in ("tokens", "pair('train', 'rollout')"):
+        assert rows(tmp_path / "run", f"SELECT seq_id, advantage FROM {table} ORDER BY seq_id") == wanted
 
 
 def test_pair_agrees_with_tokens(tmp_path):

@@ -110,6 +110,20 @@ def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
     assert "tokens of train" in found["entropy"].source
 
 
+def test_tiny_advantages_of_whole_responses_have_their_sign_beside_those_of_tokens(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for advantage, logprob in ((1e-50, -2.5), (-1e-50, -1.75), ([0.0], -2.0)):
+            batch = recorder.add_sequences(step=1, response_ids=[[1]], advantage=[advantage])
+            recorder.add_scores("rollout", batch, logprobs=[[-2.0]])
+            recorder.add_scores("train", batch, logprobs=[[logprob]])
+            recorder.add_scores("current", batch, logprobs=[[logprob + 1.0]])
+        recorder.add_loss(Loss(kind="ppo_clip"))
+    found = read_series(tmp_path / "run")
+    assert found["k3_positive"].values == pytest.approx([math.exp(-0.5) - 1 + 0.5])
+    assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
+    assert found["clip_share"].values == pytest.approx([1 / 3])
+
+
 def test_masked_tokens_and_tokens_that_are_not_finite_are_left_out(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         batch = recorder.add_sequences(
