@@ -64,10 +64,10 @@ def test_lists_of_tensors_and_arrays_are_ragged():
     ("data", "message"),
     [
         (np.zeros(3), r"shape \(3,\); give \[B, T\]"),
-        ([1, 2], "a row is not a list"),
-        ([["a"]], "row 0 does not read as int32"),
-        ([[1.0, [2]]], "row 0 does not read as int32"),
-        (7, "got int"),
+        ([1, 2], r"here: row 0 is 1 \(int\); give B lists"),
+        ([["a"]], r"here: row 0 is \['a'\] \(list\); token ids are whole numbers from 0 to 2147483647"),
+        ([[1.0, [2]]], r"here: row 0 is \[1.0, \[2\]\] \(list\)"),
+        (7, r"got 7 \(int\)"),
     ],
 )
 def test_what_is_no_batch_is_named(data, message):
