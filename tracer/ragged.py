@@ -35,11 +35,28 @@ class Ragged:
         """[B + 1] int32: row i is values[offsets[i]:offsets[i + 1]]."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
+    @property
+    def num_known(self) -> int:
+        """How many values were recorded."""
+        return len(self.values) if self.valid is None else int(self.valid.sum())
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """Some of the lists, in their order."""
+        cells = cells_of(rows, self.lengths)
+        return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
+
     def to_arrow(self, type: pa.ListType) -> pa.Array:
         """As an Arrow list array, without copying the values."""
         mask = None if self.valid is None else ~self.valid
         values = pa.array(self.values, type.value_type, mask=mask)
         return pa.ListArray.from_arrays(pa.array(self.offsets, pa.int32()), values)
+
+
+def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Places of some rows' values among those of all rows, end to end."""
+    counts = lengths[rows]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 128
