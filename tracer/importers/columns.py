@@ -81,29 +81,43 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
     given: Any = [kind.read_cell(cell) for cell in values] if rows.is_text else values
     type = "mixed values"
     try:
-        array = plain(given if isinstance(given, pa.Array) else _array(given, kind))
+        array = given if isinstance(given, pa.Array) else _array(given, kind)
         type = _type_name(array.type)
-        found = kind.convert(array)
+        return kind.column(array)
     except (WrongValues, pa.ArrowException, OverflowError, UnicodeError) as error:
         raise wrong(rows, given, type, theirs, ours, kind) from error
-    if found.null_count and not kind.nullable:
-        raise wrong(rows, given, type, theirs, ours, kind)
-    return found
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
     """Python values as Arrow sees them; where it will not have them together, as their kind has them."""
     try:
-        return pa.array(values)
+        array = pa.array(values)
+        if not _has_floats(array.type) or not _has_flags(values):
+            return array
     except (pa.ArrowException, OverflowError):
-        if first_wrong(values, kind) is not None:
-            raise
-        return pa.array([None if value is None else kind.of(value) for value in values], kind.type)
+        pass
+    if first_wrong(values, kind) is not None:
+        raise WrongValues
+    return pa.array([None if value is None else kind.of(value) for value in values], kind.type)
+
+
+def _has_floats(type: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(type.value_type if pa.types.is_list(type) else type))
+
+
+def _has_flags(values: Sequence[Any]) -> bool:
+    """Whether True or False is among numbers: Arrow would make 1.0 and 0.0 of them."""
+    return any(
+        bool in set(map(type, value)) if isinstance(value, list) else isinstance(value, bool) for value in values
+    )
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
     """The error that names the first value of a column that is not of its kind."""
-    values = given.to_pylist() if isinstance(given, pa.Array) else given
+    try:
+        values = given.to_pylist() if isinstance(given, pa.Array) else given
+    except UnicodeDecodeError as error:
+        return ImportFailed(f"{rows.file}: column {theirs!r} holds bytes that are no text in UTF-8 ({error.reason})")
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"

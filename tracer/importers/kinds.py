@@ -33,7 +33,7 @@ class Kind:
     """For the sentence "where each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
-    """A plain Arrow array -> the same values as `type`. Raises WrongValues or an error of Arrow."""
+    """A plain Arrow array with some values -> the same as `type`. Raises WrongValues or an error of Arrow."""
     holds: Callable[[Any], bool]
     """Whether one value that is not None fits."""
     of: Callable[[Any], Any]
@@ -43,6 +43,16 @@ class Kind:
     """Of a list, what each of its elements must hold."""
     text: bool = False
     """Whether a CSV file's cell is the value itself, and not JSON."""
+
+    def column(self, array: pa.Array) -> pa.Array:
+        """The same values as `type`; of an array without values, whatever its type, NULL.
+
+        Raises WrongValues or an error of Arrow.
+        """
+        array = plain(array)
+        if array.null_count and not self.nullable:
+            raise WrongValues
+        return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def read_cell(self, cell: str | None) -> Any:
         """The value that a CSV file's cell stands for; the cell itself where that is none."""
@@ -58,17 +68,13 @@ def list_of(kind: Kind, wants: str) -> Kind:
     """A list of values of one kind."""
 
     def convert(array: pa.Array) -> pa.Array:
-        if pa.types.is_null(array.type):
-            return pa.nulls(len(array), pa.list_(kind.type))
         if not pa.types.is_list(array.type):
             raise WrongValues
-        values = plain(array.flatten())
-        if values.null_count and not kind.nullable:
-            raise WrongValues
+        values = kind.column(array.flatten())
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         missing = array.is_null() if array.null_count else None
-        return pa.ListArray.from_arrays(offsets, kind.convert(values), mask=missing)
+        return pa.ListArray.from_arrays(offsets, values, mask=missing)
 
     def holds(value: Any) -> bool:
         return isinstance(value, list) and first_wrong(value, kind) is None
@@ -138,9 +144,7 @@ def _convert_numbers(array: pa.Array) -> pa.Array:
 
 
 def _is_numeric(type: pa.DataType) -> bool:
-    return any(
-        test(type) for test in (pa.types.is_null, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
-    )
+    return any(test(type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
 
 
 def _holds_number(value: Any) -> bool:
@@ -172,8 +176,8 @@ def _holds_value(value: Any) -> bool:
 
 
 def _convert_flags(array: pa.Array) -> pa.Array:
-    if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
-        return array.cast(pa.bool_())
+    if pa.types.is_boolean(array.type):
+        return array
     numbers = _convert_numbers(array)
     if not pc.all(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0))).as_py():
         raise WrongValues
@@ -205,9 +209,10 @@ def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
 
 
 def _convert_text(array: pa.Array) -> pa.Array:
-    if not (pa.types.is_string(array.type) or pa.types.is_null(array.type)):
+    if not pa.types.is_string(array.type):
         raise WrongValues
-    return array.cast(pa.string())
+    array.validate(full=True)  # a file may call bytes text that are none
+    return array
 
 
 def _convert_names(array: pa.Array) -> pa.Array:

@@ -198,7 +198,8 @@ class _Import:
         for name in self._result.passes:
             contract = {"engine": None, "source": "import parquet", "path": self._source.url}
             self._recorder.add_contract(name, contract)
-        columns = {theirs for names in self._names.values() for theirs in names}
+        there = {theirs: ours for names in self._names.values() for theirs, ours in names.items()}
+        columns = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
         with self._progress("importing", self._source.num_bytes) as advance:
             for rows in self._source.batches(columns):
                 self._where = rows.file
