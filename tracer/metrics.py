@@ -39,6 +39,8 @@ def _check(value: Any, what: str) -> None:
             raise InvalidRecord(
                 f"{what}: got values of shape {tuple(value.shape)}; give one number, as their mean, or each a name"
             )
+        if not is_tensor(value) and value.dtype.kind in "OU":
+            _check(value.item(), what)
     elif isinstance(value, (Sequence, Set)):
         raise InvalidRecord(f"{what}: got {shown(value)}; give one number, as their mean, or each a name of its own")
     elif isinstance(value, int) and _float(value) is None:
@@ -47,15 +49,22 @@ def _check(value: Any, what: str) -> None:
 
 def metric_rows(step: int, values: Mapping[str, Any], logged_at: datetime, writer: str) -> pa.RecordBatch:
     """One row a value: numbers (tensors of one element too) as numbers, None as neither, anything else as text."""
-    numbers = [_number(value) for value in values.values()]
+    plain = [_plain(value) for value in values.values()]
+    numbers = [_number(value) for value in plain]
     texts = [
         None if number is not None or value is None else _text(value)
-        for number, value in zip(numbers, values.values(), strict=True)
+        for number, value in zip(numbers, plain, strict=True)
     ]
     count = len(numbers)
     columns = [[step] * count, [_text(name) for name in values], numbers, texts, [logged_at] * count, [writer] * count]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
+
+def _plain(value: Any) -> Any:
+    """What an array of one object or text holds; anything else as it is."""
+    holds_one = isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1
+    return value.item() if holds_one else value
 
 
 def _number(value: Any) -> float | None:

@@ -212,7 +212,7 @@ _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
 def _needed(dtype: np.dtype) -> str:
     if dtype.kind == "i":
         return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
-    return "a mask is 0 or False, or else 1 or True" if dtype.kind == "b" else f"give numbers that {dtype.name} holds"
+    return "a mask is 0 or 1, or False or True" if dtype.kind == "b" else f"give numbers that {dtype.name} holds"
 
 
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
@@ -236,8 +236,10 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
+        if values.dtype.kind == "b":
+            return values.copy()
         if dtype.kind == "b":
-            wrong = ~((values >= 0) & (values < np.inf)) if values.dtype.kind in "if" else np.zeros(len(values), bool)
+            wrong = ~((values >= 0) & (values < np.inf) & (np.floor(values) == values))
             out = values.astype(bool)
         else:
             out = values.astype(dtype)

@@ -114,14 +114,20 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
     """The error that names the first value of a column that is not of its kind."""
-    try:
-        values = given.to_pylist() if isinstance(given, pa.Array) else given
-    except UnicodeDecodeError as error:
-        return ImportFailed(f"{rows.file}: column {theirs!r} holds bytes that are no text in UTF-8 ({error.reason})")
+    values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
     return ImportFailed(f"{rows.file}: column {name} holds {type}, where each row needs {kind.wants}{found}")
+
+
+def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
+    """The values of a column as Python has them. Raises ImportFailed for text that is none."""
+    try:
+        return given.to_pylist() if isinstance(given, pa.Array) else given
+    except UnicodeDecodeError as error:
+        reason = f"holds bytes that are no text in UTF-8 ({error.reason})"
+        raise ImportFailed(f"{rows.file}: column {theirs!r} {reason}") from error
 
 
 def _odd(value: Any, kind: Kind) -> str:
@@ -154,7 +160,7 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     given: Any = rows.columns["value"]
     if rows.is_text:
         given = [SCORE.read_cell(cell) for cell in given]
-    values = plain(given).to_pylist() if isinstance(given, pa.Array) else given
+    values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
     kind = replace(SCORE, wants="a number or text", holds=lambda value: SCORE.holds(value) or TEXT.holds(value))
     if first_wrong(values, kind) is not None:
         type = _type_name(given.type) if isinstance(given, pa.Array) else "mixed values"

@@ -197,7 +197,8 @@ def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array],
         return whole.cast(type)
 
     def holds(value: Any) -> bool:
-        return _is_number(value) and math.isfinite(value) and value == int(value) and low <= int(value) <= high
+        whole = isinstance(value, int) or (_is_number(value) and math.isfinite(value) and value == int(value))
+        return whole and not isinstance(value, bool) and low <= int(value) <= high
 
     return convert, holds
 
