@@ -16,8 +16,10 @@ from .staging import to_numpy
 
 MIN_RUN = 2
 """Equal tokens at the edge of a row that may be padding: a model ends a response with one end token."""
-MIN_LONE_RUN = 4
-"""The same where only one row has them: a model repeats itself now and then."""
+MIN_LONGEST_RUN = 4
+"""The longest of them in a batch: responses differ in length by more than a model repeats a token by chance."""
+MIN_SHARE = 0.25
+"""Rows that have them: where lengths differ, most rows are shorter than the longest."""
 
 Warn = Callable[[str, str], None]
 """Called with a key, under which it warns once, and the sentence."""
@@ -72,7 +74,7 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
         token = tokens[counts.argmax()]
         padded = repeats & (edge_B == token)
         longest = int(run_B[padded].max())
-        if padded.sum() > 1 or longest >= MIN_LONE_RUN:
+        if padded.mean() >= MIN_SHARE and longest >= MIN_LONGEST_RUN:
             return (
                 f"{what}: {padded.sum()} of {len(cells)} rows {side} in up to {longest} repeats of token {token}, which "
                 f"looks like padding, and without {mask_name} every cell is recorded as a token; give that mask, or "

@@ -211,7 +211,7 @@ def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_padding_without_a_mask_is_pointed_at_once(recorder, side, kind):
-    rows = [[5, 6, 7, 8, 9, 4], [5, 6, 7, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
+    rows = [[5, 6, 7, 8, 9, 4], [5, 6, 0, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
     ids = kind([row if side == "right" else row[::-1] for row in rows])
     with pytest.warns(TimTraceWarning) as told:
         recorder.add_sequences(step=1, response_ids=ids)
@@ -219,7 +219,7 @@ def test_padding_without_a_mask_is_pointed_at_once(recorder, side, kind):
     (sentence,) = [str(warning.message) for warning in told]
     edge = "end" if side == "right" else "begin"
     assert sentence.startswith(
-        f"step 1, response_ids: 2 of 3 rows {edge} in up to 3 repeats of token 0, which looks like"
+        f"step 1, response_ids: 2 of 3 rows {edge} in up to 4 repeats of token 0, which looks like"
     )
     assert "give that mask, or lists without padding" in sentence
 
@@ -227,7 +227,8 @@ def test_padding_without_a_mask_is_pointed_at_once(recorder, side, kind):
 @pytest.mark.parametrize(
     "ids",
     [
-        [[5, 6, 7, 8], [5, 6, 7, 7], [1, 2, 3, 4]],  # a model repeats a token
+        [[5, 6, 7, 8], [5, 7, 7, 7], [1, 2, 3, 4]],  # a model repeats a token
+        [[5, 6, 7, 8, 9]] * 8 + [[5, 7, 7, 7, 7]] * 2,  # and goes on in some rows
         [[0, 0, 0, 0], [0, 0, 0, 0]],  # nothing says where a row would begin
         [[5, 6, 7, 2], [5, 6, 8, 2]],  # both end in the end token
     ],
