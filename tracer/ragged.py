@@ -192,7 +192,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one a sequence")
     valid = None
     # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
-    if isinstance(row, (list, tuple)) and any(item is None for item in row):
+    if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
         if dtype.kind != "f":
             raise InvalidRecord(f"{what}: row {index}, token {int(valid.argmin())} is None; {_needed(dtype)}")
@@ -203,6 +203,13 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_needed(dtype)}")
     return array, valid
+
+
+def _has_none(row: Sequence[Any]) -> bool:
+    try:
+        return None in row
+    except (TypeError, ValueError, RuntimeError):  # arrays in it have no one truth
+        return any(item is None for item in row)
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
@@ -236,29 +243,28 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
-        if values.dtype.kind == "b":
-            return values.copy()
-        if dtype.kind == "b":
-            wrong = ~((values >= 0) & (values < np.inf) & (np.floor(values) == values))
-            out = values.astype(bool)
-        else:
-            out = values.astype(dtype)
-            wrong = _changed(values, out)
-    if wrong.any():
+        out = values.astype(dtype)
+        if values.dtype == dtype and dtype.kind != "i":
+            return out
+        wrong = _wrong(values, out)
+    if wrong is not None and wrong.any():
         first = int(wrong.argmax())
         raise InvalidRecord(f"{what}: {place(first)} is {values[first]}; {_needed(dtype)}")
     return out
 
 
-def _changed(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """[N] where copying did more to a value than to round it to float32."""
-    if out.dtype.kind == "i":
-        # A float that is too large may have been rounded before it came here.
-        exact = 2 ** (np.finfo(values.dtype).nmant + 1) if values.dtype.kind == "f" else np.iinfo(out.dtype).max
-        return np.asarray(~((values >= 0) & (values <= min(exact, np.iinfo(out.dtype).max)) & (values == out)))
-    if values.dtype.kind == "f":
-        return np.asarray(np.isfinite(values) & ~np.isfinite(out))
-    return np.asarray(values != out)
+def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
+    """[N] where a value is not what it became: no token id, no flag, or more than rounded; None where it nowhere is."""
+    is_float = values.dtype.kind == "f"
+    if out.dtype.kind == "f":
+        return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
+    most = np.iinfo(out.dtype).max if out.dtype.kind == "i" else np.inf
+    if is_float and out.dtype.kind == "i":
+        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger one may have been rounded before it came
+    if not is_float and (not len(values) or (values.min() >= 0 and values.max() <= most)):
+        return None
+    whole = np.floor(values) == values if is_float else True
+    return np.asarray(~((values >= 0) & (values <= most) & (values < np.inf) & whole))
 
 
 _Place = Callable[[int], str]
