@@ -116,7 +116,7 @@ class Recorder:
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
         """A recorder for what a framework or a file holds: a logprob above 0 is a finding there, not the caller's mistake.
 
-        `ordered` says that steps do not go back.
+        Nor are a logged value of any form, kept as text, and what comes after the end. `ordered` says that steps do not go back.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -436,9 +436,9 @@ class Recorder:
 
     def _refuse_repeated(self, step: int, seq_ids: list[str]) -> None:
         """Raise InvalidRecord for a name that comes twice, before any of them counts as known."""
-        seen = set(self._seq_ids.get(step, ()))
+        known, seen = self._seq_ids.get(step, ()), set[str]()
         for name in seq_ids:
-            if name in seen:
+            if name in known or name in seen:
                 raise InvalidRecord(
                     f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
                 )
@@ -626,21 +626,24 @@ class Recorder:
             self._raise_earlier()
             if staged.wait:
                 staged.start()
+                self.writer.submit(lambda: append(checked()), staged.num_bytes)
+            else:
+                prepared = prepare()
+                self.writer.submit(lambda: append(prepared), staged.num_bytes)
         except Exception as error:
             refused(error)
             raise
-        if staged.wait:
-            self.writer.submit(lambda: append(checked()), staged.num_bytes)
-        else:
-            prepared = checked()
-            self.writer.submit(lambda: append(prepared), staged.num_bytes)
 
     def _raise_earlier(self) -> None:
-        """Raise what was found wrong with the device tensors of an earlier call."""
+        """Raise what was found wrong with the device tensors of an earlier call, and for a recorder that is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
             raise InvalidRecord(f"{error} [of an earlier call: this one recorded nothing, make it again]") from error
+        if self._checks_logprobs and self.writer.state.state == CLOSED:
+            raise InvalidRecord(
+                f"{self.folder}: the recorder is closed, and nothing more is recorded; open another one"
+            )
 
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:

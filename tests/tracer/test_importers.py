@@ -296,6 +296,17 @@ def test_an_error_of_the_writing_thread_is_the_import_s(tmp_path, monkeypatch, c
     assert not (tmp_path / "run").exists()
 
 
+def test_a_disk_that_is_full_from_the_start_is_the_import_s_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_json(tmp_path / "dump.jsonl", [ROW])
+    monkeypatch.setattr("tim_trace.tracer.writer.TraceWriter.save_state", full)
+    with pytest.raises(ImportFailed, match=r"run: could not be imported to \(\[Errno 28\] No space left on device\)"):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failing_import_leaves_the_trace_that_force_would_replace(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW])
     import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")

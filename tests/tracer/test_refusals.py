@@ -6,12 +6,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidRecord, TimTraceWarning
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer import staging
 from tim_trace.tracer.dense import TopK
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
+from tim_trace.tracer.writer import TraceWriter
 
 RESPONSES = [[1, 2], [3]]
 PADDED = np.array([[1, 2], [3, 0]])
@@ -375,6 +377,26 @@ def test_none_is_a_metric_that_was_not_recorded(recorder):
     recorder.close()
     found = table(recorder, "metrics", "name", "value", "text")
     assert found == [("kl", None, None), ("flag", 1.0, None), ("one", 1.0, None)]
+
+
+def test_what_a_framework_logs_is_kept_in_every_form(tmp_path):
+    Recorder(tmp_path / "run", join=True).close()
+    with Recorder.of_writer(TraceWriter(tmp_path / "run"), Capture()) as recorder:
+        recorder.add_metrics(1, {"nested": {"a": 1}, "several": [1.0, 2.0], "large": 10**400, "odd": "\ud800"})
+    recorder.add_metrics(2, {"late": 1.0})
+    found = dict(table(recorder, "metrics", "name", "text"))
+    assert found == {"nested": "{'a': 1}", "several": "[1.0, 2.0]", "large": str(10**400), "odd": "\\ud800"}
+
+
+def test_a_closed_recorder_takes_nothing_in_silence(recorder):
+    added = recorder.add_sequences(step=1, response_ids=[[1]])
+    recorder.close()
+    with pytest.raises(InvalidRecord, match="the recorder is closed, and nothing more is recorded; open another one"):
+        recorder.add_scores("train", added, logprobs=[[-1.0]])
+    with pytest.raises(InvalidRecord, match="the recorder is closed"):
+        recorder.add_sequences(step=2, response_ids=[[1]])
+    with pytest.raises(InvalidRecord, match="the recorder is closed"):
+        recorder.add_metrics(2, {"loss": 1.0})
 
 
 def test_what_is_added_has_its_own_type(recorder):

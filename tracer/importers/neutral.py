@@ -19,7 +19,7 @@ import numpy as np
 from ... import __version__
 from ...schemas.capture import Capture
 from ...schemas.clock import now
-from ...schemas.errors import ImportFailed, InvalidRecord
+from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.layout import MANIFEST, TEMPORARY_PREFIX
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
@@ -143,8 +143,10 @@ def _new_trace(output: str | os.PathLike[str], manifest: Manifest, force: bool) 
             for entry in folder.iterdir():
                 os.replace(entry, final / entry.name)
             folder.rmdir()
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, TimTraceError):
+            raise ImportFailed(f"{output}: could not be imported to ({error})") from error
         raise
 
 
