@@ -45,7 +45,7 @@ class Batch:
 
     def check(self, folder: Path) -> None:
         """Raise InvalidRecord unless its sequences were recorded, in this trace."""
-        if self.folder is not None and self.folder != folder:
+        if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
                 f"step {self.step}: the batch was recorded in {self.folder}, and this recorder writes {folder}; add its "
                 "scores with the recorder that gave it"

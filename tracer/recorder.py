@@ -116,7 +116,8 @@ class Recorder:
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
         """A recorder for what a framework or a file holds: a logprob above 0 is a finding there, not the caller's mistake.
 
-        Nor are a logged value of any form, kept as text, and what comes after the end. `ordered` says that steps do not go back.
+        A logged value of any form is kept there, as text where it is no number, and what comes after the end is passed
+        over. `ordered` says that steps do not go back.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture

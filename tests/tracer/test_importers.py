@@ -205,8 +205,8 @@ WRONG = [
     ("reward", "high", "a number", ": 'high'"),
     ("reward", [1.0], "a number", ": [1.0]"),
     ("reward", {"right": 1.0}, "a number", ": {'right': 1.0}"),
-    ("advantage", "high", "a number, or a list of numbers", ": 'high'"),
-    ("advantage", ["x", "y", "z"], "a number, or a list of numbers", ", element 0: 'x'"),
+    ("advantage", "high", "a number, or each a list of numbers", ": 'high'"),
+    ("advantage", ["x", "y", "z"], "a number, or each a list of numbers", ", element 0: 'x'"),
     ("temperature", "0.7", "a number", ": '0.7'"),
     ("temperature", True, "a number", ": True"),
     ("top_p", [0.9], "a number", ": [0.9]"),
@@ -383,6 +383,13 @@ def test_null_cells_are_not_recorded_row_by_row(tmp_path):
         ("entropy", True, ROW["entropy"]),
         ("none", False, None),
     ]
+
+
+def test_advantages_are_numbers_or_lists_and_not_both(tmp_path):
+    write_json(tmp_path / "dump.jsonl", [ROW, ROW | {"seq_id": "b", "advantage": [0.5, 0.25, -1.0]}])
+    message = "'advantage' holds mixed values, where each row needs a number, or each a list of numbers"
+    with pytest.raises(ImportFailed, match=message):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
 
 def test_a_list_of_advantages_may_miss_in_some_rows(tmp_path):

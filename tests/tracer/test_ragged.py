@@ -37,6 +37,16 @@ def test_taking_rows_takes_their_cells(mask, data):
     assert flat.values.tolist() == cells[rows][mask[rows]].tolist()
 
 
+@given(st.lists(st.lists(st.none() | st.floats(width=32), max_size=4), max_size=6), st.data())
+def test_taking_lists_takes_their_values(lists, data):
+    rows = data.draw(st.permutations(range(len(lists))))[: data.draw(st.integers(0, len(lists)))]
+    taken = flatten(lists, np.float32, None, "x").take(np.array(rows, int))
+    expected = flatten([lists[row] for row in rows], np.float32, None, "x")
+    assert taken.lengths.tolist() == expected.lengths.tolist()
+    assert np.array_equal(taken.values, expected.values, equal_nan=True)
+    assert taken.num_known == expected.num_known == sum(value is not None for row in rows for value in lists[row])
+
+
 def test_a_flattened_batch_is_a_copy():
     cells = np.zeros((2, 3), np.float32)
     flat = flatten(cells, np.float32, None, "x")

@@ -346,6 +346,12 @@ def test_scores_go_to_the_recorder_that_gave_the_batch(tmp_path):
         one.add_scores("train", added, logprobs=[[-1.0]])
 
 
+def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with Recorder(tmp_path / "run", join=True) as one, Recorder(tmp_path / "link" / "run", join=True) as other:
+        other.add_scores("train", one.add_sequences(step=1, response_ids=[[1]]), logprobs=[[-1.0]])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -92,7 +92,7 @@ def either(kind: Kind, other: Kind) -> Kind:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
 
     return Kind(
-        wants=f"{kind.wants}, or {other.wants}",
+        wants=f"{kind.wants}, or each {other.wants}",
         type=kind.type,
         convert=convert,
         holds=lambda value: kind.holds(value) or other.holds(value),
