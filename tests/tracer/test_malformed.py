@@ -15,7 +15,7 @@ from tim_trace.tracer import staging
 from tim_trace.tracer.importers.neutral import KNOWN, PASSES, import_parquet
 from tim_trace.tracer.recorder import Recorder
 
-NUM_IMPORTS, NUM_CALLS = 80, 200
+NUM_IMPORTS, NUM_CALLS = 50, 200
 """Cases of each form of file, and of host and of device tensors."""
 NAN, INF = float("nan"), float("inf")
 
