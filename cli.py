@@ -165,19 +165,24 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
 @click.argument("format", type=click.Choice(["parquet"]))
 @click.argument("path")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
+@click.option(
+    "--map", multiple=True, metavar="THEIRS=OURS",
+    help="Read the column THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
-def import_(format: str, path: str, output: str, force: bool) -> None:
+def import_(format: str, path: str, output: str, map: Sequence[str], force: bool) -> None:
     """Make a trace of another tool's files.
 
-    FORMAT parquet is the neutral way in: one row a sequence, in Parquet or JSON lines, with the columns step,
+    FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
-    PATH is a file, a folder or a pattern.
+    PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
     """
     from .analysis.stats import comparable_pair
     from .analysis.sums import summarize
+    from .tracer.importers.mapping import parse_map
     from .tracer.importers.neutral import import_parquet
 
-    imported = import_parquet(path, output=output, force=force, progress=_progress)
+    imported = import_parquet(path, output=output, map=parse_map(map), force=force, progress=_progress)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
@@ -943,16 +948,20 @@ def _stats_command(output: str, pair: str | None) -> str:
 
 
 def _brought_in(output: str, imported: Any, pair: str | None) -> str:
+    from .tracer.importers.rowbatch import listed_names
+
     holes, parts = imported.placeholders, []
     if holes.total:
         parts.append(
             f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside of "
             f"the mask, {holes.all_zero:,} in lists of zeros)"
         )
+    if holes.certain:
+        parts.append(f"{holes.certain:,} values of lists of zeros were kept: another pass is as certain there")
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} logprobs lie above 0 and were kept: they are no log-probabilities")
     if imported.ignored_columns:
-        parts.append(f"columns passed over: {', '.join(imported.ignored_columns)}")
+        parts.append(f"columns passed over: {listed_names(imported.ignored_columns)}")
     lines = [
         f"imported {imported.num_sequences:,} sequences, {imported.num_tokens:,} response tokens, "
         f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes)}",

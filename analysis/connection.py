@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import atexit
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod, WeakSet
 
 import duckdb
 import pyarrow as pa
@@ -14,6 +16,8 @@ from ..schemas.errors import TimTraceError
 Explain = Callable[[Exception], TimTraceError | None]
 """What an error says of the traces; None for one that says nothing of them, and is a bug."""
 
+
+Parameters = Sequence[Any] | Mapping[str, Any] | None
 
 _NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
@@ -27,14 +31,15 @@ class Connection:
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
-        self._explain = explain
+        self._explain = WeakMethod(explain)  # it is a method of who holds this
+        _open.add(raw)
 
-    def execute(self, query: Any, parameters: Sequence[Any] | None = None) -> Result:
+    def execute(self, query: Any, parameters: Parameters = None) -> Result:
         """Run statements, and return the last one's rows."""
         with self.explained():
             return Result(self.raw.execute(query, parameters), self)
 
-    def sql(self, query: str, params: Sequence[Any] | None = None) -> Result:
+    def sql(self, query: str, params: Parameters = None) -> Result:
         """A query whose rows are computed when they are asked for."""
         with self.explained():
             return Result(self.raw.sql(query, params=params), self)
@@ -45,12 +50,26 @@ class Connection:
         try:
             yield
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if isinstance(error, _NOT_OF_FILES) or (told := self._explain(error)) is None:
+            if isinstance(error, _NOT_OF_FILES) or (told := self._told(error)) is None:
                 raise
             raise told from error
 
+    def _told(self, error: Exception) -> TimTraceError | None:
+        explain = self._explain()
+        return None if explain is None else explain(error)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
+
+
+_open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open before the interpreter ends: DuckDB's threads read through Python, and abort the process then."""
+    for connection in list(_open):
+        connection.close()
 
 
 class Result:

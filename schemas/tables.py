@@ -259,7 +259,12 @@ METRICS_TABLE = Table(
         Column(
             name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"
         ),
-        Column(name="text", type=pa.string(), doc="the value, where it is not a number", null="the value is a number"),
+        Column(
+            name="text",
+            type=pa.string(),
+            doc="the value, where it is not a number",
+            null="the value is a number, or was None",
+        ),
         Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
         _ATTEMPT,
         _WRITER,

@@ -100,6 +100,15 @@ def as_first_format(path):
     (path / "trace.json").write_text(json.dumps(manifest))
     for file in (path / "writers").iterdir():
         state = json.loads(file.read_text())
-        for name in ("checksum", "files", "journals", "attempt", "attempt_key", "boot_id", "pid_namespace", "process_start"):
+        for name in (
+            "checksum",
+            "files",
+            "journals",
+            "attempt",
+            "attempt_key",
+            "boot_id",
+            "pid_namespace",
+            "process_start",
+        ):
             del state[name]
         file.write_text(json.dumps(state))

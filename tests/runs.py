@@ -41,7 +41,9 @@ def program(name, *arguments, capture=None, fraction="1.0", env=(), options=()):
     else:
         done = run(*command, env=dict(env), cwd=folder)
     if done.code and "died unexpectedly (exit code: -4)" in done.stdout + done.stderr:
-        pytest.skip("vLLM's worker dies of an illegal instruction here, bare as well: CPUs with AMX, in a process of its own")
+        pytest.skip(
+            "vLLM's worker dies of an illegal instruction here, bare as well: CPUs with AMX, in a process of its own"
+        )
     assert done.code == 0, done.stderr[-3000:]
     return Run(done, json.loads((folder / "result.json").read_text()), folder / "run" if capture else None)
 

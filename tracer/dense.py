@@ -5,7 +5,7 @@ Shapes: N rows (one a response token of a captured sequence), K kept tokens, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile
+from ..schemas.errors import InvalidRecord
 from .dense_group import BFLOAT16, open_dense, parsed
 from .journal import DENSE_SCHEMA
 from .staging import is_tensor
@@ -103,6 +104,15 @@ def _joined(arrays: Sequence[Any]) -> Any:
 
         return torch.cat(list(arrays))
     return np.concatenate(arrays)
+
+
+def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
+    """Raise InvalidRecord unless each array of captured distributions has one row a token."""
+    wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
+    if wrong:
+        raise InvalidRecord(
+            f"{what}: distributions with {wrong} rows for {num_tokens} response tokens of the captured sequences"
+        )
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:

@@ -192,7 +192,7 @@ def _message_end(content: memoryview, start: int) -> int | None:
     prefix = content[start : start + _PREFIX.size]
     if _checksum(prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
         raise ValueError("its checksum differs")
-    return stop
+    return int(stop)
 
 
 def _checksum(prefix: bytes | memoryview, metadata: memoryview, body: memoryview) -> bytes:

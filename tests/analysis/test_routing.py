@@ -116,7 +116,10 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
 
     make_routed(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "dense")
-    with pytest.warns(DamageWarning, match="is missing"), pytest.raises(DamagedTrace, match="is not there; scores name it"):
+    with (
+        pytest.warns(DamageWarning, match="is missing"),
+        pytest.raises(DamagedTrace, match="is not there; scores name it"),
+    ):
         stats(tmp_path / "run")
 
 
