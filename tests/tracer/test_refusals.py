@@ -472,7 +472,7 @@ def test_a_refused_batch_does_not_move_the_step_on_and_keeps_no_name(recorder):
 def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         bad = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [-3, 4]]))
-        recorder.flush()
+        recorder.writer._worker.drain()
         with pytest.raises(
             InvalidRecord, match=r"row 1, token 0 is -3.*\[of an earlier call: this one recorded nothing"
         ):
@@ -513,7 +513,7 @@ def test_device_scores_that_are_wrong_may_come_again(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))
         recorder.add_scores("train", added, logprobs=torch.full((2, 2), 0.5))
-        recorder.flush()
+        recorder.writer._worker.drain()
         with pytest.raises(InvalidRecord, match="a log-probability is at most 0"):
             recorder.add_scores("train", added, logprobs=torch.full((2, 2), -1.0))
         recorder.add_scores("train", added, logprobs=torch.full((2, 2), -1.0), policy_version=torch.tensor(3))
