@@ -11,6 +11,7 @@ import sys
 
 import demo
 import gradients
+import integrity
 import judging
 import likeness
 import memory
@@ -26,6 +27,7 @@ import writing
 
 BENCHMARKS = {
     "writing": writing.compare,
+    "integrity": integrity.compare,
     "querying": querying.compare,
     "likeness": likeness.compare,
     "judging": judging.compare,

@@ -31,7 +31,7 @@ def compare():
                     pass
                 taken["same"].append(seconds(watcher.look))
                 record(live, number, make_step(number, num_sequences=50))
-                live.writer.drain()
+                live.flush()
                 taken["step"].append(seconds(watcher.look))
     over = "time over that of a bare pass,"
     yield Comparison(what=f"{over} first look", values=ratios(taken["first"], taken["bare"]), at_most=5)

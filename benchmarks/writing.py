@@ -94,5 +94,5 @@ def _caller_ns(step, num_steps=5):
             start = time.perf_counter()
             record(recorder, number, step, tensors)
             spent += time.perf_counter() - start
-            recorder.writer.drain()
+            recorder.flush()
     return 1e9 * spent / (num_steps * step.num_tokens)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tim_trace.schemas.contract import contract_hash
 from tim_trace.tracer.recorder import Recorder
 
 ROOT = Path(__file__).parent.parent
@@ -112,3 +115,22 @@ def as_first_format(path):
         ):
             del state[name]
         file.write_text(json.dumps(state))
+
+
+def change_contract(path, pass_name, change):
+    """Turn a trace into one of format 1 whose pass has the contract that `change` makes of its own."""
+    as_first_format(path)
+    names = {}
+    for file in (path / "passes" / pass_name).iterdir():
+        content = json.loads(file.read_text())
+        content["contract"] = change(content["contract"])
+        names[file.stem] = contract_hash(content["contract"])
+        file.unlink()
+        file.with_stem(names[file.stem]).write_text(json.dumps(content))
+    for file in (path / "scores").iterdir():
+        table = pq.read_table(file)
+        place = table.column_names.index("contract")
+        hashes = [names.get(name, name) for name in table["contract"].to_pylist()]
+        pq.write_table(
+            table.set_column(place, table.schema.field(place), pa.array(hashes, table.schema.field(place).type)), file
+        )

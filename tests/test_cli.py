@@ -24,6 +24,7 @@ from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.triangulate import triangulate
+from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watch import watch
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
@@ -50,6 +51,7 @@ TWINS = {
     "attribute": attribute,
     "objective": objective,
     "weights": weights,
+    "verify": verify,
     "triangulate": triangulate,
     "gradient": gradient,
     "replay": replay,

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import make_trace
+from builders import as_first_format, make_trace
 from click.testing import CliRunner
 from runs import train
 from tim_trace import cli
@@ -346,6 +346,7 @@ def test_what_was_not_reproduced_is_said_with_both_numbers(loop):
 def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
+    as_first_format(trace)
     for path in trace.glob("writers/*"):
         path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.5'))
     (step,) = gradient(trace, steps="3").steps
@@ -356,6 +357,7 @@ def test_dropout_is_named_where_the_recording_drew_it(loop, tmp_path):
 def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, tmp_path):
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
+    as_first_format(trace)
     for path in trace.glob("metrics/*.parquet"):
         table = pq.read_table(path)
         pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
@@ -396,6 +398,7 @@ def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
 
     trace = tmp_path / "run"
     shutil.copytree(loop[0], trace)
+    as_first_format(trace)
     for path in trace.glob("metrics/*.parquet"):
         table = pq.read_table(path)
         pq.write_table(table.filter([not name.startswith("hyper") for name in table["name"].to_pylist()]), path)

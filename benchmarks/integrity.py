@@ -1,0 +1,130 @@
+"""What checksums cost: writing, opening and reading a trace with and without them."""
+
+import json
+import shutil
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import duckdb
+import pyarrow.parquet as pq
+from comparison import Comparison, in_turn, ratios
+from steps import make_step, record
+from tim_trace.analysis.database import connect
+from tim_trace.analysis.stats import stats
+from tim_trace.analysis.verify import verify
+from tim_trace.schemas.checksums import SealedFile
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.verified_file import VerifiedFile
+
+NUM_STEPS = 16
+ROUNDS = 9
+SCAN = "SELECT pass, sum(list_sum(logprobs)), count(*) FROM scores GROUP BY pass"
+
+
+def compare():
+    """16 million tokens, and one of 800 small files of 8 writers."""
+    steps = [make_step(number % 4) for number in range(NUM_STEPS)]
+    short = [make_step(number % 4, longest=180) for number in range(NUM_STEPS)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace, bare, small = (Path(folder, name) for name in ("trace", "bare", "small"))
+        for what, recorded in (("long responses", steps), ("short responses", short)):
+            taken = in_turn(
+                ROUNDS,
+                checked=lambda recorded=recorded: _record(recorded, trace),
+                bare=lambda recorded=recorded: _record_bare(recorded, bare),
+            )
+            yield _at_most_three_percent(f"time to record, {what}", taken)
+        _record(steps, trace)
+        _record_many(small)
+        first = Path(folder, "first")
+        _copy_without_accounts(small, first)
+        taken = in_turn(ROUNDS, checked=lambda: _open(small), bare=lambda: _open(first))
+        yield _at_most_three_percent("time to open 800 files and count their rows", taken)
+        taken = in_turn(ROUNDS, checked=lambda: _scan(trace), bare=lambda: _scan_bare(trace))
+        yield _at_most_three_percent("time to sum 48 million logprobs in SQL, over DuckDB by itself", taken)
+        taken = in_turn(ROUNDS, checked=lambda: _stats(trace), bare=lambda: _stats_bare(trace))
+        yield _at_most_three_percent("time of `stats`, reading tokens", taken)
+        taken = in_turn(3, verify=lambda: verify(trace), scan=lambda: _scan(trace))
+        yield Comparison(what="time of `verify` over that sum", values=ratios(taken["verify"], taken["scan"]))
+
+
+def _at_most_three_percent(what, taken):
+    return Comparison(what=f"{what}, over that without", values=ratios(taken["checked"], taken["bare"]), at_most=1.03)
+
+
+def _record(steps, folder):
+    with Recorder(folder, force=True) as recorder:
+        for number, step in enumerate(steps, 1):
+            record(recorder, number, step)
+
+
+def _record_many(folder):
+    """800 files of 8 writers."""
+    step = make_step(0, num_sequences=8, longest=64)
+    with ExitStack() as recorders:
+        for writer in range(8):
+            recorder = recorders.enter_context(Recorder(folder, join=True))
+            recorder.writer.segments.seal_bytes = 1
+            for number in range(25):
+                record(recorder, 25 * writer + number + 1, step)
+
+
+def _copy_without_accounts(trace, folder):
+    """The same files as a trace of format 1, whose writers keep no account of them: nothing can be compared at opening."""
+    shutil.copytree(trace, folder)
+    for path in (folder / "trace.json", *(folder / "writers").iterdir()):
+        content = json.loads(path.read_text())
+        for name in ("checksum", "files", "journals"):
+            content.pop(name, None)
+        path.write_text(json.dumps(content | ({"format_version": 1} if path.name == "trace.json" else {})))
+
+
+def _record_bare(steps, folder):
+    """Record without any checksum: neither of journals, of pages, of blocks nor of files."""
+    with (
+        patch("tim_trace.tracer.journal._checksum", lambda *parts: bytes(16)),
+        patch("tim_trace.tracer.seal.write_checked", _write_bare),
+    ):
+        _record(steps, folder)
+
+
+def _write_bare(path, identity, schema, parts, **options):
+    num_rows = 0
+    with pq.ParquetWriter(path, schema, **options) as writer:
+        for part in parts:
+            writer.write_table(part, row_group_size=max(part.num_rows, 1))
+            num_rows += part.num_rows
+    return SealedFile(num_bytes=path.stat().st_size, hash="0" * 32, num_rows=num_rows, footer="0" * 16)
+
+
+@contextmanager
+def _uncompared():
+    """Blocks are read and not compared."""
+    with patch.object(VerifiedFile, "_read", lambda self, start, stop: self._fetch(start, stop)):
+        yield
+
+
+def _open(folder):
+    return connect(folder).execute("SELECT count(*) FROM scores").fetchall()
+
+
+def _scan(folder):
+    return connect(folder).execute(SCAN).fetchall()
+
+
+def _scan_bare(folder):
+    connection = duckdb.connect()
+    connection.execute(f"CREATE VIEW scores AS FROM '{folder}/scores/*.parquet'")
+    return connection.execute(SCAN).fetchall()
+
+
+def _stats(folder):
+    shutil.rmtree(folder / "sums", ignore_errors=True)
+    return stats(folder)
+
+
+def _stats_bare(folder):
+    with _uncompared():
+        return _stats(folder)
