@@ -40,6 +40,7 @@ class Place(NamedTuple):
     group: str
     contract: str | None
     policy_version: int | None
+    attempt: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class _Opened:
     @property
     def head(self) -> Any:
         dtype = self.group.arrays[HIDDEN].dtype
-        return self.heads.head(self.contract, self.place.policy_version, dtype)
+        return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
         """The distributions that the pass's logprobs are of: logits are divided by the contract's temperature."""
@@ -92,7 +93,7 @@ class DistributionPairs:
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """A list of measures a row.
 
-        Columns: run, number of tokens, and for a and b: group, first row, contract, policy version.
+        Columns: run, number of tokens, and for a and b: group, first row, contract, policy version, attempt.
         """
         with self._lock:
             try:
@@ -109,13 +110,13 @@ class DistributionPairs:
         pieces: dict[tuple[Place, Place], list[int]] = {}
         for row, name in enumerate(run):
             pair = tuple(
-                Place(name, side[0][row], *(part[row] for part in side[2:])) for side in (sides[:4], sides[4:])
+                Place(name, side[0][row], *(part[row] for part in side[2:])) for side in (sides[:5], sides[5:])
             )
             pieces.setdefault(pair, []).append(row)  # type: ignore[arg-type]
         for (place_a, place_b), rows in pieces.items():
             rows_a, rows_b, out = (
                 np.concatenate([first[row] + np.arange(count[row]) for row in rows])
-                for first in (sides[1], sides[5], offsets)
+                for first in (sides[1], sides[6], offsets)
             )
             self._compare_rows(self._opened(place_a), self._opened(place_b), rows_a, rows_b, out, found)
         return pa.ListArray.from_arrays(pa.array(offsets), found.to_arrow())

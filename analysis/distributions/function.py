@@ -12,8 +12,8 @@ from ..source import Source
 from .measures import MEASURES
 
 _FUNCTION = "compare_distributions"
-_PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT")
-"""Group, first row, contract, policy version."""
+_PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
+"""Group, first row, contract, policy version, attempt."""
 
 
 class ComparedDistributions:
@@ -37,16 +37,17 @@ class ComparedDistributions:
 
         def compare(
             run: Any, count: Any,
-            group_a: Any, start_a: Any, contract_a: Any, version_a: Any,
-            group_b: Any, start_b: Any, contract_b: Any, version_b: Any,
+            group_a: Any, start_a: Any, contract_a: Any, version_a: Any, attempt_a: Any,
+            group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
         ) -> Any:  # fmt: skip
             if self._pairs is None:
                 from .captured import DistributionPairs
 
                 self._pairs = DistributionPairs(self._sources)
             return self._pairs(
-                run, count, group_a, start_a, contract_a, version_a, group_b, start_b, contract_b, version_b
-            )
+                run, count, group_a, start_a, contract_a, version_a, attempt_a,
+                group_b, start_b, contract_b, version_b, attempt_b,
+            )  # fmt: skip
 
         fields = ", ".join(f"{name} {type}" for name, type in MEASURES.items())
         connection.create_function(

@@ -58,23 +58,23 @@ class Heads:
         self._weights: Any = None
         self._held: tuple[Any, Head] | None = None
 
-    def head(self, contract: Mapping[str, Any], version: int | None, hidden_dtype: str) -> Head:
-        """The head that a contract's `head` describes. Raises WeightsMissing, DamagedTrace."""
+    def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
+        """The head that a contract's `head` describes, of a version in an attempt at training. Raises WeightsMissing, DamagedTrace."""
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(f"{self.store.url}: a contract does not say which head projects its hidden states")
         if version is None:
             raise WeightsMissing(f"{self.store.url}: scores of hidden states without a policy version have no head")
-        key = (version, hidden_dtype, repr(sorted(described.items())))
+        key = (version, attempt, hidden_dtype, repr(sorted(described.items())))
         if self._held is None or self._held[0] != key:
             self._held = None
-            self._held = (key, self._load(described, version, described["projection_dtype"] or hidden_dtype))
+            self._held = (key, self._load(described, version, attempt, described["projection_dtype"] or hidden_dtype))
         return self._held[1]
 
-    def _load(self, described: Mapping[str, Any], version: int, dtype: str) -> Head:
+    def _load(self, described: Mapping[str, Any], version: int, attempt: int | None, dtype: str) -> Head:
         if self._weights is None:
             self._weights = open_weights(self.store)
-        tensors = self._weights.load(version)
+        tensors = self._weights.load(version, attempt)
 
         def values(names: list[str]) -> Array:
             name = next((name for name in names if name in tensors), None)

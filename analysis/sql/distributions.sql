@@ -10,17 +10,17 @@ CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
                unnest(coalesce(response_mask[first + 1 : first + num_tokens],
                                list_resize([]::BOOLEAN[], num_tokens, true))) AS mask,
                unnest(compare_distributions(run, num_tokens,
-                                            dense_a, start_a + first, contract_a, policy_version_a,
-                                            dense_b, start_b + first, contract_b, policy_version_b)) AS measured
+                                            dense_a, start_a + first, contract_a, policy_version_a, attempt_a,
+                                            dense_b, start_b + first, contract_b, policy_version_b, attempt_b)) AS measured
         FROM (
             SELECT s.run, s.step, s.seq_id, s.group_id,
                    scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
                    s.response_ids, s.response_mask, pieces.first,
                    least(s.num_response_tokens - pieces.first, 128)::BIGINT AS num_tokens,
                    scores_a.dense AS dense_a, scores_a.dense_start AS start_a, scores_a.contract AS contract_a,
-                   scores_a.policy_version AS policy_version_a,
+                   scores_a.policy_version AS policy_version_a, scores_a.attempt AS attempt_a,
                    scores_b.dense AS dense_b, scores_b.dense_start AS start_b, scores_b.contract AS contract_b,
-                   scores_b.policy_version AS policy_version_b
+                   scores_b.policy_version AS policy_version_b, scores_b.attempt AS attempt_b
             FROM sequences AS s
             JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
             JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id,

@@ -14,7 +14,7 @@ from tim_trace.analysis.distributions.summary import distributions
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, NothingToCompare
-from tim_trace.tracer.dense import Logits, TopK
+from tim_trace.tracer.dense import Hidden, Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
 
@@ -158,7 +158,8 @@ def test_the_function_reads_nothing_but_the_trace_s_own_groups(tmp_path):
     record(tmp_path / "other", Logits(logits=logits(0)), Logits(logits=logits(1)))
     (theirs,) = (tmp_path / "other" / "dense").iterdir()
     (own,) = (trace / "dense").iterdir()
-    call = "SELECT compare_distributions('run', 1::BIGINT, {0}, 0::BIGINT, NULL, NULL, {0}, 0::BIGINT, NULL, NULL)"
+    place = "{0}, 0::BIGINT, NULL, NULL, NULL"
+    call = f"SELECT compare_distributions('run', 1::BIGINT, {place}, {place})"
     assert sql(trace, call.format(f"'{own.name}/train'")).rows[0][0][0]["tv"] == 0.0
     for group in (
         f"'{own.name}/../../../other/dense/{theirs.name}/train'",
@@ -168,6 +169,32 @@ def test_the_function_reads_nothing_but_the_trace_s_own_groups(tmp_path):
     ):
         with pytest.raises(InvalidQuery):
             sql(trace, call.format(group))
+
+
+def test_hidden_states_are_projected_by_the_weights_of_their_own_attempt(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    heads = [torch.randn(VOCAB, 4, generator=draw) for _ in range(2)]
+    hidden = torch.randn(3, 4, generator=draw)
+    described = {
+        "weight": ["lm_head.weight"], "bias": None, "weight_dtype": "float32", "projection_dtype": None,
+        "scale": None, "softcap": None, "logits_dtype": None,
+    }  # fmt: skip
+    for attempt, head in enumerate(heads, 1):
+        with Recorder(tmp_path / "run", resume=attempt > 1) as recorder:
+            recorder.add_weights(0, {"lm_head.weight": head})  # both attempts come to version 0, with other weights
+            added = recorder.add_sequences(step=attempt, response_ids=[[1, 2, 3]], policy_version=0)
+            recorder.add_contract("train", {"head": described})
+            recorder.add_scores(
+                "train", added, logprobs=[[-1.0] * 3], distribution=Hidden(hidden=hidden), captured_rows=[0]
+            )
+            logits = hidden @ head.T
+            recorder.add_scores(
+                "rollout", added, logprobs=[[-1.0] * 3], distribution=Logits(logits=logits), captured_rows=[0]
+            )
+    found = connect(tmp_path / "run").sql(
+        "SELECT step, max(tv) FROM pair_distributions('train', 'rollout') GROUP BY step"
+    )
+    assert [tv < 1e-6 for _, tv in sorted(found.fetchall())] == [True, True]
 
 
 def test_without_captures_there_are_no_rows_and_python_says_how_to_capture(tmp_path):
