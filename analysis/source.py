@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import PASSES, SCORES, SEQUENCES, SUMS, TABLES, Segment
 from ..schemas.manifest import Manifest
-from ..schemas.sums import RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
+from ..schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from ..schemas.writer_state import WriterState
@@ -48,6 +48,8 @@ class Source:
     """Table -> rows that are not sealed yet."""
     sums: dict[str, dict[Pair, str]] = field(default_factory=dict)
     """Kind of sums -> pair -> path of the file that is still right."""
+    outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
+    """(kind, pair) -> names of files in sums/ whose columns are of an earlier release: they answer nothing."""
     passes: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     """What cannot be read and was passed over, a sentence each."""
@@ -209,14 +211,16 @@ def _find_sums(source: Source) -> None:
     for name in source.store.files(SUMS):
         relative = f"{SUMS}/{name}"
         try:
-            made_of = _read_made_of(source.store, relative)
+            schema = _read_schema(source.store, relative)
+            kind, pair, covers = _made_of(schema)
         except (pa.ArrowException, OSError, ValueError, KeyError):
             source.damaged.append(
                 f"{source.store.shown(relative)}: not readable; it was passed over and can be removed"
             )
             continue
-        kind, pair, covers = made_of
-        if covers <= current and len(covers) >= best.get((kind, pair), (0, ""))[0]:
+        if not (kind in KINDS and schema.remove_metadata().equals(KINDS[kind].schema.remove_metadata())):
+            source.outdated_sums.setdefault((kind, pair), []).append(relative)
+        elif covers <= current and len(covers) >= best.get((kind, pair), (0, ""))[0]:
             best[kind, pair] = (len(covers), _duckdb_path(source.store, relative))
     unsealed = any(table in source.journals for table in (SEQUENCES, SCORES))
     complete: dict[str, set[Pair]] = {}
@@ -233,8 +237,8 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
     return {_MADE_OF: json.dumps({"kind": kind, "pair": list(pair), "covers": sorted(segments)}).encode()}
 
 
-def _read_made_of(store: Store, relative: str) -> tuple[str, Pair, set[str]]:
-    metadata: Mapping[bytes, bytes] = _read_schema(store, relative).metadata or {}
+def _made_of(schema: pa.Schema) -> tuple[str, Pair, set[str]]:
+    metadata: Mapping[bytes, bytes] = schema.metadata or {}
     content = json.loads(metadata[_MADE_OF])
     a, b = content["pair"]
     return content["kind"], (a, b), set(content["covers"])

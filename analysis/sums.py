@@ -15,6 +15,7 @@ from ..schemas.tables import Table
 from ..tracer.progress import Advance, Progress, no_progress
 from ..tracer.store import whole_file
 from .database import Database, Traces, quoted, sql_file
+from .pair_sums import computed
 from .quantiles import exact_quantiles
 from .source import Pair, Source, made_of_metadata
 
@@ -52,7 +53,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     total = sum(chunk.num_tokens for chunk in chunks) + 2 * sum(c.num_tokens for part in whole.values() for c in part)
     with progress("reading tokens", total) as advance:
         for chunk in chunks:
-            connection.execute(_sql("compute_sums", pair, chunk))
+            _compute(database, pair, chunk)
             advance(chunk.num_tokens)
         for run in runs:
             _add_run_quantiles(database, pair, run, whole[run], advance)
@@ -60,6 +61,18 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     connection.execute(f"CREATE OR REPLACE TABLE {_COMPUTED} AS SELECT * FROM {_COMPUTED} ORDER BY ALL")
     database.supersede(pair, run_quantiles=of_run)
     return bool(chunks or runs)
+
+
+def _compute(database: Database, pair: Pair, chunk: Chunk) -> None:
+    """Add the sums and quantiles of a range of steps to what was computed."""
+    connection = database.connection
+    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
+    sums = computed(connection, f"SELECT * FROM pair_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})")
+    connection.register("computed_sums", sums)
+    try:
+        connection.execute(_sql("compute_sums", pair, chunk))
+    finally:
+        connection.unregister("computed_sums")
 
 
 def summarize(traces: Traces, *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
@@ -98,9 +111,10 @@ def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
     path = Path(source.store.path(f"{SUMS}/{spec.name}-{uuid.uuid4().hex}.parquet"))
     with whole_file(path) as temporary:
         pq.write_table(rows, temporary, compression="zstd", use_dictionary=["pass_a", "pass_b"])
-    outdated = source.sums.get(spec.name, {}).get(pair)
-    if outdated:
-        Path(outdated).unlink(missing_ok=True)
+    replaced = source.sums.get(spec.name, {}).get(pair)
+    outdated = [source.store.path(name) for name in source.outdated_sums.get((spec.name, pair), [])]
+    for before in [*filter(None, [replaced]), *outdated]:
+        Path(before).unlink(missing_ok=True)
 
 
 def _missing_chunks(database: Database) -> list[Chunk]:

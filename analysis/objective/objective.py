@@ -12,11 +12,11 @@ from ...schemas.loss import TOKEN, Loss
 from ...tracer.progress import Progress, no_progress
 from ..database import Database, opened
 from ..rows import Rows
+from ..statistics.intervals import Interval, NoInterval, bootstrap
 from ..totals import Array
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import Figure, as_float, chosen_figures, summed, totals_of, values_of
-from .intervals import bootstrap
 from .judged import Estimate, Objective
 from .sides import ADVANTAGE, MISMATCH, Sides, choose_sides
 from .sums import Sums, read_sums
@@ -79,11 +79,15 @@ def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, nu
     figures = chosen_figures(loss, sides.known)
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
     totals["num_updates"] = np.asarray(float(num_updates))
-    intervals = bootstrap(figures, columns, sums.unit_N, num_updates, confidence)
+    intervals = bootstrap(
+        {name: figure.value for name, figure in figures.items()}, columns, sums.unit_N, confidence,
+        constants={"num_updates": float(num_updates)},
+    )  # fmt: skip
     estimates = _estimates(figures, totals, intervals)
     carried = sums.carried if {MISMATCH, ADVANTAGE} <= sides.known else None
     of_run = None if carried is None else carried.of_run
-    steps = _steps(figures, sums.updates, summed(columns, sums.update_N, num_updates), carried)
+    of_update = totals_of(loss, sums, sums.update_N)
+    steps = _steps(figures, sums.updates, summed(of_update, sums.update_N, num_updates), carried)
     counts = {key: int(totals[key]) for key in _COUNTS}
     return Objective(
         trace=trace, loss=loss, loss_from=how, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
@@ -96,12 +100,19 @@ def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, nu
 
 
 def _estimates(
-    figures: Mapping[str, Figure], totals: Mapping[str, Array], intervals: Mapping[str, tuple[float, float] | None]
+    figures: Mapping[str, Figure], totals: Mapping[str, Array], intervals: Mapping[str, Interval | NoInterval]
 ) -> dict[str, Estimate]:
     found = {}
     for name, value in values_of(figures, totals).items():
-        low, high = intervals[name] or (None, None)
-        found[name] = Estimate(name=name, value=as_float(value), low=low, high=high, meaning=figures[name].meaning)
+        interval, (least, most) = intervals[name], figures[name].bounds
+        low = high = no_interval = None
+        if isinstance(interval, NoInterval):
+            no_interval = str(interval)
+        else:
+            low, high = max(interval[0], least), min(interval[1], most)
+        found[name] = Estimate(
+            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval, meaning=figures[name].meaning
+        )
     return found
 
 

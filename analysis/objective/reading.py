@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from ..database import Database, quoted
+from ..statistics.intervals import unit
 from .sides import Sides
 
 BATCH_ROWS = 1024
@@ -59,7 +60,7 @@ def _query(sides: Sides, first_step: int, last_step: int) -> str:
         if f"AS {name}" in " ".join(columns)
     )
     return f"""
-        SELECT s.step, hash(s.seq_id) AS sequence, hash(s.step, s.group_id, CASE WHEN s.group_id IS NULL THEN s.seq_id END) AS unit,
+        SELECT s.step, hash(s.seq_id) AS sequence, {unit("s")} AS unit,
                s.advantage, coalesce(s.advantages, []::FLOAT[]) AS advantages,
                coalesce(s.response_mask, []::BOOLEAN[]) AS mask, {", ".join(columns)}
         FROM (SELECT * FROM sequences WHERE {within} AND num_response_tokens > 0) AS s {" ".join(joins)}

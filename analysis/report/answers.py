@@ -139,7 +139,7 @@ def _bends(subject: Subject) -> Answer:
         question=question, sounds=sounds, short=word,
         clause=f"it moves the objective by {_moved(relative, found)}",
         figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling",
-        sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
+        sureness=(_interval(relative, found).strip(" ()") or f"no interval: {relative.no_interval}") + f", {subject.part}",
         detail=" ".join(found.verdict), command=command,
     )  # fmt: skip
 

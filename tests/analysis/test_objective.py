@@ -428,14 +428,14 @@ def test_few_tokens_carry_it(tmp_path):
     assert found.value("bias") == pytest.approx((down - up) / 1000, rel=1e-6)
 
 
-def test_groups_that_agree_leave_no_interval_and_noise_holds_zero(tmp_path):
+def test_groups_that_agree_and_few_groups_leave_no_interval(tmp_path):
     rows = 40
     same = one_sequence(tmp_path / "same", [-1.0, -0.5], [-1.1, -0.5], rows=rows)
     found = objective(same, loss="reinforce").figures["bias"]
-    assert found.low == pytest.approx(found.value) == pytest.approx(found.high)
+    assert (found.low, found.high, found.no_interval) == (None, None, "every group gives the same value")
     single = objective(one_sequence(tmp_path / "one", [-1.0], [-1.1]))
-    assert single.figures["bias"].low is None
-    assert "cannot be told from less than two groups" in single.verdict[0]
+    assert (single.figures["bias"].low, single.figures["bias"].no_interval) == (None, "fewer than 8 groups")
+    assert "cannot be told: fewer than 8 groups" in single.verdict[0]
 
 
 def noisy(path, shift, seed=0, rows=200):
@@ -603,14 +603,16 @@ def test_sequences_that_a_pass_lacks_are_counted(tmp_path):
 
 
 def test_the_command_says_it_in_words_and_as_json(tmp_path):
-    trace = write(tmp_path / "run", [make(seed) for seed in (16, 17)], LOSSES["ppo"])
+    trace = write(tmp_path / "run", [make(seed) for seed in (16, 17, 18)], LOSSES["ppo"])
     done = tim_trace("objective", trace)
     assert done.code == 0
     assert done.stdout.startswith("The mismatch pushes ")
     assert "Worst steps, by bias:" in done.stdout
     told = tim_trace("objective", trace, "--json").json()
     assert told["figures"]["bias"]["value"] == objective(trace).value("bias")
-    assert [(row["step"], row["iteration"]) for row in told["steps"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(row["step"], row["iteration"]) for row in told["steps"]] == [
+        (step, iteration) for step in (1, 2, 3) for iteration in (0, 1)
+    ]
     assert told["loss"]["clip_high"] == 0.3
     by_step = objective_text(objective(trace, loss="reinforce"), by="step")
     assert "Worst steps" not in by_step
