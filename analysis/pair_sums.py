@@ -36,7 +36,7 @@ OF_DIFFERENCES = (
 """Columns that `difference_sums` gives."""
 
 OF_PROBABILITIES = (
-    "mean_prob_a", "mean_prob_b", "mean_rest_a", "mean_rest_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
+    "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
 """Columns that `probability_sums` gives."""
 
@@ -141,10 +141,10 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Name of OF_PROBABILITIES -> [B]: means of exp(a) and 1 - exp(a), and sums of squares and products around the means.
+    """Name of OF_PROBABILITIES -> [B]: what means follow from, and sums of squares and products around the means.
 
     Probabilities are taken relative to the largest of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
-    keeps their digits near 1 and near 0.
+    keeps the digits of their differences wherever they lie, near 1 and near 0 too.
     """
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
@@ -154,10 +154,8 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
         peak_B = np.maximum.reduceat(logprob_T, starts_B)
         peak_B = np.where(peak_B == -np.inf, 0.0, peak_B)
         fall = centred(np.expm1(logprob_T - repeated(peak_B, starts_B, len(a_T))), starts_B, num_B)
-        scale_B = np.exp(peak_B)
-        sums[f"mean_prob_{side}"] = scale_B * (1 + fall.mean_N)
-        sums[f"mean_rest_{side}"] = -np.expm1(peak_B) - scale_B * fall.mean_N
-        falls[side], scales[side] = fall, scale_B
+        sums[f"peak_{side}"], sums[f"mean_fall_{side}"] = peak_B, fall.mean_N
+        falls[side], scales[side] = fall, np.exp(peak_B)
     for one, other in (("a", "a"), ("b", "b"), ("a", "b")):
         name = f"spread_prob_{one if one == other else one + other}"
         sums[name] = co_moment(falls[one], falls[other], starts_B, num_B) * scales[one] * scales[other]

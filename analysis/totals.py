@@ -37,7 +37,7 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
         scale_N = np.exp(sums["peak_d"] - sums["peak_d"].max(initial=-np.inf))
         found |= {"weight": sums["sum_weight"] * scale_N, "weight2": sums["sum_weight2"] * scale_N**2}
     if "spread_prob_a" in sums:
-        off_a_N, off_b_N = (_off(sums[f"mean_prob_{side}"], sums[f"mean_rest_{side}"]) for side in ("a", "b"))
+        off_a_N, off_b_N = (_off(sums[f"peak_{side}"], sums[f"mean_fall_{side}"]) for side in ("a", "b"))
         found |= {
             "off_a": num_N * off_a_N, "off_b": num_N * off_b_N, "off_aa": sums["spread_prob_a"] + num_N * off_a_N**2,
             "off_bb": sums["spread_prob_b"] + num_N * off_b_N**2, "off_ab": sums["spread_prob_ab"] + num_N * off_a_N * off_b_N,
@@ -45,13 +45,14 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
     return found
 
 
-def _off(mean_prob_N: Array, mean_rest_N: Array) -> Array:
-    """[N] how far mean probabilities lie from their median: by 1 - p where it is nearer to 1, which keeps the digits there."""
-    if not len(mean_prob_N):
-        return mean_prob_N
-    if np.median(mean_prob_N) > 0.5:
-        return np.asarray(np.median(mean_rest_N) - mean_rest_N)
-    return np.asarray(mean_prob_N - np.median(mean_prob_N))
+def _off(peak_N: Array, mean_fall_N: Array) -> Array:
+    """[N] how far sequences' mean probabilities lie from the median of these.
+
+    Relative to the largest probability of all, exp(top), a mean is off by expm1(peak - top) + exp(peak - top) mean_fall.
+    """
+    top = peak_N.max(initial=-np.inf)
+    fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
+    return np.asarray(np.exp(top) * (fall_N - np.median(fall_N))) if len(fall_N) else fall_N
 
 
 def _pearson(t: Totals) -> Array:

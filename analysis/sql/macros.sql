@@ -35,6 +35,10 @@ CREATE OR REPLACE MACRO torch_std(x) AS
     CASE WHEN count(x) = 0 THEN NULL
          WHEN bool_and(isfinite(x)) AND count(x) > 1 THEN stddev_samp(x) FILTER (isfinite(x))
          ELSE 'NaN'::DOUBLE END;
+CREATE OR REPLACE MACRO torch_squares(x) AS -- the sum of squares around the mean
+    CASE WHEN count(x) = 0 THEN NULL
+         WHEN bool_and(isfinite(x)) THEN var_pop(x) FILTER (isfinite(x)) * count(x)
+         ELSE 'NaN'::DOUBLE END;
 CREATE OR REPLACE MACRO torch_median(x) AS
     CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE quantile_disc(x, 0.5) END;
 CREATE OR REPLACE MACRO above(x, bound) AS (x > bound AND NOT isnan(x));

@@ -14,9 +14,8 @@ CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
          THEN torch_clamp((n * xy - x * y) / (sqrt(n * xx - x * x) * sqrt(n * yy - y * y)), -1.0, 1.0)
     END;
 
--- How far a mean probability lies from a centre: by 1 - p where the centre is nearer to 1, which keeps the digits there.
-CREATE OR REPLACE MACRO prob_off(mean_prob, mean_rest, centre_prob, centre_rest) AS
-    CASE WHEN centre_prob > 0.5 THEN centre_rest - mean_rest ELSE mean_prob - centre_prob END;
+-- The mean of a sequence's probabilities less the largest of all, exp(top), in units of the latter.
+CREATE OR REPLACE MACRO fall_from(top, peak, mean_fall) AS expm1(peak - top) + exp(peak - top) * mean_fall;
 
 -- Sums that lose no digits to the order of the rows; an infinity stays one.
 CREATE OR REPLACE MACRO total(x) AS CASE WHEN isfinite(sum(x)) THEN fsum(x) ELSE sum(x) END;
@@ -92,15 +91,18 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
                total(exp(sum_d - peak)) ** 2 / (count(sum_d) * total(exp(2 * (sum_d - peak)))) AS ess_sequence,
                average(expm1(2 * sum_d)) AS chi2_sequence
         FROM (
-            SELECT *, prob_off(mean_prob_a, mean_rest_a, centre_prob_a, centre_rest_a) AS off_a,
-                   prob_off(mean_prob_b, mean_rest_b, centre_prob_b, centre_rest_b) AS off_b
+            SELECT *, exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
+                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
             FROM (
-                SELECT *, max(sum_d) OVER grouped AS peak, max(peak_d) OVER grouped AS top_d,
-                       median(mean_prob_a) OVER grouped AS centre_prob_a, median(mean_rest_a) OVER grouped AS centre_rest_a,
-                       median(mean_prob_b) OVER grouped AS centre_prob_b, median(mean_rest_b) OVER grouped AS centre_rest_b
-                FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
-                WINDOW grouped AS (PARTITION BY run, grouped_step)
+                SELECT *, fall_from(top_a, peak_a, mean_fall_a) AS fall_a, fall_from(top_b, peak_b, mean_fall_b) AS fall_b
+                FROM (
+                    SELECT *, max(sum_d) OVER grouped AS peak, max(peak_d) OVER grouped AS top_d,
+                           max(peak_a) OVER grouped AS top_a, max(peak_b) OVER grouped AS top_b
+                    FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
+                    WINDOW grouped AS (PARTITION BY run, grouped_step)
+                )
             )
+            WINDOW grouped AS (PARTITION BY run, grouped_step)
         )
         GROUP BY run, grouped_step
     ) AS grouped

@@ -54,20 +54,25 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                sum_in_order(spread_prob_b + num_tokens * off_b * off_b, place) AS total_rollout,
                sum_in_order(spread_prob_ab + num_tokens * off_a * off_b, place) AS total_product
         FROM (
-            SELECT *, mean_prob_diff - centre_diff AS off_diff,
-                   prob_off(mean_prob_a, mean_rest_a, centre_prob_a, centre_rest_a) AS off_a,
-                   prob_off(mean_prob_b, mean_rest_b, centre_prob_b, centre_rest_b) AS off_b
+            SELECT *, mean_prob_diff - median(mean_prob_diff) OVER grouped AS off_diff,
+                   exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
+                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
             FROM (
-                SELECT *, median(mean_prob_diff) OVER grouped AS centre_diff,
-                       median(mean_prob_a) OVER grouped AS centre_prob_a, median(mean_rest_a) OVER grouped AS centre_rest_a,
-                       median(mean_prob_b) OVER grouped AS centre_prob_b, median(mean_rest_b) OVER grouped AS centre_rest_b
+                -- NULL of a sequence without a token, which adds nothing to what follows.
+                SELECT *, CASE WHEN num_tokens > 0 THEN fall_from(top_a, peak_a, mean_fall_a) END AS fall_a,
+                       CASE WHEN num_tokens > 0 THEN fall_from(top_b, peak_b, mean_fall_b) END AS fall_b
                 FROM (
-                    SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
-                           row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
-                    FROM verl_sequences(a, b)
+                    SELECT *, max(CASE WHEN num_tokens > 0 THEN peak_a END) OVER grouped AS top_a,
+                           max(CASE WHEN num_tokens > 0 THEN peak_b END) OVER grouped AS top_b
+                    FROM (
+                        SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
+                               row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
+                        FROM verl_sequences(a, b)
+                    )
+                    WINDOW grouped AS (PARTITION BY run, grouped_step)
                 )
-                WINDOW grouped AS (PARTITION BY run, grouped_step)
             )
+            WINDOW grouped AS (PARTITION BY run, grouped_step)
         )
         GROUP BY run, grouped_step
     )

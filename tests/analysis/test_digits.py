@@ -68,7 +68,12 @@ def alike(draw, n):
     return tuple(logprobs)
 
 
-KINDS = (tiny, near_one, far_below, far_above, mixed, extreme, alike)
+def crowded(draw, n):
+    """Probabilities of about a third that differ in float32's last digits alone."""
+    return tuple(-1 - draw.integers(0, 4, n) * 1.2e-7 for _ in range(2))
+
+
+KINDS = (tiny, near_one, far_below, far_above, mixed, extreme, alike, crowded)
 
 
 def make(kind, num_sequences, seed=0, longest=40):
@@ -172,6 +177,41 @@ def test_every_statistic_has_the_digits_of_mpmath(tmp_path, kind, num_sequences,
             same(row, of_step[row["step"]])
     for row, sequence in zip(stats(database, by="sequence").dicts(), every, strict=True):
         same(row, exact([sequence]))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_verl_s_numbers_have_their_digits_too(tmp_path, kind):
+    steps = make(kind, 12)
+    trace = record(tmp_path / "run", steps)
+    of_run = stats(trace, like="verl", rollout_is="token").dicts()
+    of_step = stats(trace, like="verl", rollout_is="token", by="step").dicts()
+    every = [sequence for part in steps.values() for sequence in part]
+    for row, sequences in [(of_run[0], every), *((row, steps[row["step"]]) for row in of_step)]:
+        tokens = [(mpf(float(a)), mpf(float(b))) for pair in sequences for a, b in zip(*pair, strict=True)]
+        diff = [abs(mpmath.exp(a) - mpmath.exp(b)) for a, b in tokens]
+        weights = [min(mpmath.exp(max(a - b, -20)), mpf(2)) for a, b in tokens]
+        clamped = [mpmath.expm1(2 * min(max(a - b, mpf(-20)), mpf(20))) for a, b in tokens]
+        correlation = row["training/rollout_actor_probs_pearson_corr"]
+        wanted = exact(sequences)["prob_pearson"]
+        assert np.isnan(correlation) if wanted is None else abs(correlation - wanted) < DIGITS
+        n = len(tokens)
+        close(row["training/rollout_probs_diff_std"], mpmath.sqrt(squares(diff) / (n - 1)))
+        # A weight near 1 is itself rounded to 1.1e-16.
+        close(row["rollout_corr/rollout_is_std"], mpmath.sqrt(squares(weights) / n), at_least=2e-16)
+        close(row["rollout_corr/chi2_token"], mpmath.fsum(clamped) / n, at_least=DIGITS * mpmath.fsum(map(abs, clamped)) / n)
+        close(row["rollout_corr/k3_kl"], exact(sequences)["k3"])
+
+
+def squares(values):
+    mean = mpmath.fsum(values) / len(values)
+    return mpmath.fsum((value - mean) ** 2 for value in values)
+
+
+def close(value, wanted, at_least=1e-300):
+    if wanted > mpf("1.79e308"):
+        assert value == np.inf
+    else:
+        assert abs(value - wanted) <= max(DIGITS * abs(wanted), at_least), (value, float(wanted))
 
 
 def test_a_probability_that_never_changes_has_no_correlation(tmp_path):

@@ -456,6 +456,31 @@ def noisy(path, shift, seed=0, rows=200):
     return path
 
 
+def test_variances_keep_their_digits_where_the_mismatch_is_large_and_even(tmp_path):
+    # d is -19 give or take a few units in float32's last place; step 2 has another level than the run.
+    draw = np.random.default_rng(4)
+    levels, steps = (-19.0, -3.0), []
+    with Recorder(tmp_path / "run") as recorder:
+        for step, level in enumerate(levels, 1):
+            advantage = draw.normal(size=10)
+            batch = recorder.add_sequences(step=step, response_ids=[[1] * 9] * 10, advantage=advantage)
+            rollout = np.full((10, 9), -1.0, np.float32)
+            train = (rollout + level + draw.integers(-3, 4, (10, 9)) * 4e-6).astype(np.float32)
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train)
+            steps.append((train.astype(float) - rollout, np.repeat(np.float32(advantage), 9).reshape(10, 9)))
+    found = objective(tmp_path / "run", loss="reinforce")
+    d, advantage = (np.concatenate([step[side] for step in steps]) for side in (0, 1))
+    assert found.value("var_d") == pytest.approx(np.var(d), rel=1e-12)
+    for row, (of_step, weight) in zip(found.steps.dicts(), steps, strict=True):
+        weighed = weight * np.exp(of_step)
+        assert row["var_d"] == row["var_total"] == pytest.approx(np.var(of_step), rel=1e-10)
+        assert row["corr_weighed_d"] == pytest.approx(np.corrcoef(weighed.ravel(), of_step.ravel())[0, 1], abs=1e-8)
+        assert row["cov_weighed_d"] == pytest.approx(
+            np.mean((weighed - weighed.mean()) * (of_step - of_step.mean())), rel=1e-8
+        )
+
+
 def test_the_verdict_tells_noise_from_a_push(tmp_path):
     noise = objective(noisy(tmp_path / "noise", 0.0), loss="reinforce")
     assert noise.verdict[0].startswith("The mismatch pushes no way that this many groups could show: noise.")
