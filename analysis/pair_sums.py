@@ -49,6 +49,9 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
+_TINY = -700.0
+"""Logprob below which exp loses digits, being next to the least number that a double holds."""
+
 _SERIES = 0.0625
 """Size of d below which exp(d) - 1 - d is a series, in which it keeps all digits; to d^10 it is within 1e-18 of it."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
@@ -117,16 +120,13 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Name of OF_DIFFERENCES -> [B], of d = a - b; a sequence's tokens begin at its start.
-
-    |exp(a) - exp(b)| is max(exp(a), exp(b)) (1 - exp(-|d|)), which keeps its digits for every d.
-    """
+    """Name of OF_DIFFERENCES -> [B], of d = a - b; a sequence's tokens begin at its start."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
     growth_T = np.expm1(d_T)
     weight_T = np.exp(d_T - repeated(peak_B, starts_B, len(d_T)))
-    prob_diff_T = np.exp(np.maximum(a_T, b_T)) * -np.expm1(-size_T)
+    prob_diff_T = prob_differences(a_T, b_T, growth_T)
     terms = {
         "sum_d": d_T, "sum_abs_d": size_T, "sum_d2": d_T * d_T, "sum_k3": expm1_minus(d_T, growth_T),
         "sum_expm1_d": growth_T, "sum_expm1_2d": growth_T * (growth_T + 2), "sum_weight": weight_T,
@@ -162,11 +162,30 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
     return sums
 
 
+def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
+    """[T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, which keeps its digits for every d; growth = exp(d) - 1.
+
+    Where exp(b) is too small for a double it is max(exp(a), exp(b)) (1 - exp(-|d|)).
+
+    >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
+    >>> with np.errstate(all="ignore"):
+    ...     [float(f"{size:.12g}") for size in prob_differences(a, b, np.expm1(a - b))]
+    [3.34584402636e-13, 0.367879441171]
+    """
+    found = np.exp(b_T) * np.abs(growth_T)
+    tiny = np.flatnonzero(b_T < _TINY)
+    if len(tiny):
+        a, b = a_T[tiny], b_T[tiny]
+        size = np.where(a == b, 0.0, np.abs(a - b))
+        found[tiny] = np.exp(np.maximum(a, b)) * -np.expm1(-size)
+    return np.asarray(found)
+
+
 def expm1_minus(x: Array, growth: Array) -> Array:
     """exp(x) - 1 - x, accurate for every x, where growth = exp(x) - 1.
 
-    >>> float(expm1_minus(np.array([1e-9]), np.expm1([1e-9]))[0])
-    5.000000001666666e-19
+    >>> round(float(expm1_minus(np.array([1e-9]), np.expm1([1e-9]))[0]), 30)
+    5.00000000167e-19
     """
     small = np.flatnonzero(np.abs(x) < _SERIES)
     near = x if len(small) == len(x) else x[small]

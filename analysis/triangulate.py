@@ -175,17 +175,17 @@ def _measure(
     error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
     d = tokens["train"] - tokens["rollout"]
     groups_N, num_groups = numbered(tokens["unit"])
-    shares = _shares(
+    found = shares(
         groups_N, {TRAIN: error_t * error_t - error_t * error_r, ROLLOUT: error_r * error_r - error_t * error_r}, d
     )
-    sides = tuple(_side(name, own, *shares[name]) for name, own in ((TRAIN, error_t), (ROLLOUT, error_r)))
+    sides = tuple(_side(name, own, *found[name]) for name, own in ((TRAIN, error_t), (ROLLOUT, error_r)))
     return Triangulation(
         run=run.store.name,
         reference=names[0],
         steps=tuple(steps),
         num_sequences=_num_sequences(tokens),
         num_groups=num_groups,
-        no_interval=next((str(found) for _, found in shares.values() if isinstance(found, NoInterval)), None),
+        no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
         num_tokens=len(d),
         gap_rms=_rms(d),
         resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
@@ -219,11 +219,11 @@ def _side(name: str, own: np.ndarray, share: float, interval: Interval | NoInter
 
 def _arm(name: str, tokens: dict[str, np.ndarray]) -> tuple[Any, ...]:
     left, gap = tokens["replayed"] - tokens["rollout"], tokens["train"] - tokens["rollout"]
-    ((share, interval),) = _shares(numbered(tokens["unit"])[0], {name: gap * gap - left * left}, gap).values()
+    ((share, interval),) = shares(numbered(tokens["unit"])[0], {name: gap * gap - left * left}, gap).values()
     return name, _rms(left), share, *(ends(interval) or (None, None))
 
 
-def _shares(
+def shares(
     groups_N: np.ndarray, parts: dict[str, np.ndarray], gap: np.ndarray
 ) -> dict[str, tuple[float, Interval | NoInterval]]:
     """Name of a part -> its share of the sum of squares of the gap, with its interval over groups; NaN where that is 0."""
@@ -233,8 +233,8 @@ def _shares(
     statistics = {name: partial(_share, name) for name in parts}
     intervals = bootstrap(statistics, columns, np.arange(len(columns["whole"])), _CONFIDENCE)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = {name: float(_share(name, {key: values.sum() for key, values in columns.items()})) for name in parts}
-    return {name: (shares[name], intervals[name]) for name in parts}
+        totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
+        return {name: (float(_share(name, totals)), intervals[name]) for name in parts}
 
 
 def _share(name: str, totals: Totals) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..lists import mapped
-from ..pair_sums import OF_PROBABILITIES, expm1_minus, probability_sums
+from ..pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..statistics.moments import centred, co_moment
 from ..token_lists import BATCH_ROWS, blocks, counted_tokens
 
@@ -85,9 +85,7 @@ def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[
     d_T = old_T - rollout_T
     growth_T = np.expm1(d_T)
     num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
-    # |exp(old) - exp(rollout)|, which keeps its digits where d is small; two infinities of one sign differ by 0.
-    size_T = np.where(old_T == rollout_T, 0.0, np.abs(d_T))
-    diff_T = np.exp(np.maximum(old_T, rollout_T)) * -np.expm1(-size_T)
+    diff_T = prob_differences(old_T, rollout_T, growth_T)
     terms = {
         "sum_old": old_T, "sum_rollout": rollout_T, "sum_d": d_T, "sum_k3": expm1_minus(d_T, growth_T),
         "sum_expm1_2d": np.expm1(2 * np.clip(d_T, -SAFETY_BOUND, SAFETY_BOUND)), "sum_prob_diff": diff_T,

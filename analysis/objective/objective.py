@@ -12,7 +12,7 @@ from ...schemas.loss import TOKEN, Loss
 from ...tracer.progress import Progress, no_progress
 from ..database import Database, opened
 from ..rows import Rows
-from ..statistics.intervals import Interval, NoInterval, bootstrap
+from ..statistics.intervals import NoInterval, bootstrap
 from ..totals import Array
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
@@ -52,7 +52,7 @@ def objective(
     The loss is read from what the trace records; every option that is given takes the place of what it says. Sums are weighed
     as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates; of micro-batches
     and what else the trace does not tell apart, the update's tokens are one batch. How few terms carry sum |b| counts terms alike.
-    Intervals are over groups (see intervals.bootstrap). The KL term is left out.
+    Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
 
     What cannot be answered (no advantages, no pass `current`, one side only, a loss that is not known) is said in `cannot`
     and `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -77,31 +77,35 @@ def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, nu
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(loss, sums)
     figures = chosen_figures(loss, sides.known)
-    totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
-    totals["num_updates"] = np.asarray(float(num_updates))
-    intervals = bootstrap(
-        {name: figure.value for name, figure in figures.items()}, columns, sums.unit_N, confidence,
-        constants={"num_updates": float(num_updates)},
-    )  # fmt: skip
-    estimates = _estimates(figures, totals, intervals)
+    of_figures = estimates(figures, columns, num_updates, sums.unit_N, confidence)
     carried = sums.carried if {MISMATCH, ADVANTAGE} <= sides.known else None
     of_run = None if carried is None else carried.of_run
     of_update = totals_of(loss, sums, sums.update_N)
     steps = _steps(figures, sums.updates, summed(of_update, sums.update_N, num_updates), carried)
-    counts = {key: int(totals[key]) for key in _COUNTS}
+    counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
         trace=trace, loss=loss, loss_from=how, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
         num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
-        verdict=verdict(loss, estimates, of_run, steps, counts["num_tokens"], confidence),
-        notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=estimates, concentration=of_run,
+        verdict=verdict(loss, of_figures, of_run, steps, counts["num_tokens"], confidence),
+        notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=of_figures, concentration=of_run,
         steps=steps,
     )  # fmt: skip
 
 
-def _estimates(
-    figures: Mapping[str, Figure], totals: Mapping[str, Array], intervals: Mapping[str, Interval | NoInterval]
+def estimates(
+    figures: Mapping[str, Figure], columns: Mapping[str, Array], num_updates: int, unit_N: np.ndarray, confidence: float
 ) -> dict[str, Estimate]:
+    """The figures of a run with their intervals over groups, from the [N] columns of `totals_of`.
+
+    What weighs a token within its update (the number of its tokens or sequences), and the number of updates, stay as they
+    were recorded.
+    """
+    constants = {"num_updates": float(num_updates)}
+    totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
+    totals |= {key: np.asarray(value) for key, value in constants.items()}
+    statistics = {name: figure.value for name, figure in figures.items()}
+    intervals = bootstrap(statistics, columns, unit_N, confidence, constants=constants)
     found = {}
     for name, value in values_of(figures, totals).items():
         interval, (least, most) = intervals[name], figures[name].bounds

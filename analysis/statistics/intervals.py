@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,13 +36,20 @@ PARTS = 20
 
 _RESAMPLES = (1_000, 20_000)
 """At least and at most so many, and in between as many as put _BEYOND of them beyond each end."""
-_BEYOND = 40
+_BEYOND = 25
 
 _STEP = 1e-5
 """Relative step of the differences that slopes are taken from."""
 
+_NOISE = 1e-9
+"""An error that is this share of what it is made of is what rounding of the slopes leaves: all groups are alike."""
+
 _NO_SPREAD = 1e-6
 """A resample whose error is this share of the run's or less was drawn from groups that are all alike."""
+
+
+_BLOCK = 1 << 15
+"""Influences that are worked on at once: few enough that they stay in a core's cache."""
 
 
 class NoInterval(StrEnum):
@@ -179,15 +187,13 @@ class _Resampling:
         self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
     ):
         self._units_N, self._columns, self._constants = units_N, columns, constants
+        self._totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
         self._number = number = int(units_N.max()) + 1
         self._student = student_quantile((1 + confidence) / 2, number - 1)
         self._level = _expanded(self._student, number)
         least, most = _RESAMPLES
         num_resamples = int(min(max(least, math.ceil(_BEYOND / self._level)), most))
-        drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
-        drawn_RG += np.arange(num_resamples)[:, None] * number
-        counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)
-        self._counts_RG = counts.reshape(num_resamples, number).astype(np.float64)
+        self._counts_RG = _draws(number, num_resamples)
         self._by_unit: dict[str, tuple[float, float, Array, Array]] = {}
 
     def interval(self, statistic: Statistic, open_ended: bool) -> Interval | NoInterval:
@@ -200,13 +206,15 @@ class _Resampling:
             )
             (value,) = self._values(statistic, names, total_C[None])
             values_R = self._values(statistic, names, resampled_RC)
-            (error,) = self._errors(statistic, names, total_C[None], scale_C, off_CG, np.ones((1, self._number)))
-            errors_R = self._errors(statistic, names, resampled_RC, scale_C, off_CG, self._counts_RG)
+            slopes_RC = self._slopes(statistic, names, total_C[None], scale_C)
+            (error,) = self._errors(slopes_RC, off_CG, np.ones((1, self._number)))
+            parts = np.sqrt(np.sum((slopes_RC.T * off_CG) ** 2))
+            errors_R = self._errors(self._slopes(statistic, names, resampled_RC, scale_C), off_CG, self._counts_RG)
         if not (
             np.isfinite(value) and np.isfinite(error) and np.isfinite(values_R).all() and np.isfinite(errors_R).all()
         ):
             return NoInterval.UNDEFINED
-        if error == 0:
+        if error <= _NOISE * parts:
             return NoInterval.ALIKE
         off_R = values_R - value
         alike_R = errors_R <= _NO_SPREAD * error
@@ -218,7 +226,7 @@ class _Resampling:
 
     def _read_by(self, statistic: Statistic) -> list[str]:
         """The columns that a statistic reads."""
-        seen = _Seen({name: np.asarray(values.sum()) for name, values in self._columns.items()} | self._fixed(()))
+        seen = _Seen(self._totals | self._fixed(()))
         with np.errstate(all="ignore"):
             statistic(seen)
         return [name for name in self._columns if name in seen.names]
@@ -241,10 +249,8 @@ class _Resampling:
         totals = {name: totals_RC[:, place] for place, name in enumerate(names)} | self._fixed((len(totals_RC),))
         return np.asarray(statistic(totals), np.float64)
 
-    def _errors(
-        self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array, off_CG: Array, counts_RG: Array
-    ) -> Array:
-        """[R] the standard error of a statistic at some totals, linearised there, of units drawn so often."""
+    def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
+        """[R, C] the derivative of a statistic to each total."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:
@@ -253,11 +259,19 @@ class _Resampling:
                     totals[:, place] += sign * _STEP * scale
                 up, down = (self._values(statistic, names, totals) for totals in moved)
                 slopes_RC[:, place] = (up - down) / (2 * _STEP * scale)
-        influence_RG = np.einsum("rc,cg->rg", slopes_RC, off_CG)
-        mean_R = np.einsum("rg,rg->r", counts_RG, influence_RG) / self._number
-        influence_RG -= mean_R[:, None]
-        squares_R = np.einsum("rg,rg->r", counts_RG, influence_RG**2)
-        return np.asarray(np.sqrt(squares_R * self._number / (self._number - 1)))
+        return slopes_RC
+
+    def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
+        """[R] the standard error of a statistic that is linear with some slopes, of units drawn so often."""
+        squares_R = np.empty(len(slopes_RC))
+        at_once = max(1, _BLOCK // self._number)
+        for first in range(0, len(slopes_RC), at_once):
+            rows = slice(first, first + at_once)
+            influence_RG = np.einsum("rc,cg->rg", slopes_RC[rows], off_CG)
+            total_R = np.einsum("rg,rg->r", counts_RG[rows], influence_RG)
+            influence_RG *= influence_RG
+            squares_R[rows] = np.einsum("rg,rg->r", counts_RG[rows], influence_RG) - total_R**2 / self._number
+        return np.asarray(np.sqrt(np.maximum(squares_R, 0.0) * self._number / (self._number - 1)))
 
 
 class _Seen(Mapping[str, Array]):
@@ -275,6 +289,15 @@ class _Seen(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._totals)
+
+
+@lru_cache(maxsize=4)
+def _draws(number: int, num_resamples: int) -> Array:
+    """[R, G] how often each resample draws each unit, the same every time."""
+    drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
+    drawn_RG += np.arange(num_resamples)[:, None] * number
+    counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)
+    return np.asarray(counts.reshape(num_resamples, number), np.float64)
 
 
 def _expanded(student: float, number: int) -> float:

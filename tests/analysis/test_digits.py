@@ -198,7 +198,11 @@ def test_verl_s_numbers_have_their_digits_too(tmp_path, kind):
         close(row["training/rollout_probs_diff_std"], mpmath.sqrt(squares(diff) / (n - 1)))
         # A weight near 1 is itself rounded to 1.1e-16.
         close(row["rollout_corr/rollout_is_std"], mpmath.sqrt(squares(weights) / n), at_least=2e-16)
-        close(row["rollout_corr/chi2_token"], mpmath.fsum(clamped) / n, at_least=DIGITS * mpmath.fsum(map(abs, clamped)) / n)
+        close(
+            row["rollout_corr/chi2_token"],
+            mpmath.fsum(clamped) / n,
+            at_least=DIGITS * mpmath.fsum(map(abs, clamped)) / n,
+        )
         close(row["rollout_corr/k3_kl"], exact(sequences)["k3"])
 
 
