@@ -115,7 +115,7 @@ def estimates(
         else:
             low, high = max(interval[0], least), min(interval[1], most)
         found[name] = Estimate(
-            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval, meaning=figures[name].meaning
+            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval, meaning=figures[name].told
         )
     return found
 
