@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from ..schemas.sums import SEQUENCE_SUMS
 from .lists import mapped
 from .statistics.moments import Centred, centred, co_moment, repeated
-from .token_lists import BATCH_ROWS, blocks, counted_tokens
+from .token_lists import blocks, counted_tokens
 from .totals import Array
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
@@ -42,6 +42,9 @@ OF_PROBABILITIES = (
 
 FUNCTION = "pair_sums_of"
 """Name of the function in SQL."""
+
+BATCH_ROWS = 256
+"""Sequences that are handed to a thread at once; some are waiting, and each may be long."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
