@@ -72,5 +72,9 @@ $(VENV)/test-installed: $(VENV)/demo-installed
 	$(PIP) --editable ".[demo,test]"
 # verl's own functions are what its numbers are compared with; what it depends on is not needed for that.
 	$(PIP) --no-deps verl==0.9.0
+# OpenRLHF's too. Its wheel names one Python and platform, though its code is Python alone, and brings a package `tests`: it
+# lies in a folder of its own.
+	$(PIP) --no-deps --upgrade --target "$(VENV)/frameworks" --only-binary :all: --python-version 3.11 --implementation cp \
+		--platform manylinux1_x86_64 openrlhf==0.11.0
 	$(INSTALL_BROWSER)
 	touch "$@"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,11 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import TimTraceError, TimTraceWarning
+from .schemas.errors import DamageWarning, TimTraceError, TimTraceWarning
 
 SECTIONS = {
     "get a trace": ("record", "import"),
-    "look": ("info", "sql", "query", "stats"),
+    "look": ("info", "verify", "sql", "query", "stats"),
     "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
     "replay": ("replay", "triangulate", "gradient", "weights"),
     "share": ("report", "watch", "gate"),
@@ -37,14 +38,23 @@ class _Failure(click.ClickException):
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
+_damage_told: list[str] = []
+"""What of the traces of this command cannot be read or is missing, a sentence each."""
+
+
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show our own warnings as sentences, each time, and leave all others as they are."""
+    """Show our own warnings as sentences, each once, and leave all others as they are."""
     others = warnings.showwarning
+    told: set[str] = set()
+    _damage_told.clear()
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, TimTraceWarning):
-            _tell(str(message))
+            if str(message) not in told:
+                _tell(str(message))
+                _damage_told.extend([str(message)] if issubclass(category, DamageWarning) else [])
+            told.add(str(message))
         else:
             others(message, category, *where, **more)
 
@@ -52,6 +62,13 @@ def _plain_warnings() -> Iterator[None]:
         warnings.simplefilter("always", TimTraceWarning)
         warnings.showwarning = show
         yield
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: a DuckDB connection that outlives the interpreter says so on stderr."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Commands(click.Group):
@@ -62,7 +79,9 @@ class Commands(click.Group):
             with _plain_warnings():
                 return super().invoke(ctx)
         except TimTraceError as error:
-            raise _Failure(error) from error
+            failure = _Failure(error)
+            _let_go(error)
+        raise failure from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in SECTIONS.items():
@@ -116,7 +135,10 @@ def main() -> None:
 @click.option(
     "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
 )
-@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
+@click.option(
+    "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
+)
+@click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
@@ -143,19 +165,24 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
 @click.argument("format", type=click.Choice(["parquet"]))
 @click.argument("path")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
+@click.option(
+    "--map", multiple=True, metavar="THEIRS=OURS",
+    help="Read the column THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
-def import_(format: str, path: str, output: str, force: bool) -> None:
+def import_(format: str, path: str, output: str, map: Sequence[str], force: bool) -> None:
     """Make a trace of another tool's files.
 
-    FORMAT parquet is the neutral way in: one row a sequence, in Parquet or JSON lines, with the columns step,
+    FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
-    PATH is a file, a folder or a pattern.
+    PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
     """
     from .analysis.stats import comparable_pair
     from .analysis.sums import summarize
+    from .tracer.importers.mapping import parse_map
     from .tracer.importers.neutral import import_parquet
 
-    imported = import_parquet(path, output=output, force=force, progress=_progress)
+    imported = import_parquet(path, output=output, map=parse_map(map), force=force, progress=_progress)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
@@ -170,13 +197,44 @@ def info(traces: Sequence[str], as_json: bool) -> None:
 
     from .analysis.info import info as look
     from .analysis.info_text import info_text
-    from .analysis.rows import to_json
 
     found = [look(trace) for trace in traces]
     if as_json:
-        click.echo(to_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0])))
+        _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
     else:
         click.echo("\n\n".join(info_text(trace, _width()) for trace in found))
+
+
+@_example("tim-trace verify runs/demo")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
+def verify(trace: str, as_json: bool) -> None:
+    """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
+
+    The exit code is 2 when something is damaged or missing. Other verbs compare what they read; this one reads everything.
+    """
+    from dataclasses import asdict
+
+    from .analysis.rows import to_text
+    from .analysis.verify import verify as read_all
+
+    found = read_all(trace, progress=_progress)
+    if as_json:
+        _print_json(asdict(found) | {"folders": found.folders, "is_whole": found.is_whole})
+    else:
+        click.echo(to_text(found.folders, _width()))
+        for sentence in found.damaged:
+            click.echo(f"damaged: {sentence}")
+        for sentence in found.ignored:
+            click.echo(f"passed over: {sentence}")
+        if found.unchecked_writers:
+            _tell(
+                f"{len(found.unchecked_writers)} writers are of a release that wrote no checksums: that their files can be "
+                "read is all that is known of them"
+            )
+    if not found.is_whole:
+        raise click.exceptions.Exit(2)
 
 
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
@@ -265,9 +323,33 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 )  # fmt: skip
 @click.option("--vllm-importance-sampling-clip-max", type=float, metavar="C", help="trl: upper bound (3.0).")
 @click.option("--vllm-importance-sampling-clip-min", type=float, metavar="C", help="trl: lower bound.")
+@click.option("--trainer", metavar="grpo|rloo", help="trl: whose loss clips (grpo).")
+@click.option("--loss-type", metavar="TYPE", help="trl: dapo (which is the default), cispo and its others.")
+@click.option("--importance-sampling-level", metavar="token|sequence", help="trl: ratios of the loss (token).")
+@click.option("--epsilon", type=float, metavar="E", help="trl: ratios are clipped below 1 - E (0.2).")
+@click.option("--epsilon-high", type=float, metavar="E", help="trl: and above 1 + E, of cispo above E (epsilon).")
+@click.option("--delta", type=float, metavar="C", help="trl: largest ratio of the loss.")
+@click.option("--off-policy-mask-threshold", type=float, metavar="D", help="trl: drop sequences that lie further off.")
+@click.option("--logging-steps", type=int, metavar="N", help="trl: rows as TRL logs them, means over N steps.")
+@click.option("--logging-first-step", is_flag=True, default=False, help="trl: the first step has a log of its own.")
 @click.option("--tis-clip", type=float, metavar="C", help="slime: upper bound (2.0).")
 @click.option("--tis-clip-low", type=float, metavar="C", help="slime: lower bound (0).")
 @click.option("--calculate-per-token-loss", is_flag=True, default=False, help="slime: means over tokens.")
+@click.option("--use-tis", is_flag=True, default=False, help="slime: weights and rejections of its example's mis.py.")
+@click.option("--tis-level", metavar="token|sequence|geometric", help="slime, mis.py: what a weight is of (token).")
+@click.option("--tis-mode", metavar="truncate|clip|mask", help="slime, mis.py: what bounds do to weights (truncate).")
+@click.option("--tis-lower-bound", type=float, metavar="C", help="slime, mis.py: 1 / upper, if not given.")
+@click.option("--tis-upper-bound", type=float, metavar="C", help="slime, mis.py: upper bound of weights (2.0).")
+@click.option(
+    "--tis-batch-normalize/--no-tis-batch-normalize", default=None, help="slime, mis.py: weights of mean 1 (on)."
+)
+@click.option("--use-rs/--no-use-rs", default=None, help="slime, mis.py: reject by weights (on).")
+@click.option("--rs-level", metavar="token|sequence|geometric", help="slime, mis.py: what these are of (token).")
+@click.option("--rs-lower-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
+@click.option("--rs-upper-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
+@click.option(
+    "--rs-veto-threshold", type=float, metavar="C", help="slime, mis.py: no token's ratio lies below (1e-4; 0: none)."
+)
 @click.option("--reference-policy-kl-type", metavar="k1|k2|k3", help="nemo-rl: estimator of the two KL errors (k3).")
 @click.option("--sequence-level-importance-ratios", is_flag=True, default=False, help="nemo-rl: ratios of sequences.")
 @click.option("--truncated-importance-sampling-type", metavar="tis|icepop|seq-mask-tis", help="nemo-rl: truncation.")
@@ -279,19 +361,31 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     metavar="N",
     help="nemo-rl: which multiplies the mean of sequences' ratios (1).",
 )
+@click.option("--seq-logprob-error-threshold", type=float, metavar="C", help="nemo-rl: mask sequences above it.")
+@click.option("--ratio-clip-min", type=float, metavar="E", help="nemo-rl: ratios are at least 1 - E (0.2).")
+@click.option("--ratio-clip-max", type=float, metavar="E", help="nemo-rl: ratios are at most 1 + E (0.2).")
+@click.option("--disable-ppo-ratio", is_flag=True, default=False, help="nemo-rl: logprobs in place of ratios.")
 @click.option("--dppo-mask-low", type=float, metavar="P", help="prime-rl: largest fall of a probability (0.2).")
 @click.option("--dppo-mask-high", type=float, metavar="P", help="prime-rl: largest rise of a probability (0.2).")
 @click.option("--ipo-threshold", type=float, metavar="P", help="prime-rl: the loss ipo, and its bound.")
+@click.option("--policy-loss-type", metavar="ppo|gspo", help="openrlhf: ratios of tokens or of sequences (ppo).")
+@click.option(
+    "--eps-clip-low-high", type=(float, float), default=None, metavar="E E",
+    help="openrlhf: ratios are clipped to 1 - E and 1 + E (0.2 0.2).",
+)  # fmt: skip
+@click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis.database import Database
     from .analysis.stats import likeness
     from .analysis.stats import stats as compare
 
     _check_format(as_json, as_csv)
-    _print(compare(list(traces), like=like, progress=_progress, **options), as_json, as_csv)
-    for sentence in likeness(like, **options):
+    database = Database(list(traces))
+    _print(compare(database, like=like, progress=_progress, **options), as_json, as_csv)
+    for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 
 
@@ -309,10 +403,9 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
     """
     from .analysis.diagnosis.diagnose import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
-    from .analysis.rows import to_json
 
     found = look(trace, pair=pair, progress=_progress)
-    click.echo(to_json(diagnosis_json(found)) if as_json else diagnosis_text(found, _width()))
+    _print_json(diagnosis_json(found)) if as_json else click.echo(diagnosis_text(found, _width()))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -321,20 +414,20 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def check(trace: str, pair: str, as_json: bool) -> None:
+def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
 
-    The exit code is 1 when there is one. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
+    The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
     from .analysis.check.check import check as look
     from .analysis.check.text import checked_json, checked_text
-    from .analysis.rows import to_json
 
-    found = look(trace, pair=pair, progress=_progress)
-    click.echo(to_json(checked_json(found)) if as_json else checked_text(found, _width()))
+    found = look(trace, pair=pair, partial=partial, progress=_progress)
+    _print_json(checked_json(found)) if as_json else click.echo(checked_text(found, _width()))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -381,18 +474,24 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo"]),
+    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
     help="Of which loss; else the recorded one, or PPO's clip of 0.2 where none is.",
 )  # fmt: skip
 @click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
 @click.option("--clip-high", type=float, metavar="E", help="Upper one; of cispo the largest weight itself.")
 @click.option("--clip-hard", type=float, metavar="C", help="Largest ratio whatever the sign of the advantage.")
+@click.option("--sapo-temperature-pos", type=float, metavar="T", help="Of sapo, where the advantage is above 0.")
+@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Of sapo, elsewhere.")
+@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo, where the advantage is not negative.")
+@click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
+@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo, where the advantage is negative.")
+@click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
 @click.option(
     "--denominator", type=click.Choice(["train", "rollout", "current"]), help="The pass that the ratio divides by."
 )
 @click.option(
     "--aggregation", metavar="NAME",
-    help="How tokens are weighed: token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence or constant.",
+    help="How tokens are weighed: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
 )  # fmt: skip
 @click.option(
     "--correction", metavar="NAME",
@@ -417,10 +516,9 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
     """
     from .analysis.objective.objective import objective as bend
     from .analysis.objective.text import objective_json, objective_text
-    from .analysis.rows import to_json
 
     found = bend(trace, progress=_progress, **options)
-    click.echo(to_json(objective_json(found)) if as_json else objective_text(found, _width(), by))
+    _print_json(objective_json(found)) if as_json else click.echo(objective_text(found, _width(), by))
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -438,10 +536,9 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     """
     from .analysis.dynamics.dynamics import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text
-    from .analysis.rows import to_json
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
-    click.echo(to_json(dynamics_json(found)) if as_json else dynamics_text(found, _width()))
+    _print_json(dynamics_json(found)) if as_json else click.echo(dynamics_text(found, _width()))
 
 
 @_example(
@@ -513,13 +610,12 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis.rows import table as table_of
-    from .analysis.rows import to_json
     from .replay.engine import replay as score_again
     from .replay.results import by_arm
 
     results = score_again(trace, progress=_progress, **options)
     if as_json:
-        click.echo(to_json([asdict(result) for result in results]))
+        _print_json([asdict(result) for result in results])
     else:
         _print(table_of(by_arm(results)), False, False)
     for line in _replayed(trace, results):
@@ -543,14 +639,14 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
     from dataclasses import asdict
 
-    from .analysis.rows import to_json
     from .analysis.triangulate import triangulate as who
     from .analysis.triangulate_text import triangulation_text
 
     found = who(trace, progress=_progress, **options)
-    click.echo(
-        to_json(asdict(found) | {"sentence": found.sentence}) if as_json else triangulation_text(found, _width())
-    )
+    if as_json:
+        _print_json(asdict(found) | {"sentence": found.sentence})
+    else:
+        click.echo(triangulation_text(found, _width()))
 
 
 @_example(
@@ -594,12 +690,11 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis.gradient_text import gradient_text
-    from .analysis.rows import to_json
     from .replay.gradients.engine import gradient as take
 
     found = take(trace, progress=_progress, **options)
     if as_json:
-        click.echo(to_json(asdict(found) | {"sentence": found.sentence}))
+        _print_json(asdict(found) | {"sentence": found.sentence})
     else:
         click.echo(gradient_text(found, table, _width()))
 
@@ -664,10 +759,12 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
 
     from .analysis.attribution.attribute import attribute as who
     from .analysis.attribution.text import attribution_text
-    from .analysis.rows import to_json
 
     found = who(trace, control=control, pair=pair, progress=_progress)
-    click.echo(to_json(asdict(found) | {"cause": found.cause}) if as_json else attribution_text(found))
+    if as_json:
+        _print_json(asdict(found) | {"cause": found.cause})
+    else:
+        click.echo(attribution_text(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -713,7 +810,6 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     has the step at which it sounded first: published levels under their own definitions, and this project's own rule
     (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
     """
-    from .analysis.rows import to_json
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.text import watched_json
     from .analysis.watch.watch import watch as look
@@ -721,7 +817,7 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     again = not (once or as_json) and can_redraw()
     views = look(trace, every=every, steps=steps, once=not again, pair=pair, progress=_progress)
     if as_json:
-        click.echo(to_json(watched_json(next(views))))
+        _print_json(watched_json(next(views)))
     else:
         show(views, again=again)
 
@@ -737,18 +833,20 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
 @click.option(
     "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
 )
+@click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def gate(trace: str, fail_on: Sequence[str], pair: str, confidence: float, as_json: bool) -> None:
+def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
 
     A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
-    comparison. The exit code is 1 when a value violates its condition. Its interval over groups of sequences says whether that
-    is sure: the verdict is `cannot tell` where it lies on both sides of the bound, or where there is none.
+    comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
+    --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
+    both sides of the bound, or where there is none.
     """
     from .analysis.gate.gate import gate as judge
     from .analysis.rows import table as table_of
 
-    found = judge(trace, fail_on=fail_on, pair=pair, confidence=confidence, progress=_progress)
+    found = judge(trace, fail_on=fail_on, progress=_progress, **options)
     _print(table_of(found.verdicts), as_json, False)
     if found.fails:
         raise click.exceptions.Exit(1)
@@ -764,15 +862,23 @@ def _check_format(as_json: bool, as_csv: bool) -> None:
 
 
 def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
-    from .analysis.rows import to_csv, to_json, to_text
+    from .analysis.rows import to_csv, to_text
 
     if as_json:
-        click.echo(to_json(rows))
+        _print_json(rows)
     elif as_csv:
         for line in to_csv(rows):
             click.echo(line)
     else:
         click.echo(to_text(rows, _width()))
+
+
+def _print_json(value: Any) -> None:
+    """Print an object: what was found, rows under `rows`, and under `damaged` what of the traces is in none of it."""
+    from .analysis.rows import to_json
+
+    found = value if isinstance(value, dict) else {"rows": value}
+    click.echo(to_json({"damaged": list(_damage_told)} | found))
 
 
 def _width() -> int | None:
@@ -805,6 +911,8 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _recorded(output: str, recording: Any, pair: str | None) -> str:
+    if not recording.is_there:
+        return f"{output} was removed while the command ran: nothing of the recording is left"
     if not recording.num_sequences:
         return (
             f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "
@@ -840,16 +948,20 @@ def _stats_command(output: str, pair: str | None) -> str:
 
 
 def _brought_in(output: str, imported: Any, pair: str | None) -> str:
+    from .tracer.importers.rowbatch import listed_names
+
     holes, parts = imported.placeholders, []
     if holes.total:
         parts.append(
             f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside of "
             f"the mask, {holes.all_zero:,} in lists of zeros)"
         )
+    if holes.certain:
+        parts.append(f"{holes.certain:,} values of lists of zeros were kept: another pass is as certain there")
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} logprobs lie above 0 and were kept: they are no log-probabilities")
     if imported.ignored_columns:
-        parts.append(f"columns passed over: {', '.join(imported.ignored_columns)}")
+        parts.append(f"columns passed over: {listed_names(imported.ignored_columns)}")
     lines = [
         f"imported {imported.num_sequences:,} sequences, {imported.num_tokens:,} response tokens, "
         f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes)}",

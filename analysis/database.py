@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from ..schemas.errors import DamagedTrace, InvalidOption
+from ..schemas.errors import DamagedTrace, DamageWarning, InvalidOption, QueryFailed, TimTraceError
 from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
+from ..tracer.store import first_line
+from ..tracer.trace_files import PROTOCOL, TraceFiles
+from ..tracer.verified_file import FileCursor
+from .connection import Connection
 from .correction import define as define_corrections
 from .correction import published
 from .distributions.function import ComparedDistributions
@@ -38,12 +44,12 @@ FRAMEWORK_MACROS = {
 """Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
 need them."""
 
-_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "clamped_exp", "correction_weight")
+_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "loss_shares", "clamped_exp", "correction_weight")
 """What a query names that needs the macros of objectives, which take a while to define as well."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
-_SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT"}
+_SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
 """DuckDB's names of the types that columns have which earlier releases did not write."""
 
 
@@ -61,7 +67,8 @@ class Database:
         self.given = (traces.store.url,) if isinstance(traces, Source) else tuple(_urls(traces))
         """The traces as they were named, for commands to copy."""
         self.sources = [traces] if isinstance(traces, Source) else _open(traces)
-        self.connection = duckdb.connect()
+        self.files = TraceFiles()
+        self.connection = Connection(duckdb.connect(), self._explained)
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
@@ -69,10 +76,11 @@ class Database:
         self._defined: set[str] = set()
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see remembered."""
-        _register_filesystems(self.connection, self.sources)
+        self.connection.register_filesystem(self.files)
         for table in TABLES:
-            _define_table(self.connection, table, TABLE_SPECS[table], self.sources)
+            self._define_table(TABLE_SPECS[table])
         _define_passes(self.connection, self.sources)
+        self._sums = self._named_sums()
         _define_computed(self.connection)
         self.define_sums(set())
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
@@ -81,6 +89,27 @@ class Database:
         self.distributions = ComparedDistributions(self.sources)
         if not lean:
             self._define_macros()
+        if not isinstance(traces, Source):  # who looked at one knows
+            _tell_damage(self.damaged)
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """What of the traces cannot be read or is missing and is in no answer, a sentence each."""
+        return tuple(sentence for source in self.sources for sentence in source.damaged)
+
+    def check_whole(self, *, partial: bool) -> None:
+        """Raise DamagedTrace when a part of the traces is in no answer, unless answers from the rest are asked for."""
+        if self.damaged and not partial:
+            more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
+            raise DamagedTrace(
+                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; --partial "
+                "(partial=True) answers from the rest"
+            )
+
+    @property
+    def urls(self) -> list[str]:
+        """The names under which the traces' files are read."""
+        return [f"{PROTOCOL}://{name}" for name in self.files.names]
 
     def _define_macros(self) -> None:
         register_routing(self.connection, self.sources)
@@ -94,6 +123,55 @@ class Database:
         self.distributions.define(self.connection)
         self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
 
+    def _define_table(self, spec: Table) -> None:
+        """Define the view of a table over the files and journals of every trace."""
+        columns = ", ".join(f'"{column.name}"' for column in spec.columns)
+        parts = []
+        for index, source in enumerate(self.sources):
+            part = []
+            for lacking, entries in source.files_by_columns(spec.name).items():
+                urls = [self.files.add(f"{index}/{entry.relative}", entry.file) for entry in entries]
+                found = ", ".join(
+                    f'NULL::{_SQL_TYPES[column.type]} AS "{column.name}"'
+                    if column.name in lacking
+                    else f'"{column.name}"'
+                    for column in spec.columns
+                )
+                part.append(f"SELECT {found} FROM read_parquet({_list(urls)})")
+            if spec.name in source.journals:
+                journal = f"journal_{index}_{spec.name}"
+                self.connection.register(journal, source.journals[spec.name])
+                part.append(f"SELECT {columns} FROM {journal}")
+            if part:
+                rows = " UNION ALL ".join(part)
+                parts.append((index, source, f"SELECT {quoted(source.run)} AS run, {columns} FROM ({rows})"))
+        newest = [self._newest(index, source, rows) for index, source, rows in parts]
+        _define_view(self.connection, f"all_{spec.name}", [rows for _, _, rows in parts], columns, spec.schema)
+        _define_view(self.connection, spec.name, newest, columns, spec.schema)
+
+    def _newest(self, index: int, source: Source, rows: str) -> str:
+        """The rows of a step's newest attempt at training alone, where a run resumed."""
+        if not source.newest:
+            return rows
+        name = f"newest_{index}"
+        steps, attempts = list(source.newest), list(source.newest.values())
+        self.connection.register(
+            name, pa.table({"step": pa.array(steps, pa.int64()), "newest_attempt": pa.array(attempts, pa.int32())})
+        )
+        return (
+            f"SELECT * EXCLUDE (newest_attempt) FROM ({rows}) LEFT JOIN {name} USING (step) "
+            "WHERE attempt IS NULL OR newest_attempt IS NULL OR attempt = newest_attempt"
+        )
+
+    def _named_sums(self) -> list[tuple[str, str, Pair, str]]:
+        """Run, kind, pair and URL of every file of sums that serves."""
+        return [
+            (source.run, kind, pair, self.files.add(f"{index}/{file.relative}", file))
+            for index, source in enumerate(self.sources)
+            for kind, pairs in source.sums.items()
+            for pair, file in pairs.items()
+        ]
+
     def leave_out(self, sequences: pa.Table) -> None:
         """Let the views hold all but these sequences, given by run, step and seq_id; nothing computed here is kept then.
 
@@ -102,9 +180,9 @@ class Database:
         self.connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
-                self.connection.execute(f"ALTER VIEW {name} RENAME TO all_{name}")
+                self.connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
                 self.connection.execute(
-                    f"CREATE VIEW {name} AS SELECT * FROM all_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
                 )
         self._leaves_out, self.is_whole = True, False
         self.memory.clear()
@@ -133,15 +211,19 @@ class Database:
         """
         # One thread adds in one order.
         self.connection.execute("SET threads = 1")
-        try:
-            cursor = self.connection.execute(query)
-            return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
-        except duckdb.Error as error:
-            if (told := self.distributions.error) is not None:
-                raise told from error
-            if isinstance(error, duckdb.InvalidInputException):  # what a function of ours raised while DuckDB called it
-                raise DamagedTrace(str(error).strip().splitlines()[-1]) from error
-            raise
+        cursor = self.connection.execute(query)
+        return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
+
+    def _explained(self, error: Exception) -> TimTraceError | None:
+        """What an error of DuckDB's says of the traces."""
+        if (told := self.files.error or self.distributions.error) is not None:
+            return told
+        if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
+            return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
+        if (where := _unreadable(self.sources)) is not None:
+            return DamagedTrace(f"{where}: cannot be read ({first_line(error)}); restore the file from a copy")
+        runs = ", ".join(source.store.url for source in self.sources)
+        return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
 
     def define(self, name: str) -> None:
         """Make the macros of one of this package's .sql files known, once."""
@@ -165,9 +247,8 @@ class Database:
 
     def define_objective(self) -> None:
         """Make the macros of objectives known."""
-        if "objective" not in self._defined:
-            self.connection.execute(sql_file("objective"))
-            self._defined.add("objective")
+        self.define("loss")
+        self.define("objective")
 
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
@@ -192,10 +273,9 @@ class Database:
         for spec in KINDS.values():
             columns = ", ".join(column.name for column in spec.columns)
             parts = [
-                f"SELECT {quoted(source.run)} AS run, {columns} FROM read_parquet({_list([path])})"
-                for source in self.sources
-                for pair, path in source.sums.get(spec.name, {}).items()
-                if pair not in superseded
+                f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
+                for run, kind, pair, url in self._sums
+                if kind == spec.name and pair not in superseded
             ]
             parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
@@ -213,15 +293,15 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
     nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
     `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
-    choices were recorded; and `objective_tokens(train, rollout, now, ...)` and `objective_steps`, what the mismatch does to a
-    loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+    choices were recorded; and `objective_tokens(train, rollout, now, ...)`, `objective_steps` and `loss_shares(now, ...)`, what
+    the mismatch does to a loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """
     database = Database(traces)
     database.define_like(like)
     database.define_objective()
-    return database.connection
+    return database.connection.raw
 
 
 def sql_file(name: str) -> str:
@@ -242,44 +322,29 @@ def _open(traces: Traces) -> list[Source]:
         while source.run in names:
             number += 1
             source.run = f"{name}-{number}"
-        for contract in source.passes:
-            contract["run"] = source.run
         names.add(source.run)
         sources.append(source)
     return sources
 
 
-def _register_filesystems(connection: duckdb.DuckDBPyConnection, sources: list[Source]) -> None:
-    registered: set[str] = set()
+def _tell_damage(damaged: Collection[str]) -> None:
+    for sentence in damaged:
+        warnings.warn(sentence, DamageWarning, stacklevel=4)
+
+
+def _unreadable(sources: list[Source]) -> str | None:
+    """The first file that cannot be read, of those that have no checksums to tell."""
     for source in sources:
-        if source.store.is_local:
-            continue
-        protocol = source.store.filesystem.protocol
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
-        if not names & registered:
-            connection.register_filesystem(source.store.filesystem)
-            registered |= names
+        for entries in source.snapshot.files.values():
+            for entry in entries:
+                try:
+                    pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"))
+                except (pa.ArrowException, OSError, TimTraceError):
+                    return source.store.shown(entry.relative)
+    return None
 
 
-def _define_table(connection: duckdb.DuckDBPyConnection, name: str, spec: Table, sources: list[Source]) -> None:
-    columns = ", ".join(f'"{column.name}"' for column in spec.columns)
-    parts = []
-    for index, source in enumerate(sources):
-        run = quoted(source.run)
-        for lacking, paths in source.files_by_columns(name).items():
-            found = ", ".join(
-                f'NULL::{_SQL_TYPES[column.type]} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
-                for column in spec.columns
-            )
-            parts.append(f"SELECT {run} AS run, {found} FROM read_parquet({_list(paths)})")
-        if name in source.journals:
-            journal = f"journal_{index}_{name}"
-            connection.register(journal, source.journals[name])
-            parts.append(f"SELECT {run} AS run, {columns} FROM {journal}")
-    _define_view(connection, name, parts, columns, spec.schema)
-
-
-def _define_computed(connection: duckdb.DuckDBPyConnection) -> None:
+def _define_computed(connection: Connection) -> None:
     """Tables for sums that are computed while the database is open."""
     for spec in KINDS.values():
         columns = ", ".join(column.name for column in spec.columns)
@@ -289,15 +354,13 @@ def _define_computed(connection: duckdb.DuckDBPyConnection) -> None:
         )
 
 
-def _define_passes(connection: duckdb.DuckDBPyConnection, sources: list[Source]) -> None:
+def _define_passes(connection: Connection, sources: list[Source]) -> None:
     rows = [contract for source in sources for contract in source.passes]
     connection.register("contracts", pa.Table.from_pylist(rows, _PASSES))
     connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
 
-def _define_view(
-    connection: duckdb.DuckDBPyConnection, name: str, parts: list[str], columns: str, schema: pa.Schema
-) -> None:
+def _define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
     if not parts:
         connection.register(f"empty_{name}", schema.empty_table())
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]

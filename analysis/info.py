@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
-from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
-from ..tracer.adopt import is_alive
+from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from ..tracer.environment import NUMERIC_LIBRARIES
-from .database import Database, opened
-from .source import Source
+from .database import Database
+from .source import Source, open_source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
 
@@ -26,6 +26,13 @@ class WriterInfo:
     host: str
     pid: int
     rank: int | None
+    attempt: int | None
+    """Attempt at training that it belongs to; None outside of training, and from releases that did not say."""
+    known_by: str
+    """How it is known whether it still writes: it said so (`closed`), its `process` is there or not, its machine was
+    `restarted` since, or the `age` of its last sign."""
+    silent_s: float | None
+    """Seconds since its last sign, where its age decided."""
     num_sequences: int
     num_tokens: int
     waited_s: float
@@ -49,6 +56,18 @@ class PassInfo:
     """Rows of scores that have router choices."""
     note: str | None
     """What the contract says where there are no scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptInfo:
+    """One attempt at training of a run that resumed."""
+
+    attempt: int
+    first_step: int
+    last_step: int
+    num_sequences: int
+    num_superseded: int
+    """Sequences of steps that a later attempt made again: views leave them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +107,16 @@ class TraceInfo:
     """Folder -> bytes; `dense` is what captured distributions take."""
     num_captured: int
     """Rows of scores that have captured distributions."""
+    attempts: tuple[AttemptInfo, ...] = field(default=())
+    """Attempts at training, where there are several: a run that resumed from a checkpoint."""
+    has_checksums: bool = True
+    """Whether every file has checksums; those of earlier releases have none, so that damage inside of them is not seen."""
     missing: tuple[str, ...] = field(default=())
     """What the trace lacks, a sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """What cannot be read and was passed over, a sentence each."""
+    """What cannot be read or is missing and is in no answer, a sentence each."""
+    ignored: tuple[str, ...] = field(default=())
+    """What lies there and is no part of the trace, a sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -99,11 +124,13 @@ def info(trace: str | Database) -> TraceInfo:
 
     Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
     """
-    database = opened(trace)
+    database = trace if isinstance(trace, Database) else Database(open_source(os.fspath(trace)))
     source = database.sources[0]
     written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
     writers = [
-        _writer(state, *written.get(state.writer, (0, 0))) for state in source.writers if state.exit_code is None
+        _writer(source, state, *written.get(state.writer, (0, 0)))
+        for state in source.writers
+        if state.exit_code is None
     ]
     launched = [state for state in source.writers if state.exit_code is not None]
     model = next((state.model for state in source.writers if state.model), {})
@@ -120,7 +147,7 @@ def info(trace: str | Database) -> TraceInfo:
         created_by=manifest.created_by,
         source=manifest.source,
         command=manifest.command,
-        exit_code=launched[0].exit_code if launched else None,
+        exit_code=max(launched, key=lambda state: state.opened_at).exit_code if launched else None,
         state=_state(writers),
         capture=manifest.capture,
         capture_fraction=manifest.capture_fraction,
@@ -132,8 +159,11 @@ def info(trace: str | Database) -> TraceInfo:
         passes=_passes(database),
         writers=tuple(writers),
         num_bytes=_bytes(source),
+        attempts=attempts(database),
+        has_checksums=not source.snapshot.unchecked,
         missing=(*_missing(database, source, writers), *_not_recorded(source)),
         damaged=tuple(source.damaged),
+        ignored=tuple(source.snapshot.ignored),
         **counts,
     )
 
@@ -150,6 +180,15 @@ _COUNTS = """
 
 _WRITTEN = """
     SELECT writer, count(*), sum(num_response_tokens)::BIGINT FROM sequences GROUP BY writer
+"""
+
+_ATTEMPTS = """
+    SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
+           count(*) FILTER (attempt < newest) AS num_superseded
+    FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
+    WHERE attempt IS NOT NULL
+    GROUP BY attempt
+    ORDER BY attempt
 """
 
 _PASSES = """
@@ -214,8 +253,8 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
             found.append(f"writer {writer.writer} ended without closing: what it had not yet appended is lost")
         elif writer.state == STOPPED:
             found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
-    if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes are being appended just now")
+    if source.snapshot.torn_bytes and source.is_live:
+        found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
     return found
 
 
@@ -225,14 +264,25 @@ def _not_recorded(source: Source) -> list[str]:
     )
 
 
-def _writer(state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:
-    kind = {CLOSED: FINISHED, FAILED: STOPPED, OPEN: LIVE if is_alive(state) else KILLED}[state.state]
+def attempts(database: Database) -> tuple[AttemptInfo, ...]:
+    """The attempts at training of a trace, where there are several."""
+    if not database.sources[0].newest:
+        return ()
+    return tuple(AttemptInfo(**row) for row in database.ask(_ATTEMPTS).dicts())
+
+
+def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:
+    found = source.snapshot.liveness[state.writer]
+    kind = {CLOSED: FINISHED, FAILED: STOPPED}.get(state.state, LIVE if found.is_alive else KILLED)
     return WriterInfo(
         writer=state.writer,
         state=kind,
         host=state.host,
         pid=state.pid,
         rank=state.rank,
+        attempt=state.attempt,
+        known_by=found.how,
+        silent_s=found.silent_s,
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         waited_s=state.waited_s,
@@ -242,7 +292,7 @@ def _writer(state: WriterState, num_sequences: int, num_tokens: int) -> WriterIn
 
 def state_of(source: Source) -> str:
     """Whether a trace is `live`, `finished`, `killed` or `stopped`."""
-    return _state([_writer(state, 0, 0) for state in source.writers if state.exit_code is None])
+    return _state([_writer(source, state, 0, 0) for state in source.writers if state.exit_code is None])
 
 
 def _state(writers: list[WriterInfo]) -> str:

@@ -51,7 +51,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         parts.append(to_text(_passes(info), width))
     if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(_is_telling(w) for w in info.writers):
         parts.append(to_text(_writers(info), width))
-    for title, sentences in (("missing", info.missing), ("damaged", info.damaged)):
+    for title, sentences in (("missing", info.missing), ("damaged", info.damaged), ("passed over", info.ignored)):
         if sentences:
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
     return "\n\n".join(parts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import duckdb
 
-from ..schemas.errors import InvalidQuery
+from ..schemas.errors import InvalidQuery, TimTraceError
 from .database import Database, Traces, quoted
 from .rows import Rows
 
@@ -38,7 +38,7 @@ class Session:
 
     def ask(self, query: str) -> Rows:
         """Run one query; of several statements the last one's rows are given."""
-        connection = self._database.connection
+        connection = self._database.connection.raw
         self._database.define_named(query)
         try:
             statements = connection.extract_statements(query)
@@ -52,7 +52,11 @@ class Session:
                 result = connection.execute(statement)
             columns = tuple(column[0] for column in result.description or ())
             return Rows(columns, result.fetchall() if columns else [])
-        except duckdb.Error as error:
+        except TimTraceError:
+            raise
+        except (duckdb.Error, ValueError) as error:  # DuckDB knows kinds of statements that its Python half does not
+            if (told := self._database.files.error) is not None:
+                raise told from error
             raise InvalidQuery(_explained(str(error))) from error
 
 
@@ -73,9 +77,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
 def _confine(database: Database) -> None:
     """Let the connection read the traces' own files and nothing else, and see none of this process's variables."""
     connection = database.connection
-    own = [path for source in database.sources for paths in source.files.values() for path in paths]
-    own += [path for source in database.sources for pairs in source.sums.values() for path in pairs.values()]
-    connection.execute(f"SET allowed_paths = [{', '.join(quoted(path) for path in own)}]")
+    connection.execute(f"SET allowed_paths = [{', '.join(quoted(url) for url in database.urls)}]")
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -86,12 +86,21 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
     return rows
 
 
-def likeness(like: str | None, **options: Any) -> list[str]:
-    """Whose numbers those of `stats` are, and what to know of them, a sentence each; none without `like`."""
+def likeness(
+    traces: Traces | Database, *, pair: str = "train:rollout", like: str | None = None, **options: Any
+) -> list[str]:
+    """Whose numbers those of `stats` are, and what to know of them in these traces, a sentence each; none without `like`.
+
+    `options` are those of `stats`.
+    """
     if like is None:
         return []
-    framework = framework_of(like, {name: value for name, value in options.items() if name not in ("pair", "by")})
-    return [f"as {framework.name} {framework.version} defines them: {framework.source}", *framework.notes()]
+    options.pop("by", None)
+    framework = framework_of(like, options)
+    return [
+        f"as {framework.name} {framework.version} defines them: {framework.source}",
+        *framework.notes(opened(traces), parse_pair(pair)),
+    ]
 
 
 def _is_routed(database: Database, pair: Pair) -> bool:

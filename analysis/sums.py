@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from ..schemas.layout import SUMS
 from ..schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ..schemas.tables import Table
+from ..tracer.parquet_file import write_checked
 from ..tracer.progress import Advance, Progress, no_progress
-from ..tracer.store import whole_file
+from ..tracer.whole_file import unnamed_file
 from .database import Database, Traces, quoted, sql_file
 from .pair_sums import computed
 from .quantiles import exact_quantiles
-from .source import Pair, Source, made_of_metadata
+from .source import Pair, Source, made_of_metadata, sums_file
 
 MISMATCH: Pair = ("train", "rollout")
 
@@ -107,14 +105,18 @@ def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
         f"SELECT {columns} FROM computed_{spec.name} WHERE run = ? AND pass_a = ? AND pass_b = ? ORDER BY ALL",
         params=[source.run, *pair],
     ).to_arrow_table()
-    rows = rows.cast(spec.schema).replace_schema_metadata(made_of_metadata(spec.name, pair, source.segments))
-    path = Path(source.store.path(f"{SUMS}/{spec.name}-{uuid.uuid4().hex}.parquet"))
-    with whole_file(path) as temporary:
-        pq.write_table(rows, temporary, compression="zstd", use_dictionary=["pass_a", "pass_b"])
-    replaced = source.sums.get(spec.name, {}).get(pair)
-    outdated = [source.store.path(name) for name in source.outdated_sums.get((spec.name, pair), [])]
-    for before in [*filter(None, [replaced]), *outdated]:
-        Path(before).unlink(missing_ok=True)
+    schema = spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
+    folder = Path(source.store.root)
+    with unnamed_file(folder, SUMS) as temporary:
+        written = write_checked(
+            temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)],
+            compression="zstd", use_dictionary=["pass_a", "pass_b"],
+        )  # fmt: skip
+        assert written.footer is not None
+        temporary.rename(folder / sums_file(spec.name, written.footer))
+    # What was used until now stays for who reads it just now, and goes the next time.
+    for relative in source.outdated_sums.get((spec.name, pair), []):
+        (folder / relative).unlink(missing_ok=True)
 
 
 def _missing_chunks(database: Database) -> list[Chunk]:

@@ -1,6 +1,6 @@
 """How often the intervals that tim-trace prints hold the truth, on made-up runs whose truth is known.
 
-python benchmarks/coverage.py              # every cell, 400 runs each: about 15 minutes on one core
+python benchmarks/coverage.py              # every cell, 200 runs each: about 10 minutes on one core
 python benchmarks/coverage.py --quick      # a few cells, 50 runs each: about a minute
 python benchmarks/coverage.py --json FILE  # every cell's counts, too
 
@@ -10,10 +10,10 @@ number of 200,000 sequences. `lowest` is where an interval of nominally 95 % hel
 `none` how often there was no interval; cells where fewer than a tenth of the runs have one are passed over. A quantile above
 the largest value of the run counts as neither: the text says that the interval ends there.
 
-The exit code is 1 where 90 % are missed by more than chance; with heavy tails, where the level that is printed is.
+`dynamics`, `attribute` and `watch` say of a series over steps when it changed or how fast it grows. Their cells are a number of
+steps and the autocorrelation of the series' scatter; runs in which nothing was found count under `none`.
 
-Left out: what `dynamics`, `attribute` and `watch` say of series over steps (when one changes, how fast k3 grows), whose intervals
-are not over groups.
+The exit code is 1 where 90 % are missed by more than chance; where the text names a level, that one is.
 """
 
 import argparse
@@ -24,13 +24,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+from tim_trace.analysis.attribution.fall import Outcome, find_fall
 from tim_trace.analysis.diagnosis.settled import removed_interval
+from tim_trace.analysis.dynamics.changes import change_points
+from tim_trace.analysis.dynamics.laws import growths
+from tim_trace.analysis.dynamics.onsets import onsets_of
+from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.concentration import Carried
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
 from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
+from tim_trace.analysis.objective.shares import LossRows
+from tim_trace.analysis.objective.shares import shares as loss_shares
 from tim_trace.analysis.objective.sides import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sums import Sums
 from tim_trace.analysis.objective.tokens import Tokens
@@ -41,7 +48,7 @@ from tim_trace.analysis.triangulate import shares
 from tim_trace.schemas.loss import Loss
 
 NOMINAL, WANTED = 0.95, 0.90
-RUNS, QUICK_RUNS = 400, 50
+RUNS, QUICK_RUNS = 200, 50
 
 SIZES = ((8, 1), (32, 1), (32, 4), (128, 1), (128, 8), (128, 16), (512, 1), (512, 4), (512, 16))
 """(sequences, of which so many are a group); of fewer than MIN_GROUPS groups there is no interval to measure."""
@@ -57,6 +64,14 @@ TRUTH_SEQUENCES = 200_000
 
 JACKKNIFED = ("k1", "k3", "mean_abs_d", "prob_pearson", "ess_token", "chi2_token")
 """What frameworks' numbers are made of, given to the jackknife that `gate` takes these through."""
+
+STEPS = (24, 60, 120)
+QUICK_STEPS = (60,)
+AUTOCORRELATIONS = (0.0, 0.5, 0.8)
+"""Of a series' scatter from one step to the next."""
+
+JUMP, RAMP, GROWTH = (4.0, 8.0), (6.0, 12.0), 0.01
+"""Sizes of changes in standard deviations of the scatter, of which a ramp reaches all at the last step; slope of ln k3."""
 
 LOSS = Loss()
 KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
@@ -75,6 +90,18 @@ class Cell:
     @property
     def name(self):
         return f"{self.num_sequences} in groups of {self.group_size}, correlation {self.correlation}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesCell:
+    """Series over the steps of a run that are drawn alike."""
+
+    num_steps: int
+    autocorrelation: float
+
+    @property
+    def name(self):
+        return f"{self.num_steps} steps, autocorrelation {self.autocorrelation}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +175,12 @@ class Numbers:
             advantage_T=None, advantage_N=run.advantage_N, lengths_N=run.lengths_N,
         )  # fmt: skip
         columns = np.concatenate([sequence_sums(LOSS, block)[0] for block, _ in tokens.blocks()], axis=1)
+        none_N = np.zeros(len(run.lengths_N), np.int64)
+        rows = LossRows(update_R=none_N, num_tokens_R=run.lengths_N, micro_batch_R=none_N.astype(np.uint64))
         return Sums(
-            unit_N=run.unit_N, updates=[(1, 0)], update_N=np.zeros(len(run.lengths_N), np.int64),
-            columns=dict(zip(COLUMNS, columns, strict=True)), carried=Carried(),
+            unit_N=run.unit_N, updates=[(1, 0)], update_N=none_N, share_N=loss_shares(LOSS, rows),
+            num_rows_U=rows.num_rows_U, micro_batches_known=False, columns=dict(zip(COLUMNS, columns, strict=True)),
+            carried=Carried(),
         )  # fmt: skip
 
     def own(self):
@@ -166,7 +196,7 @@ class Numbers:
         for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
             found |= {(command, name): float(part_T.sum() / (self.d_T**2).sum()) for name, part_T in parts.items()}
         found["diagnose, replay", "removed"] = found["triangulate, arm", "removed"]
-        columns = totals_of(LOSS, self.objective)
+        columns = totals_of(self.objective)
         totals = {name: values.sum() for name, values in columns.items()} | {"num_updates": np.ones(())}
         figures = chosen_figures(LOSS, KNOWN)
         return found | {("objective", name): float(value) for name, value in values_of(figures, totals).items()}
@@ -191,7 +221,7 @@ class Numbers:
             found |= {(command, name): ends for name, (_, ends) in shares(groups_T, parts, self.d_T).items()}
         gap_N, left_N = (np.bincount(self.row_T, squares_T) for squares_T in (self.d_T**2, self.left_T))
         found["diagnose, replay", "removed"] = removed_interval(gap_N, left_N, self.run.unit_N)
-        figures = estimates(chosen_figures(LOSS, KNOWN), totals_of(LOSS, self.objective), 1, self.run.unit_N, NOMINAL)
+        figures = estimates(chosen_figures(LOSS, KNOWN), totals_of(self.objective), 1, self.run.unit_N, NOMINAL)
         found |= {("objective", name): (each.low, each.high) for name, each in figures.items()}
         return {
             key: ends if isinstance(ends, tuple) and ends[0] is not None else None for key, ends in found.items()
@@ -204,6 +234,51 @@ class Numbers:
             return float(FROM_SUMS[name]({key: values[kept].sum() for key, values in self.columns.values.items()}))
 
         return without
+
+
+def scatter(draw, cell):
+    """A first-order autoregression of variance 1."""
+    noise = draw.normal(size=cell.num_steps + 100)
+    for place in range(1, len(noise)):
+        noise[place] += cell.autocorrelation * noise[place - 1]
+    return noise[100:] * np.sqrt(1 - cell.autocorrelation**2)
+
+
+def series_intervals(draw, cell):
+    """(command, name) -> (low, high) and the truth, each of a series of its own; None for the ends where none was found."""
+    n = cell.num_steps
+    steps, first = np.arange(1, n + 1), int(draw.integers(n // 4, 3 * n // 4)) + 1
+    moves = [("jump", size, size * (steps >= first)) for size in JUMP]
+    moves += [("ramp", size, size * np.maximum(steps - first + 1, 0) / (n - first + 1)) for size in RAMP]
+    found = {}
+    for kind, size, moved in moves:
+        name = f"{kind} of {size:g} sd"
+        values = 20 + scatter(draw, cell) - moved
+        series = Series(name="reward", steps=steps, values=values, scale="linear", kind="reward")
+        onsets = onsets_of({"reward": change_points(series)}, {"reward": "reward"})
+        found["dynamics", name] = (onsets[0].change.low, onsets[0].change.high) if onsets else None, first
+        fall = find_fall(Outcome(name="reward", steps=steps, values=values, is_evaluation=False))
+        # A fall is said to begin at the last step that it leaves alone, or at the first that it moves.
+        found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), first
+    k3 = np.exp(-8 + GROWTH * steps + 0.3 * scatter(draw, cell))
+    for each in growths(Series(name="k3", steps=steps, values=k3, scale="log", kind="mismatch")):
+        found["dynamics", f"slope of ln k3, {each.part}"] = (each.low, each.high), GROWTH
+    return found
+
+
+def measure_series(cell, num_runs, seed):
+    """(command, name) -> Count of a cell of series."""
+    found = defaultdict(Count)
+    for number in range(num_runs):
+        for key, (ends, truth) in series_intervals(np.random.default_rng([seed, number]), cell).items():
+            count = found[key]
+            if ends is None:
+                count.none += 1
+            elif ends[0] <= truth <= ends[1]:
+                count.held += 1
+            else:
+                count.missed += 1
+    return found
 
 
 @dataclass(kw_only=True)
@@ -293,37 +368,87 @@ def report(counts):
     return short
 
 
+def report_series(counts):
+    """The same of series: one line a number; returns the cells that fall short."""
+    short = []
+    print(f"\n{'interval of a series':38}{'lowest':>8}{'mean':>7}{'none':>7}  in")
+    for key in sorted({key for found in counts.values() for key in found}):
+        found = {cell: count[key] for cell, count in counts.items() if key in count}
+        known = {
+            cell: count.coverage for cell, count in found.items() if count.held + count.missed and count.is_printed
+        }
+        none = sum(count.none for count in found.values()) / sum(c.held + c.missed + c.none for c in found.values())
+        if not known:
+            print(f"{', '.join(key):38}{'-':>8}{'-':>7}{none:>7.1%}")
+            continue
+        worst = min(known, key=known.get)
+        where = f"{worst.num_steps} steps, {worst.autocorrelation:g}"
+        print(f"{', '.join(key):38}{known[worst]:>8.1%}{np.mean(list(known.values())):>7.1%}{none:>7.1%}  {where}")
+        short += [(key, cell, known[cell], WANTED) for cell in known if falls_short(found[cell], WANTED)]
+    return short
+
+
+def measure_groups(quick, num_runs, start):
+    """Cell -> (command, name) -> Count. Seeds are 0 of normal tails and 1 of heavy ones, with the number of the run."""
+    counts = {}
+    for seed, tails in enumerate(("normal", "heavy")):
+        alone = Cell(num_sequences=TRUTH_SEQUENCES, group_size=1, correlation=0.0, tails=tails)
+        truth = Numbers(draw_run(np.random.default_rng(seed), alone)).values()
+        for cell in cells(QUICK_SIZES if quick else SIZES, tails):
+            counts[cell] = measure(cell, truth, num_runs, seed)
+            print(f"{tails} tails, {cell.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return counts
+
+
+def measure_all_series(quick, num_runs, start):
+    """Cell -> (command, name) -> Count. The seed is 2, with the number of the run."""
+    counts = {}
+    for num_steps in QUICK_STEPS if quick else STEPS:
+        for autocorrelation in AUTOCORRELATIONS:
+            cell = SeriesCell(num_steps=num_steps, autocorrelation=autocorrelation)
+            counts[cell] = measure_series(cell, num_runs, 2)
+            print(f"{cell.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return counts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cells, fewer runs")
     parser.add_argument("--runs", type=int, metavar="N", help=f"runs of each cell (default: {RUNS})")
+    parser.add_argument(
+        "--only", choices=("groups", "series"), help="measure intervals over groups, or of series, alone"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every cell's counts")
     options = parser.parse_args()
     num_runs = options.runs or (QUICK_RUNS if options.quick else RUNS)
-    start, counts = time.perf_counter(), {}
-    for seed, tails in enumerate(("normal", "heavy")):
-        alone = Cell(num_sequences=TRUTH_SEQUENCES, group_size=1, correlation=0.0, tails=tails)
-        truth = Numbers(draw_run(np.random.default_rng(seed), alone)).values()
-        for cell in cells(QUICK_SIZES if options.quick else SIZES, tails):
-            counts[cell] = measure(cell, truth, num_runs, seed)
-            print(f"{tails} tails, {cell.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    short = report(counts)
-    print(
-        f"\n{num_runs} runs a cell; no interval of fewer than {MIN_GROUPS} groups; the jackknife is over {PARTS} parts."
-    )
-    print(f"largest values ({', '.join(LARGEST)}) have an interval that ends at the value, as is printed beside it.")
+    start, short = time.perf_counter(), []
+    counts = {} if options.only == "series" else measure_groups(options.quick, num_runs, start)
+    if counts:
+        short += report(counts)
+        print(
+            f"\n{num_runs} runs a cell; no interval of fewer than {MIN_GROUPS} groups; the jackknife is over {PARTS} parts."
+        )
+        print(
+            f"largest values ({', '.join(LARGEST)}) have an interval that ends at the value, as is printed beside it."
+        )
+    of_series = {} if options.only == "groups" else measure_all_series(options.quick, num_runs, start)
+    if of_series:
+        short += report_series(of_series)
     if options.json:
         rows = [
             {"command": key[0], "name": key[1], "sequences": cell.num_sequences, "group_size": cell.group_size,
              "correlation": cell.correlation, "tails": cell.tails, **vars(count)}
             for cell, found in counts.items() for key, count in found.items()
         ]  # fmt: skip
+        rows += [
+            {"command": key[0], "name": key[1], **vars(cell), **vars(count)}
+            for cell, found in of_series.items() for key, count in found.items()
+        ]  # fmt: skip
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)
-    for key, tails, coverage, where in short:
-        print(
-            f"{', '.join(key)}: {coverage:.1%} with {tails} tails, {where}; wanted: {WANTED:.0%}, or a word beside it"
-        )
+    for key, cell, coverage, share in short:
+        tails = f" with {cell.tails} tails" if isinstance(cell, Cell) else ""
+        print(f"{', '.join(key)}: {coverage:.1%}{tails}, {cell.name}; wanted: {share:.0%}")
     sys.exit(bool(short))
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract, canonical_json
-from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS
+from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
 from ..tracer.dense import end_to_end
 from ..tracer.recorder import Recorder
 from ..tracer.routing import joined
 from ..tracer.rows import Forward
+from ..tracer.whole_file import write_part
 from ..tracer.writer import TraceWriter
 from .arms import Arm
 from .batching import ForwardBatch
@@ -60,7 +62,7 @@ class ArmPass:
         if self._recorder is None:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
         self._recorder.add_contract(self.name, contract)
-        batch = Batch(step, [row.seq_id for row in scored.rows])
+        batch = Batch(step, [row.seq_id for row in scored.rows], attempt=scored.rows[0].attempt)
         responses_B = np.array([len(row.response_ids) for row in scored.rows])
         batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
         stale = self.arm.weights_version
@@ -76,18 +78,32 @@ class ArmPass:
             captured_rows=captured,
             routing=joined(scored.routing),
         )
-        self._recorder.writer.drain()
+        self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove it: the files of the writers that wrote it, which wrote nothing else."""
-        for writer in self.run.writers_of(self.name):
-            for name in self.run.store.files(SCORES):
-                if name.startswith(f"{writer}-"):
-                    (self.run.folder / SCORES / name).unlink()
-            for group in (self.run.folder / DENSE).glob(f"{writer}-*"):
-                shutil.rmtree(group)
-            (self.run.folder / WRITERS / f"{writer}.json").unlink(missing_ok=True)
-        shutil.rmtree(self.run.folder / PASSES / self.name, ignore_errors=True)
+        """Remove it: the files of the writers that wrote it, which wrote nothing else.
+
+        Their states say so first, so that a process that dies in between leaves nothing that counts.
+        """
+        folder, store = self.run.folder, self.run.store
+        began = f"{PASSES}/{self.name}/"
+        writers = {
+            state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files or ())
+        }
+        for name in sorted(writers | self.run.writers_of(self.name)):
+            path = f"{WRITERS}/{name}.json"
+            state = store.writer(name, needs_checksum=self.run.manifest.is_checked)
+            write_part(folder, path, replace(state, is_removed=True).to_json().encode())
+            for file in store.files(SCORES):
+                if (segment := Segment.parse(file.removesuffix(".parquet"))) is not None and segment.writer == name:
+                    (folder / SCORES / file).unlink(missing_ok=True)
+            for group in store.folders(DENSE):
+                if (segment := Segment.parse(group)) is not None and segment.writer == name:
+                    shutil.rmtree(folder / DENSE / group, ignore_errors=True)
+            (folder / path).unlink(missing_ok=True)
+        for name in store.files(f"{PASSES}/{self.name}"):
+            (folder / PASSES / self.name / name).unlink(missing_ok=True)
+        self.run.look()
 
     def close(self) -> None:
         """Seal what was added."""

@@ -14,10 +14,10 @@ class LoadedModel:
 
     def __init__(self, weights: Any):
         self.weights = weights
-        """What gives a version's tensors: `.load(version)`."""
+        """What gives a version's tensors: `.load(version, attempt)`."""
         self._model: Any = None
         self._shared: Any = None
-        self._version: int | None = None
+        self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
 
     def score(self, scorer: Scorer, rows: list[RecordedRow]) -> Scored:
@@ -30,7 +30,7 @@ class LoadedModel:
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
-            self._put(scorer, version if stale is None else stale)
+            self._put(scorer, version if stale is None else stale, rows[0].attempt)
             whole.extend(scorer.score([row for row in rows if row.policy_version == version]))
         return whole
 
@@ -42,7 +42,7 @@ class LoadedModel:
             self._model.close()
         self._model = self._shared = None
 
-    def _put(self, scorer: Scorer, version: int) -> None:
-        if version != self._version:
-            scorer.put(self._model, self.weights.load(version))
-            self._version = version
+    def _put(self, scorer: Scorer, version: int, attempt: int | None) -> None:
+        if (version, attempt) != self._version:
+            scorer.put(self._model, self.weights.load(version, attempt))
+            self._version = version, attempt

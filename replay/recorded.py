@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,16 +12,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay
+from ..schemas.errors import CannotReplay, DamagedTrace, DamageWarning
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.passes import TRAIN
 from ..schemas.tables import TABLES
 from ..tracer.adopt import adopt
+from ..tracer.contracts import read_contract
 from ..tracer.routing import Routing, read_routing
-from ..tracer.store import Store
+from ..tracer.snapshot import newest_attempts, take_snapshot
+from ..tracer.store import Store, first_line
+from ..tracer.trace_files import PROTOCOL, TraceFiles
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
@@ -59,6 +64,8 @@ class RecordedRow:
     """Whether the replay keeps this row's distributions."""
     routing: str | None = None
     routing_start: int | None = None
+    attempt: int | None = None
+    """Attempt at training that made it; None outside of training."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +88,20 @@ class RecordedRun:
             raise CannotReplay(f"{trace}: replaying writes into the trace; copy it to this machine first")
         self.folder = Path(self.store.root)
         adopt(self.folder)
+        self.look()
         self.model, self.tokenizer = self._identities()
+
+    def look(self) -> None:
+        """See what lies there now: a snapshot knows nothing of what was added since."""
+        self.snapshot = take_snapshot(self.store)
+        self.newest = newest_attempts(self.snapshot)
+        self._files = TraceFiles()
+        self._names = {
+            table: [self._files.add(entry.relative, entry.file) for entry in entries]
+            for table, entries in self.snapshot.files.items()
+        }
+        for sentence in self.snapshot.damaged:
+            warnings.warn(sentence, DamageWarning, stacklevel=4)
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
@@ -105,13 +125,10 @@ class RecordedRun:
 
     def contract(self, pass_name: str, digest: str) -> Contract:
         """A contract by its hash."""
-        where = f"{PASSES}/{pass_name}/{digest}.json"
         try:
-            content: Contract = json.loads(self.store.read_bytes(where))["contract"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CannotReplay(f"{self.store.shown(where)}: cannot be read ({error}); without it nothing says how the "
-                               "pass was made") from error  # fmt: skip
-        return content
+            return read_contract(self.store, pass_name, digest)
+        except DamagedTrace as error:
+            raise CannotReplay(f"{error}; without it nothing says how the pass was made") from error
 
     def train_contract(self, digest: str, pass_name: str = TRAIN) -> Contract:
         """The contract of the recorded `train` pass, or another of the trainer's, by its hash.
@@ -165,7 +182,7 @@ class RecordedRun:
         sequences = self.table(SEQUENCES, ds.field("step") == step, named)
         columns = [
             "seq_id", "logprobs", "policy_version", "iteration", "contract", "writer",
-            "forward_id", "forward_row", "pad_left", "pad_right", "routing", "routing_start",
+            "forward_id", "forward_row", "pad_left", "pad_right", "routing", "routing_start", "attempt",
         ]  # fmt: skip
         scores = self.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
         tokens = {
@@ -219,11 +236,24 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Columns of the rows of a table that meet a condition."""
-        paths = [f"{self.folder}/{table}/{name}" for name in self.store.files(table) if name.endswith(".parquet")]
+        """Columns of the rows of a table that meet a condition, of the newest attempt at each step."""
+        paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
+        schema = TABLES[table].schema
         if not paths:
-            return pa.table({name: [] for name in columns})
-        return ds.dataset(paths, schema=TABLES[table].schema, format="parquet").to_table(columns, filter=condition)
+            return pa.schema([schema.field(name) for name in columns]).empty_table()
+        files = PyFileSystem(FSSpecHandler(self._files))
+        wanted = [*columns, *(name for name in ("step", "attempt") if name not in columns)] if self.newest else columns
+        try:
+            rows = ds.dataset(paths, schema=schema, format="parquet", filesystem=files).to_table(
+                wanted, filter=condition
+            )
+        except (pa.ArrowException, OSError) as error:
+            where = ", ".join(self.store.shown(name) for name in paths[:1])
+            raise self._files.error or DamagedTrace(f"{where}: cannot be read ({first_line(error)})") from error
+        if not self.newest:
+            return rows
+        newest = pa.array([self.newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
+        return rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True)).select(columns)
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

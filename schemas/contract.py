@@ -12,7 +12,7 @@ Contract = dict[str, Any]
 
 def canonical_json(value: Any) -> str:
     """Write `value` as the one JSON text that the same content always gives: sorted keys, no spaces."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def contract_hash(contract: Contract) -> str:
@@ -30,16 +30,16 @@ def engine_dtype(contract: Contract) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Reduce to what JSON can say; an object of another library becomes its text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((_plain(item) for item in value), key=str)
+        return sorted((plain(item) for item in value), key=str)
     return str(value)

@@ -43,6 +43,10 @@ class InvalidQuery(TimTraceError, ValueError):
     """The query is not valid, or asks for what a query may not do."""
 
 
+class QueryFailed(TimTraceError, RuntimeError):
+    """DuckDB could not answer, for want of memory or room on the disk."""
+
+
 class NothingToCompare(TimTraceError, ValueError):
     """The two passes share no token."""
 
@@ -61,3 +65,7 @@ class InvalidOption(TimTraceError, ValueError):
 
 class TimTraceWarning(UserWarning):
     """Something went another way than asked; the message says which."""
+
+
+class DamageWarning(TimTraceWarning):
+    """A part of the trace cannot be read or is missing: answers are from the rest."""

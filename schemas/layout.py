@@ -16,6 +16,10 @@ ROUTING = "_routing"
 """Before the pass in the name of a Zarr group of router choices; no pass begins with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"
 """Files and folders under this prefix are not finished; readers pass over them."""
+RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
+"""Files that keep a little room on the disk."""
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
+"""Folders that hold a trace which is being replaced."""
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
@@ -49,3 +53,44 @@ class Segment:
     def dense(self) -> str:
         """Path of this segment's Zarr group, relative to the trace."""
         return f"{DENSE}/{self.name}"
+
+
+_HEX32 = "[0-9a-f]{32}"
+_WRITER = r"[A-Za-z0-9_.-]+"
+_SEGMENT_NAME = rf"{_WRITER}-\d{{6}}"
+_PASS = r"[A-Za-z0-9][A-Za-z0-9_.+=-]*(?:/[A-Za-z0-9][A-Za-z0-9_.+=-]*)*"
+_ZARR = r"(?:[A-Za-z0-9_.+=-]+/)*(?:zarr\.json|c(?:/\d+)+)"
+_TOKENIZER_NAMES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "vocab.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja", "processor_config.json",
+    "preprocessor_config.json",
+)  # fmt: skip
+_TEMPORARY = re.compile(rf"\.tmp-(?:{_HEX32}-.+|reserve-{_WRITER}|replaced-{_HEX32})")
+_OWN = re.compile(
+    "|".join((
+        re.escape(MANIFEST),
+        rf"(?:{'|'.join(TABLES)})/{_SEGMENT_NAME}\.parquet",
+        rf"{PASSES}/{_PASS}/[0-9a-f]{{64}}\.json",
+        rf"{DENSE}/{_SEGMENT_NAME}/{_ZARR}",
+        rf"{WEIGHTS}/{_SEGMENT_NAME}/{_ZARR}",
+        rf"{WEIGHTS}/{_SEGMENT_NAME}\.\d+\.json",
+        rf"{SUMS}/[a-z_]+-[0-9a-f]+\.parquet",
+        rf"{WRITERS}/{_WRITER}\.json",
+        rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z]+\.arrows",
+        rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
+    ))
+)  # fmt: skip
+
+
+def is_temporary(name: str) -> bool:
+    """Whether this is the name of an unfinished file or folder of ours, and not merely one that begins alike."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_own(relative: str) -> bool:
+    """Whether a path in a trace's folder is one that tim-trace gives. A tokenizer may have files of other names, too.
+
+    >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
+    (True, False)
+    """
+    return _OWN.fullmatch(relative) is not None or any(is_temporary(part) for part in relative.split("/"))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import InvalidOption, InvalidRecord
 
-PPO, REINFORCE, CISPO = "ppo_clip", "reinforce", "cispo"
-KINDS = (PPO, REINFORCE, CISPO)
+PPO, REINFORCE, CISPO, SAPO, VESPO = "ppo_clip", "reinforce", "cispo", "sapo", "vespo"
+KINDS = (PPO, REINFORCE, CISPO, SAPO, VESPO)
 TOKEN, SEQUENCE_MEAN, SEQUENCE_SUM = "token", "sequence_mean", "sequence_sum"
 LEVELS = (TOKEN, SEQUENCE_MEAN, SEQUENCE_SUM)
 TRAIN, ROLLOUT, CURRENT = "train", "rollout", "current"
@@ -18,6 +19,10 @@ AGGREGATIONS = (
     "token_mean", "batch_token_mean", "micro_token_mean", "sequence_mean", "sequence_sum", "sequence", "constant",
 )  # fmt: skip
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
+"""Nats that vespo clamps a sequence's log-ratio to; and the logarithm of each weight of the correction."""
+VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
 """What the names of its hyperparameters begin with where a loop of one's own recorded it."""
@@ -29,30 +34,45 @@ class Loss:
 
     kind: str = PPO
     """`ppo_clip`: f = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A); `reinforce`: f = rho A without clip, whose
-    gradient at rho = 1 is A grad logprob; `cispo`: f = stop(min(rho, clip_high)) A logprob."""
+    gradient at rho = 1 is A grad logprob; `cispo`: f = stop(min(rho, clip_high)) A logprob; `sapo`:
+    f = 4 / tau sigmoid(tau (rho - 1)) A (arXiv 2511.20347); `vespo`: f = stop(phi(rho)) A logprob with
+    phi = exp(lambda + k ln rho - lambda rho), rho of the sequence (arXiv 2602.10693). The last two have no clip."""
     level: str = TOKEN
     """rho of `token`s; of sequences by the mean of their log-ratios (GSPO): `sequence_mean`; by the sum: `sequence_sum`."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """Of ppo_clip, the distance from 1; of cispo, the largest ratio itself."""
     clip_hard: float | None = None
-    """Largest unclipped ratio, whatever the sign of the advantage (TRL's delta); None: none."""
+    """Of ppo_clip, the largest unclipped ratio, whatever the sign of the advantage (TRL's delta); None: none."""
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    """tau of sapo where A > 0, and elsewhere."""
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    """k and lambda of vespo where A >= 0."""
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    """The same where A < 0."""
     denominator: str = TRAIN
     """The pass below the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself (rho is 1 in value)."""
     aggregation: str = "token_mean"
     """`token_mean`: over all tokens of an optimizer step; `batch_token_mean`: over those of the whole recorded step, times
     the share of its micro-batches that the optimizer step takes; `micro_token_mean`: over a micro-batch's, then over these;
     `sequence_mean`: over each sequence's tokens, then over sequences; `sequence_sum`: their sums, over sequences;
-    `sequence`: one term a sequence (level sequence_sum), over sequences; `constant`: sum over tokens / (sequences * max_tokens)."""
+    `sequence`: one term a sequence (level sequence_sum), over sequences; `constant`: sum over tokens / (sequences * max_tokens).
+
+    Tokens are those that count; sequences are all that went through the loss, also those without a token that counts."""
     max_tokens: int | None = None
     """The divisor of aggregation `constant`."""
     kl_coefficient: float = 0.0
     """Of the k3 term against the pass `reference`."""
     kl_weighted: bool = False
     """Whether that term is multiplied by the ratio, of which it then has a gradient too."""
+    kl_level: str | None = None
+    """The level of that ratio; None: that of the loss."""
     correction: str = "none"
     """What multiplies each token's term, of r = train / rollout: `token_truncate` min(r, cap), `token_mask` r where it is
-    at most cap and else 0, and the same of the sequence's product."""
+    at most cap and else 0, and the same of the sequence's product. Of vespo it multiplies rho."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
@@ -65,12 +85,32 @@ class Loss:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise InvalidRecord(f"loss: {name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}")
+        if self.kl_level is not None and self.kl_level not in LEVELS:
+            raise InvalidRecord(f"loss: kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}")
+        if self.kind == VESPO and self.level != SEQUENCE_SUM:
+            raise InvalidRecord(
+                f"loss: vespo takes one ratio of a sequence, not of level {self.level}: use {SEQUENCE_SUM}"
+            )
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if not getattr(self, name) > 0:
+                raise InvalidRecord(f"loss: {name} {getattr(self, name)}; give a number above 0")
+
+    @property
+    def has_clip(self) -> bool:
+        """Whether a ratio can be beyond a bound: see analysis.objective.terms.is_clipped."""
+        return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What is recorded of it, for Recorder.add_hyperparameters."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {PREFIX + name: value for name, value in known.items() if value is not None and name != "unknown"}
+        """What is recorded of it, for Recorder.add_hyperparameters; of another kind's own settings what is no default."""
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
+        others = {
+            field.name
+            for field in fields(self)
+            for kind in (SAPO, VESPO)
+            if field.name.startswith(f"{kind}_") and kind != self.kind and known[field.name] == field.default
+        }
+        return {PREFIX + name: value for name, value in known.items() if value is not None and name not in others}
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
@@ -118,7 +158,7 @@ def _typed(name: str, value: str, kind: str) -> Any:
     try:
         if kind == "bool":
             return {"true": True, "false": False}[value.lower()]
-        return value if kind == "str" else int(value) if kind.startswith("int") else float(value)
+        return value if kind.startswith("str") else int(value) if kind.startswith("int") else float(value)
     except (KeyError, ValueError) as error:
         wanted = "true or false" if kind == "bool" else "a number"
         raise InvalidOption(f"loss: {name} cannot be {value!r}; it is {wanted}") from error
@@ -141,7 +181,15 @@ _GRPO_AGGREGATIONS = {
     "dapo": "token_mean",
     "cispo": "token_mean",
     "luspo": "sequence_sum",
+    "sapo": "sequence_mean",
+    "vespo": "token_mean",
 }
+
+
+_GRPO_OPTIONS = (
+    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+"""Its settings that have the same name and default here."""
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
@@ -152,20 +200,24 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
     low = _number(values, "epsilon", 0.2)
     high = _number(values, "epsilon_high", low)
     corrected = bool(values.get("use_vllm")) and bool(values.get("vllm_importance_sampling_correction"))
+    level = SEQUENCE_MEAN if values["importance_sampling_level"] == "sequence" else TOKEN
+    kl_weighted = bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0))
     return Loss(
-        kind=CISPO if kind == CISPO else PPO,
-        level=SEQUENCE_MEAN if values["importance_sampling_level"] == "sequence" else TOKEN,
+        kind=kind if kind in (CISPO, SAPO, VESPO) else PPO,
+        level=SEQUENCE_SUM if kind == VESPO else level,
         clip_low=low,
         clip_high=high,
         clip_hard=_number(values, "delta", None),
         aggregation=_grpo_aggregation(kind, values),
         max_tokens=int(_number(values, "max_completion_length", 0)) or None,
         kl_coefficient=_number(values, "beta", 0.0),
-        kl_weighted=bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0)),
+        kl_weighted=kl_weighted,
+        kl_level=level if kl_weighted and kind == VESPO else None,
         correction=str(values.get("vllm_importance_sampling_mode")) if corrected else "none",
         correction_low=_number(values, "vllm_importance_sampling_clip_min", None) if corrected else None,
         correction_high=_number(values, "vllm_importance_sampling_clip_max", None) if corrected else None,
         unknown=_unknown(values),
+        **{name: _number(values, name, getattr(Loss(), name)) for name in _GRPO_OPTIONS},
     )
 
 
@@ -196,6 +248,7 @@ _NEUTRAL = {
     "off_policy_mask_threshold": None,
     "entropy_coef": 0.0,
     "use_adaptive_entropy": 0.0,
+    "router_aux_loss_coef": 0.0,
 }
 """TRL's further settings of the loss -> the value that changes nothing."""
 

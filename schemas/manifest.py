@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from .documents import as_record, read_document, read_object, to_document
 from .errors import DamagedTrace, NewerTrace
 
 FORMAT = "tim-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: no checksums. 2: every writer accounts for its files, every file has checksums, and rows name their attempt."""
+CHECKED_SINCE = 2
+
+_WHAT = "the trace.json of a trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +37,27 @@ class Manifest:
     """Folder of the Hugging Face checkpoints that the run saves, where weights are read from there; else None."""
     format_version: int = FORMAT_VERSION
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether every file of the trace has checksums."""
+        return self.format_version >= CHECKED_SINCE
+
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        return to_document({"format": FORMAT, **asdict(self)})
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
-    """Read trace.json; `where` is named in the error when it cannot be read."""
-    try:
-        content: dict[str, Any] = json.loads(text)
-        version = {FORMAT: int(content["format_version"])}[content.pop("format")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """Read trace.json; `where` is named in errors. Raises DamagedTrace and NewerTrace."""
+    found = read_object(content, where, _WHAT)
+    version = found.get("format_version")
+    if found.get("format") != FORMAT or type(version) is not int or version < 1:
         raise DamagedTrace(
-            f"{where}: this is not the trace.json of a trace; name the folder that `tim-trace record -o` or "
-            "`tim-trace import` wrote"
-        ) from error
+            f"{where}: this is not {_WHAT}; name the folder that `tim-trace record -o` or `tim-trace import` wrote"
+        )
     if version > FORMAT_VERSION:
         raise NewerTrace(
             f"{where}: trace format {version}, this tim-trace reads up to {FORMAT_VERSION}; "
             "upgrade it with: pip install --upgrade tim-trace"
         )
-    known = set(Manifest.__dataclass_fields__)
-    try:
-        return Manifest(**{key: _tupled(value) for key, value in content.items() if key in known})
-    except TypeError as error:
-        raise DamagedTrace(f"{where}: {error}; the file lacks what every trace.json holds") from error
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    values = read_document(content, where, _WHAT, needs_checksum=version >= CHECKED_SINCE)
+    return as_record(values, Manifest, where, _WHAT)

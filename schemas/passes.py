@@ -15,6 +15,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNOR
 
 def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> str:
     """Return `name` when it is a standard pass, a replay, or one that was declared with its contract."""
+    if not isinstance(name, str):
+        raise InvalidRecord(f"pass {name!r}: is no string; use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
         return name
     known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
@@ -25,6 +27,6 @@ def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> 
 
 def check_pass_name(name: str) -> str:
     """Return `name` when it can name a pass: letters, digits and `_.+=-`, with `/` between parts."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, as replay/fp16")
     return name

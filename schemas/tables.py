@@ -54,6 +54,21 @@ class Table:
         """Columns that files of earlier releases lack, and their types."""
         return {column.name: column.type for column in self.columns if column.added}
 
+    def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
+        """A batch with NULL in the columns that its writer, being of an earlier release, did not know.
+
+        None for a batch of another table.
+        """
+        schema, names = self.schema, set(batch.schema.names)
+        if not set(schema.names) - names <= set(self.added) or not names <= set(schema.names):
+            return None
+        arrays = [
+            batch[field.name] if field.name in names else pa.nulls(batch.num_rows, field.type) for field in schema
+        ]
+        if any(not array.type.equals(field.type) for array, field in zip(arrays, schema, strict=True)):
+            return None
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
 
 _STEP = Column(
     name="step",
@@ -62,7 +77,15 @@ _STEP = Column(
     null="",
 )
 _SEQ_ID = Column(
-    name="seq_id", type=pa.string(), doc="name of the sequence; (step, seq_id) is unique in the trace", null=""
+    name="seq_id", type=pa.string(), doc="name of the sequence; (step, seq_id, attempt) is unique in the trace", null=""
+)
+_ATTEMPT = Column(
+    name="attempt",
+    type=pa.int32(),
+    doc="attempt at training that made the row, from 1: a run that resumes from a checkpoint makes some steps again. Views "
+    "show a step's newest attempt",
+    null="not recorded in training, or by a release that did not say",
+    added=True,
 )
 _WRITER = Column(name="writer", type=pa.string(), doc="the process that recorded the row: a file in writers/", null="")
 
@@ -126,6 +149,7 @@ SEQUENCES_TABLE = Table(
             type=pa.string(),
             doc="why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
         ),
+        _ATTEMPT,
         _WRITER,
     ),
 )
@@ -221,6 +245,7 @@ SCORES_TABLE = Table(
             null="not recorded, or no mixture of experts",
             added=True,
         ),
+        _ATTEMPT,
         _WRITER,
     ),
 )
@@ -234,8 +259,14 @@ METRICS_TABLE = Table(
         Column(
             name="value", type=pa.float64(), doc="the value; NaN is a value", null="the value is not a number: see text"
         ),
-        Column(name="text", type=pa.string(), doc="the value, where it is not a number", null="the value is a number"),
+        Column(
+            name="text",
+            type=pa.string(),
+            doc="the value, where it is not a number",
+            null="the value is a number, or was None",
+        ),
         Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
+        _ATTEMPT,
         _WRITER,
     ),
 )

@@ -6,14 +6,15 @@ keyframe, the bits themselves; each other row is a delta, the bits XOR those of 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from .errors import DamagedTrace
+import msgspec
+
+from .documents import as_record, read_document, to_document
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -70,13 +71,8 @@ class WeightLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        return cls(tensors=tuple(_tensor(entry) for entry in values["tensors"]), tied=dict(values["tied"]))
-
-
-def _tensor(values: Mapping[str, Any]) -> StoredTensor:
-    shapes = ("shape", "whole_shape", "offsets")
-    fields: dict[str, Any] = {k: tuple(v) if k in shapes and v is not None else v for k, v in values.items()}
-    return StoredTensor(**fields)
+        """Read it from JSON. Raises ValueError for values of other types."""
+        return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +99,8 @@ class WeightVersion:
     """Bytes on disk."""
     stored_at: str
     """When it was written, ISO 8601 in UTC."""
+    layout_hash: str | None = None
+    """XXH3-128 of the segment's zarr.json, which says where each tensor lies; None from releases without checksums."""
 
     @property
     def is_keyframe(self) -> bool:
@@ -114,15 +112,13 @@ class WeightVersion:
         return self.segment.rpartition("-")[0]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return to_document(asdict(self))
 
 
-def parse_weight_version(text: str, where: str) -> WeightVersion:
+def parse_weight_version(content: bytes, where: str, *, needs_checksum: bool = False) -> WeightVersion:
     """Read a version's file. Raises DamagedTrace."""
-    try:
-        return WeightVersion(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise DamagedTrace(f"{where}: holds no version of weights ({error}); restore it from a copy") from error
+    what = "a version of weights"
+    return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WeightVersion, where, what)
 
 
 def chain_hash(previous: str | None, hashes: Mapping[str, str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .errors import DamagedTrace
+from .checksums import SealedFile
+from .documents import as_record, read_document, to_document
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 
@@ -22,13 +22,31 @@ class WriterState:
     error: str | None = None
     """Why it failed; None otherwise."""
     host: str = ""
+    boot_id: str | None = None
+    """Names the start of the machine's kernel; None where the system does not tell."""
+    pid_namespace: str | None = None
+    """Names the set of processes in which `pid` means something; None where the system does not tell."""
     pid: int = 0
+    process_start: int | None = None
+    """When the process began, clock ticks since the machine started; with the pid it names one process."""
     rank: int | None = None
     """Rank in the process group; None when there is none."""
     opened_at: str = ""
     """ISO 8601 in UTC."""
     closed_at: str | None = None
     """ISO 8601 in UTC; None while it is open or when it was killed."""
+    attempt: int | None = None
+    """Which attempt at training it belongs to, from 1: a run that resumes begins another. None outside of training."""
+    attempt_key: str | None = None
+    """What all writers of one attempt have in common."""
+    files: dict[str, SealedFile] | None = None
+    """Path in the trace -> what was written there; None from releases that did not account for their files."""
+    journals: tuple[str, ...] = ()
+    """Paths of the journals that are not sealed yet."""
+    torn_journals: dict[str, int] = field(default_factory=dict)
+    """Path of a journal that was sealed after its process died -> bytes at its end that were no whole record."""
+    is_removed: bool = False
+    """Whether its files are being removed, so that none of them counts."""
     program: tuple[str, ...] = ()
     """The process's own arguments."""
     exit_code: int | None = None
@@ -52,18 +70,10 @@ class WriterState:
     """Every installed library -> version."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+        return to_document(asdict(self))
 
 
-def parse_writer_state(text: str, where: str) -> WriterState:
-    """Read writers/<id>.json; fields that this build does not know are passed over."""
-    known = {f.name for f in fields(WriterState)}
-    try:
-        found: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in json.loads(text).items()
-            if key in known
-        }
-        return WriterState(**found)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedTrace(f"{where}: not a writer's state ({error}); the rest of the trace can be read") from error
+def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = False) -> WriterState:
+    """Read writers/<id>.json; fields that this build does not know are passed over. Raises DamagedTrace."""
+    what = "a writer's state"
+    return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)

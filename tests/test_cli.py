@@ -31,6 +31,7 @@ from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
+from tim_trace.tracer.recorder import Recorder
 
 PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported", "table"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
@@ -273,9 +274,29 @@ def test_stats_say_whose_definition_they_are(trace):
     assert done.json()[0]["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert "as verl 0.9.0 defines them: verl/trainer/ppo/rollout_corr_helper.py" in done.stderr
     assert "the bounds of k1 lie on 1 / rho" in done.stderr
+    assert "do not count" not in done.stderr
     refused = tim_trace("stats", trace, "--like", "trl", "--tis-clip", "2")
     assert refused.code == 2
     assert "tis_clip: trl has no such option; it belongs to slime" in refused.stderr
+
+
+def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):
+    done = tim_trace("stats", trace, "--like", "slime", "--use-tis", "--no-use-rs", "--json")
+    assert {"mis_tis_truncate_fraction", "mis_batch_norm_factor"} <= set(done.json()[0])
+    assert "mis_rs_mask_fraction_low" not in done.json()[0]
+    assert "run: has no pass 'current', without which ppo_kl, ois are NULL" in done.stderr
+    done = tim_trace("stats", trace, "--like", "openrlhf", "--eps-clip-low-high", "0.1", "0.3", "--json")
+    assert set(done.json()[0]) == {"run", "vllm_kl", "ppo_kl", "ppo_clip_ratio"}
+
+
+def test_nan_outside_of_the_mask_is_told_of_beside_a_framework_s_numbers(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, response_ids=[[1, 2]], response_mask=[[True, False]])
+        recorder.add_scores("rollout", added, logprobs=[[-1.0, float("nan")]])
+        recorder.add_scores("train", added, logprobs=[[-1.5, -1.0]])
+    done = tim_trace("stats", tmp_path / "run", "--like", "slime", "--json")
+    assert done.json()[0]["train_rollout_logprob_abs_diff"] == 0.5
+    assert "1 logprobs at 1 steps are NaN or infinite on tokens that do not count: slime multiplies" in done.stderr
 
 
 def test_sql_knows_the_frameworks_macros(trace):

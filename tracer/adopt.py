@@ -3,55 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..schemas.layout import JOURNAL
-from ..schemas.writer_state import OPEN, WriterState
-from .journal import journaled_segments
+from ..schemas.errors import DamagedTrace
+from ..schemas.layout import JOURNAL, WRITERS, Segment
+from ..schemas.writer_state import WriterState
+from .journal import JOURNALED, journaled_segments, read_journal
+from .liveness import liveness
 from .seal import seal
-from .store import Store, remove_temporaries
+from .store import Store
+from .whole_file import remove_temporaries, write_part
 
 
 def adopt(folder: Path) -> None:
     """Seal the journals of writers that are not alive any more; does nothing for the others.
 
-    A segment that cannot be sealed stays a journal, which is readable as well.
+    A segment that cannot be sealed stays a journal, which is readable as well. Of several processes that do this at once one
+    does it.
     """
     store = Store(folder)
-    states, _ = store.writers()
-    alive = {state.writer for state in states if is_alive(state)}
-    for segment in journaled_segments(store):
-        if segment.writer not in alive:
-            try:
-                seal(folder, segment)
-            except OSError:
-                continue
-    if not alive:
-        remove_temporaries(folder)
-        with contextlib.suppress(OSError):  # something else lies there
-            (folder / JOURNAL).rmdir()
+    with _alone(folder):
+        states, damaged = store.writers()
+        dead = [state for state in states if not liveness(state, store).is_alive]
+        for state in dead:
+            for segment in journaled_segments(store):
+                if segment.writer == state.writer:
+                    with contextlib.suppress(OSError, DamagedTrace):
+                        _adopt(folder, segment, state)
+        if len(dead) == len(states) and not damaged:
+            remove_temporaries(folder)
+            with contextlib.suppress(OSError):  # something else lies there
+                (folder / JOURNAL).rmdir()
 
 
-def is_alive(state: WriterState) -> bool:
-    """Whether a writer may still write: it is open, and its process exists or is on another machine."""
-    if state.state != OPEN:
-        return False
-    if state.host != socket.gethostname():
-        return True
+def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
+    """Seal a segment and have its writer account for it, before its journals go."""
+    store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
+    torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
+    files = seal(folder, segment)
+    journals = [segment.journal(table) for table in JOURNALED]
+    if state.files is not None:
+        state.files |= files
+        state.torn_journals |= {name: num_bytes for name, num_bytes in torn.items() if num_bytes}
+        state.journals = tuple(name for name in state.journals if name not in journals)
+        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+    for name in journals:
+        (folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process adopts; at once where the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.kill(state.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not _is_zombie(state.pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[:1] == ["Z"]
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

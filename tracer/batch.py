@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..schemas.errors import InvalidRecord
 from ..schemas.passes import CURRENT
-from .ragged import Padding
+from .ragged import Padding, shown
+from .staging import is_tensor, to_numpy
 
 
 class Batch:
     """What `add_sequences` returns and `add_scores` takes; its rows are numbered as they were given."""
 
-    def __init__(self, step: int, seq_ids: list[str], policy_version: Any = None):
+    def __init__(
+        self,
+        step: int,
+        seq_ids: list[str],
+        policy_version: Any = None,
+        folder: Path | None = None,
+        *,
+        attempt: int | None = None,
+    ):
+        """`attempt` is the attempt at training that made the sequences; None outside of training."""
         self.step = step
+        self.attempt = attempt
         self.seq_ids = seq_ids
         self.policy_version = policy_version
+        self.folder = folder
+        """The trace that its sequences are in; None where that is not known."""
+        self.width_without_mask: int | None = None
+        """Width of the [B, T] batch that its responses came in, where no mask said which cells hold tokens."""
+        self.refusal: str | None = None
+        """Why its sequences were not recorded, once that is known."""
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
         self._prompt_lengths: np.ndarray | None = None
@@ -35,9 +53,23 @@ class Batch:
         """Set the responses' lengths [B], the padding of the batch that they came in, and the prompts' lengths [B]."""
         self._lengths, self._padding, self._prompt_lengths = lengths, padding, prompt_lengths
 
+    def check(self, folder: Path) -> None:
+        """Raise InvalidRecord unless its sequences were recorded, in this trace."""
+        if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
+            raise InvalidRecord(
+                f"step {self.step}: the batch was recorded in {self.folder}, and this recorder writes {folder}; add its "
+                "scores with the recorder that gave it"
+            )
+        if self.refusal is not None:
+            raise InvalidRecord(
+                f"step {self.step}: this batch was refused ({self.refusal}); give add_sequences what is right, and its "
+                "scores to the batch that it returns"
+            )
+
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Response tokens of some rows."""
-        assert self._lengths is not None
+        """Response tokens of some rows. Raises InvalidRecord for a batch that was refused."""
+        if self._lengths is None:
+            raise InvalidRecord(f"step {self.step}: this batch was refused ({self.refusal or 'it is not recorded'})")
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
@@ -52,13 +84,26 @@ class Batch:
         """Check row numbers, all of them for None."""
         if rows is None:
             return np.arange(len(self))
-        numbers = np.asarray(rows, dtype=np.int64)
+        numbers = to_numpy(rows.cpu() if is_tensor(rows) else rows)
+        if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+            hint = "; of a mask, give np.flatnonzero(mask)" if numbers.dtype.kind == "b" else ""
+            raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; give a list of row numbers{hint}")
+        numbers = numbers.astype(np.int64)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80} for a batch of {len(self)} sequences")
-        seen = np.zeros(len(self), bool)
-        seen[numbers] = True
-        if numbers.ndim != 1 or seen.sum() != len(numbers):
+        if len(np.unique(numbers)) != len(numbers):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
+        return numbers
+
+    def captured_rows(self, captured: Any, scored: np.ndarray) -> np.ndarray:
+        """Check the numbers of rows whose distributions are given: they are among those that are scored."""
+        numbers = self.rows(captured)
+        strangers = np.setdiff1d(numbers, scored)
+        if len(strangers):
+            raise InvalidRecord(
+                f"step {self.step}, captured_rows: row {strangers[0]} is not among the rows that are scored; give its "
+                "logprobs in the same call"
+            )
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ Shapes: N rows (one a response token of a captured sequence), K kept tokens, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..schemas.checksums import SealedFile
+from ..schemas.errors import InvalidRecord
 from .dense_group import BFLOAT16, open_dense, parsed
 from .journal import DENSE_SCHEMA
 from .staging import is_tensor
@@ -104,6 +106,15 @@ def _joined(arrays: Sequence[Any]) -> Any:
     return np.concatenate(arrays)
 
 
+def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
+    """Raise InvalidRecord unless each array of captured distributions has one row a token."""
+    wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
+    if wrong:
+        raise InvalidRecord(
+            f"{what}: distributions with {wrong} rows for {num_tokens} response tokens of the captured sequences"
+        )
+
+
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
     """Pack rows of one array for the journal; `dtype` names what the bits mean (bfloat16 comes as uint16)."""
     row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
@@ -115,9 +126,14 @@ def _typed(dtype: str, values: np.ndarray) -> str:
     return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
-def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
-    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows."""
+def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> SealedFile:
+    """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
+
+    Returns what to say of its root, which accounts for every file of it.
+    """
     import zarr
+
+    from .dense_store import account
 
     root = zarr.open_group(path, mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -128,12 +144,13 @@ def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> None:
     for (group, name), entries in by_array.items():
         dtype, storage, trailing = parsed(entries[0]["dtype"].as_py())
         _write_array(root, f"{group.partition('/')[2]}/{name}", dtype, storage, trailing, entries)
+    return account(path)
 
 
 def _write_array(
     root: Any, name: str, dtype: str, storage: np.dtype, trailing: tuple[int, ...], entries: list[dict[str, Any]]
 ) -> None:
-    from zarr.codecs import BloscCodec
+    from zarr.codecs import BloscCodec, Crc32cCodec
 
     num_rows = sum(entry["rows"].as_py() for entry in entries)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
@@ -145,8 +162,12 @@ def _write_array(
         dtype=storage,
         chunks=(chunk, *trailing),
         shards=(shard, *trailing),
-        compressors=BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
+        compressors=(
+            BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
+            Crc32cCodec(),
+        ),
         attributes={"dtype": dtype},
+        config={"write_empty_chunks": True},  # a chunk that is not there was lost
     )
     # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
     pending: list[np.ndarray] = []

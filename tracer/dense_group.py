@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
@@ -43,42 +44,52 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by the name that a score's column `dense` or `routing` holds. Raises DamagedTrace when it is not there."""
-    segment = Segment.parse(group.partition("/")[0])
+    """Open a group by the name that a score's column `dense` or `routing` holds.
+
+    Raises DamagedTrace when it is not there or not as it was written.
+    """
+    name, _, pass_name = group.partition("/")
+    segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
-    check_pass_name(
-        group.partition("/")[2].removeprefix(f"{ROUTING}/")
-    )  # a name of parts, so that it leads nowhere else
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # a name of parts, so that it leads nowhere else
     where = f"{segment.dense}/zarr.json"
     if store.exists(where):
-        return _sealed(store, group)
+        return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
         return _journaled(store, segment, group)
     if store.exists(where):  # sealed in between
-        return _sealed(store, group)
+        return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is not there; scores name it, so the trace was copied without dense/ "
         "or the folder was removed"
     )
 
 
-def _sealed(store: Store, group: str) -> DenseGroup:
-    import zarr
+def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
+    from .dense_store import SealedGroup  # zarr takes a while to import
 
-    location: Any = store.path(f"{DENSE}/{group}")
-    if not store.is_local:
-        location = zarr.storage.FsspecStore.from_url(store.shown(f"{DENSE}/{group}"))
-
-    def rows_of(array: Any) -> Rows:
-        return lambda start, rows: np.asarray(array[start : start + rows])
-
+    arrays = SealedGroup(store, segment, sealed_root(store, segment)).arrays(pass_name)
     return DenseGroup(
-        {
-            name: DenseArray(str(array.attrs["dtype"]), int(np.prod(array.shape[1:])), rows_of(array))
-            for name, array in zarr.open_group(location, mode="r").arrays()
-        }
+        {name: DenseArray(array.dtype, math.prod(array.shape[1:]), array.rows) for name, array in arrays.items()}
     )
+
+
+def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
+    """What the writer of a segment says of its sealed group; None where it is of a release that said nothing.
+
+    Raises DamagedTrace for a group that its writer does not know.
+    """
+    where = f"{segment.dense}/zarr.json"
+    try:
+        files = store.writer(segment.writer, needs_checksum=store.manifest().is_checked).files
+    except FileNotFoundError as error:
+        raise DamagedTrace(
+            f"{store.shown(where)}: its writer's state is missing; restore writers/ from a copy"
+        ) from error
+    if files is not None and where not in files:
+        raise DamagedTrace(f"{store.shown(where)}: its writer did not write it; remove the folder")
+    return None if files is None else files[where]
 
 
 def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:

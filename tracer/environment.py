@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,9 @@ NUMERIC_LIBRARIES = (
 """Libraries whose version can change a logprob; they are part of every contract."""
 
 
+_INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
+
+
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
     """Versions of the installed libraries that can change a logprob, and of Python."""
@@ -46,13 +50,19 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Every installed distribution -> its version."""
+    """Every installed distribution, by its normalised name (PEP 503) -> its version.
+
+    Read from the names of the folders that installers leave, which takes a thousandth of reading what lies in them.
+    """
     found = {"python": platform.python_version()}
-    for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found[name] = distribution.version
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+    for folder in reversed(sys.path):  # the first one on the path is what is imported
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for match in filter(None, map(_INSTALLED.fullmatch, names)):
+            found[re.sub(r"[-_.]+", "-", match["name"]).lower()] = match["version"]
+    return dict(sorted(found.items()))
 
 
 def rank() -> int | None:

@@ -1,14 +1,26 @@
-"""The journal: what a writer recorded since it last sealed, as Arrow IPC streams that survive a killed process."""
+"""The journal: what a writer recorded since it last sealed, as Arrow IPC streams that survive a killed process.
+
+Each message of a stream ends its metadata with a trailer of 32 bytes in the padding that the format allows there, so that
+any Arrow library reads the stream and this one knows whether it is what was written:
+8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the message with these 16 bytes left out; all
+little-endian but the checksum.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from ..schemas.layout import JOURNAL, TABLES, Segment
-from .store import Store
+from .store import Store, first_line
+from .whole_file import check_there
 
 DENSE_TABLE = "dense"
 JOURNALED = (*TABLES, DENSE_TABLE)
@@ -25,6 +37,15 @@ DENSE_SCHEMA = pa.schema(
 )
 """A block of `rows` rows of one array of a Zarr group, row-major, before it is sealed."""
 
+IDENTITY = b"tim-trace file"
+"""Metadata of a stream's schema: the path that it was written under."""
+
+_PREFIX = struct.Struct("<II")
+_CONTINUES = 0xFFFFFFFF
+_MAGIC = b"tim-jrnl"
+_TRAILER = struct.Struct("<8sq16s")
+_END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
+
 
 class JournalStream:
     """Appends record batches of one table of one segment to a file.
@@ -34,32 +55,50 @@ class JournalStream:
     """
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
-        self.path = folder / segment.journal(table)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        relative = segment.journal(table)
+        check_there(folder)
+        self.path = folder / relative
+        self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
         self.num_bytes = 0
-        self._write(schema.serialize())
+        self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
-        self._write(batch.serialize())
+        """Append rows. Raises FileNotFoundError when the file was removed, since nobody would find them."""
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
+        self._append_message(batch.serialize())
+
+    def sync(self) -> None:
+        """Have everything appended survive a loss of power."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Mark the end of the stream."""
         try:
-            self._write(_END_OF_STREAM)
+            self._write([memoryview(_END_OF_STREAM)])
         finally:
             self._file.close()
 
-    def _write(self, message: pa.Buffer | bytes) -> None:
-        """Hand a whole message to the operating system, in one call where it takes it so."""
-        left = memoryview(message)
+    def _append_message(self, message: pa.Buffer) -> None:
+        """Hand a message with its trailer to the operating system."""
+        view = memoryview(message)
+        _, length = _PREFIX.unpack(view[: _PREFIX.size])
+        metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
+        prefix = _PREFIX.pack(_CONTINUES, length + _TRAILER.size)
+        trailer = _TRAILER.pack(_MAGIC, len(body), _checksum(prefix, metadata, body))
+        self._write([memoryview(prefix + bytes(metadata) + trailer), body])
+
+    def _write(self, parts: list[memoryview]) -> None:
+        """Write parts one after the other, in one call where the system takes them so."""
+        left = [part for part in parts if len(part)]
         while left:
-            written = self._file.write(left)
-            left = left[written:]
-        self.num_bytes += len(memoryview(message))
-
-
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+            written = os.writev(self._file.fileno(), left)
+            self.num_bytes += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,46 +106,152 @@ class JournalContent:
     """What one journal file holds."""
 
     batches: tuple[pa.RecordBatch, ...]
-    torn_bytes: int
-    """Bytes after the last whole record: a record that was being appended when the process died, or foreign bytes."""
+    torn_bytes: int = 0
+    """Bytes at the end of a record that was being appended when the process died, or is being appended now."""
+    damage: str | None = None
+    """Why the rest is not read, from the first record on that is not as it was written; None where all is read."""
+    has_checksums: bool = True
+    """Whether its records have any; those of earlier releases have none."""
 
 
 def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
-    """Read every whole record of a journal; a local file is mapped, not loaded.
+    """Read every whole record of a journal; each is compared with its checksum and validated before anything uses it.
 
-    Raises FileNotFoundError when the segment has been sealed since.
+    Raises FileNotFoundError when the segment has been sealed since, and DamagedTrace for a link out of the trace.
     """
     relative = segment.journal(table)
-    if store.is_local:
-        source = pa.memory_map(store.path(relative)) if _has_bytes(store.path(relative)) else pa.BufferReader(b"")
-    else:
-        source = pa.BufferReader(store.read_bytes(relative))
-    size = source.size()
+    content = memoryview(store.read_bytes(relative))
+    if not _has_trailer(content):
+        return _read_plain(content)
+    schema: pa.Schema | None = None
+    batches: list[pa.RecordBatch] = []
+    position = 0
+    while position < len(content):
+        try:
+            message, stop = _next_message(content, position)
+            if message is None:
+                break
+            if schema is None:
+                schema = _checked_schema(message, relative)
+            else:
+                batch = pa.ipc.read_record_batch(message, schema)
+                batch.validate(full=True)
+                batches.append(batch)
+        except _Torn:
+            return JournalContent(batches=tuple(batches), torn_bytes=len(content) - position)
+        except (ValueError, OSError, pa.ArrowException) as error:
+            damage = f"the record at byte {position:,} is not as it was written ({first_line(error)})"
+            return JournalContent(batches=tuple(batches), damage=damage)
+        position = stop
+    return JournalContent(batches=tuple(batches))
+
+
+class _Torn(Exception):
+    """The file ends within a message."""
+
+
+def _next_message(content: memoryview, start: int) -> tuple[Any, int]:
+    """The message that begins at `start`, and where it ends; None in its place for the end of the stream.
+
+    Raises ValueError for bytes that are not those that were written, and _Torn.
+    """
+    try:
+        stop = _message_end(content, start)
+    except _Torn:
+        if content[start:].tobytes().count(_MAGIC) > 1:  # others follow, and a record that is torn is the last one
+            raise ValueError("its length differs") from None
+        raise
+    if stop is not None:
+        return pa.ipc.read_message(pa.py_buffer(content[start:stop])), stop
+    if len(content) > start + _PREFIX.size:
+        raise ValueError(f"{len(content) - start - _PREFIX.size} bytes follow the end of the stream")
+    return None, len(content)
+
+
+def _message_end(content: memoryview, start: int) -> int | None:
+    """Where the message that begins at `start` ends; None for the end of the stream. Raises ValueError and _Torn."""
+    if len(content) - start < _PREFIX.size:
+        raise _Torn
+    continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])
+    if continues != _CONTINUES:
+        raise ValueError("no record begins there")
+    if length == 0:
+        return None
+    if length < _TRAILER.size:
+        raise ValueError("its checksum is missing")
+    body = start + _PREFIX.size + length
+    if body > len(content):
+        raise _Torn
+    trailer = body - _TRAILER.size
+    magic, body_bytes, checksum = _TRAILER.unpack(content[trailer:body])
+    if magic != _MAGIC or body_bytes < 0:
+        raise ValueError("its checksum is missing")
+    stop = body + int(body_bytes)
+    if stop > len(content):
+        raise _Torn
+    prefix = content[start : start + _PREFIX.size]
+    if _checksum(prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
+        raise ValueError("its checksum differs")
+    return int(stop)
+
+
+def _checksum(prefix: bytes | memoryview, metadata: memoryview, body: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(prefix)
+    digest.update(metadata)
+    digest.update(struct.pack("<q", len(body)))
+    digest.update(body)
+    return digest.digest()
+
+
+def _checked_schema(message: Any, relative: str) -> pa.Schema:
+    """A stream's schema. Raises ValueError for a stream that was written under another name."""
+    schema = pa.ipc.read_schema(message)
+    name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
+    if name != relative:
+        raise ValueError(f"the file was written as {name}")
+    return schema
+
+
+def _has_trailer(content: memoryview) -> bool:
+    """Whether the stream's schema, its first message, ends in a trailer; also where the file ends before."""
+    if len(content) < _PREFIX.size:
+        return True
+    _, length = _PREFIX.unpack(content[: _PREFIX.size])
+    end = _PREFIX.size + length
+    return end > len(content) or length < _TRAILER.size or content[end - _TRAILER.size : end][: len(_MAGIC)] == _MAGIC
+
+
+def _read_plain(content: memoryview) -> JournalContent:
+    """Read a stream of a release whose records had no checksums."""
+    source = pa.BufferReader(pa.py_buffer(content))
     batches: list[pa.RecordBatch] = []
     whole = 0
     try:
         with pa.ipc.open_stream(source) as stream:
             whole = source.tell()
             while True:
-                batches.append(stream.read_next_batch())
+                batch = stream.read_next_batch()
+                batch.validate(full=True)
+                batches.append(batch)
                 whole = source.tell()
     except StopIteration:
         whole = max(whole, source.tell())
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, MemoryError):
         pass
-    return JournalContent(batches=tuple(batches), torn_bytes=size - whole)
-
-
-def _has_bytes(path: str) -> bool:
-    return Path(path).stat().st_size > 0
+    return JournalContent(batches=tuple(batches), torn_bytes=len(content) - whole, has_checksums=False)
 
 
 def journaled_segments(store: Store) -> dict[Segment, tuple[str, ...]]:
     """Segments that are not sealed yet -> the tables that they have a journal of."""
     found: dict[Segment, list[str]] = {}
     for name in store.files(JOURNAL):
-        stem, _, table = name.removesuffix(".arrows").rpartition(".")
-        segment = Segment.parse(stem)
-        if segment is not None and table in JOURNALED:
-            found.setdefault(segment, []).append(table)
+        if (journal := journal_of(name)) is not None:
+            found.setdefault(journal[0], []).append(journal[1])
     return {segment: tuple(tables) for segment, tables in sorted(found.items())}
+
+
+def journal_of(name: str) -> tuple[Segment, str] | None:
+    """The segment and table of a journal's file name; None for another name."""
+    stem, _, table = name.removesuffix(".arrows").rpartition(".")
+    segment = Segment.parse(stem)
+    return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

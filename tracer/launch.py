@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,17 +12,21 @@ from pathlib import Path
 from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.clock import now
-from ..schemas.errors import InvalidOption
-from ..schemas.layout import WRITERS
+from ..schemas.errors import InvalidOption, TraceExists
+from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, WriterState
+from .child import Child
+from .create import join_trace, new_trace
 from .hooks.session import ENVIRONMENT, Order
-from .store import Store, create_trace, write_whole
+from .liveness import liveness
+from .store import Store
+from .whole_file import write_part
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself; it records nothing but how the command ended."""
+"""Writer name of `tim-trace record` itself, with a number where it was resumed; it notes how the command ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,9 @@ class Recording:
     exit_code: int
     writers: tuple[WriterState, ...]
     """The processes that recorded something, or tried."""
+
+    is_there: bool = True
+    """Whether the folder is; false when it was removed while the command ran."""
 
     @property
     def num_sequences(self) -> int:
@@ -56,6 +60,7 @@ def record(
     weights_below: str = "500MB",
     weights_from: str | None = None,
     routing: bool = False,
+    resume: bool = False,
     force: bool = False,
 ) -> Recording:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
@@ -65,13 +70,18 @@ def record(
     run saves anyway, to read weights from there instead. `routing` keeps what the routers of a mixture of experts chose
     in the `train` pass, for every token of prompts and responses.
 
+    `resume` adds to the trace that lies at `output`, where there is one: its steps that are made again stay apart, as another
+    attempt. `force` replaces a trace, once the command has started.
+
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
-    recorded. Raises TraceExists, StorageError or InvalidOption before the command is started.
+    recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
     """
     if not command:
         raise InvalidOption(
             "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
         )
+    if resume and force:
+        raise InvalidOption("record: --resume adds to the trace that lies there and --force replaces it; choose one")
     spec = Capture.parse(capture, capture_fraction)
     spec.check_records()
     if weights not in WEIGHTS_CHOICES:
@@ -87,26 +97,56 @@ def record(
         capture_fraction=capture_fraction,
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
-    folder = create_trace(output, manifest, force=force)
-    order = Order(
-        run=str(folder),
-        capture=str(spec),
-        capture_fraction=capture_fraction,
-        weights="none" if weights_from is not None and weights == "auto" else weights,
-        weights_below=limit,
-        routing=routing,
-    )
-    state = WriterState(writer=LAUNCHER, pid=os.getpid(), opened_at=now(), program=tuple(command))
-    try:
-        exit_code = _run(command, _environment(order))
-    except OSError as error:
-        shutil.rmtree(folder)
-        raise InvalidOption(_not_started(command[0], error)) from error
-    state.state, state.closed_at, state.exit_code = CLOSED, now(), exit_code
+    adds = resume and (Path(output) / MANIFEST).exists()
+    with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
+        known = {writer.writer for writer in Store(folder).writers()[0]}
+        order = Order(
+            run=str(folder),
+            session=manifest.run_id,
+            capture=str(spec),
+            capture_fraction=capture_fraction,
+            weights="none" if weights_from is not None and weights == "auto" else weights,
+            weights_below=limit,
+            routing=routing,
+        )
+        try:
+            child = Child.start(command, _environment(order))
+        except OSError as error:
+            raise InvalidOption(_not_started(command[0], error)) from error
+    opened_at = now()
+    exit_code = child.wait()
+    if not (folder / MANIFEST).exists():
+        return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
     _adopt(folder)
-    write_whole(folder / WRITERS / f"{LAUNCHER}.json", state.to_json().encode())
-    writers = [writer for writer in Store(folder).writers()[0] if writer.writer != LAUNCHER]
-    return Recording(folder=folder, exit_code=exit_code, writers=tuple(writers))
+    writers = tuple(writer for writer in Store(folder).writers()[0] if writer.writer not in known)
+    name = LAUNCHER if not adds else f"{LAUNCHER}-{sum(writer.startswith(LAUNCHER) for writer in known) + 1}"
+    state = WriterState(
+        writer=name, state=CLOSED, pid=os.getpid(), opened_at=opened_at, closed_at=now(), program=tuple(command),
+        exit_code=exit_code, files={},
+    )  # fmt: skip
+    write_part(folder, f"{WRITERS}/{name}.json", state.to_json().encode())
+    return Recording(folder=folder, exit_code=exit_code, writers=writers)
+
+
+@contextmanager
+def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
+    """The folder of a trace that a resumed run adds to. Raises TraceExists."""
+    folder = join_trace(output, manifest)
+    store = Store(folder)
+    known = store.manifest()
+    if not known.is_checked:
+        raise TraceExists(
+            f"{output}: was recorded by an earlier release, and cannot be added to; record to another folder"
+        )
+    if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
+        raise TraceExists(
+            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; resume "
+            "with the same"
+        )
+    if any(liveness(state, store).is_alive for state in store.writers()[0]):
+        raise TraceExists(f"{output}: is being recorded; end that process first")
+    _adopt(folder)
+    yield folder
 
 
 def _adopt(folder: Path) -> None:
@@ -126,25 +166,3 @@ def _not_started(name: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"record: {name}: no such command; check its name and your PATH"
     return f"record: {name}: cannot be executed ({error.strerror}); start it as: python {name}"
-
-
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    process = subprocess.Popen(list(command), env=environment)
-    with _passing_on(process):
-        code = process.wait()
-    return 128 - code if code < 0 else code
-
-
-@contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Outlive the command: leave Ctrl-C to it, which the terminal sends it too, and hand other signals on."""
-    previous = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
-        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda number, _: process.send_signal(number)),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -2,32 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ..schemas.errors import InvalidRecord
 from ..schemas.tables import METRICS_TABLE
+from .ragged import shown
+from .scalars import text
 from .staging import is_tensor, to_numpy
 
 _SCHEMA = METRICS_TABLE.schema
 
 
-def metric_rows(step: int, values: Mapping[str, Any], logged_at: datetime, writer: str) -> pa.RecordBatch:
-    """One row a value: numbers (tensors of one element too) as numbers, anything else as text."""
-    numbers = [_number(value) for value in values.values()]
-    texts = [None if number is not None else str(v) for number, v in zip(numbers, values.values(), strict=True)]
+def check_metrics(values: Any, what: str) -> None:
+    """Raise InvalidRecord unless these are names with one value each: a number, a text or None."""
+    if not isinstance(values, Mapping):
+        raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of name -> value")
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise InvalidRecord(f"{what}: the name {shown(name)} is no string; name each value by one")
+        text(name, what)
+        _check(value, f"{what}, {name!r}")
+
+
+def _check(value: Any, what: str) -> None:
+    if isinstance(value, str):
+        text(value, what)
+    elif isinstance(value, Mapping):
+        raise InvalidRecord(f"{what}: got {shown(value)}; give each of its values a name of its own, as 'loss/policy'")
+    elif is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
+        if int(np.prod(value.shape)) != 1:
+            raise InvalidRecord(
+                f"{what}: got values of shape {tuple(value.shape)}; give one number, as their mean, or each a name"
+            )
+        if not is_tensor(value) and value.dtype.kind in "OU":
+            _check(value.item(), what)
+    elif isinstance(value, (Sequence, Set)):
+        raise InvalidRecord(f"{what}: got {shown(value)}; give one number, as their mean, or each a name of its own")
+    elif isinstance(value, int) and _float(value) is None:
+        raise InvalidRecord(f"{what}: the number is too large for float64; give it as text")
+
+
+def metric_rows(
+    step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
+) -> pa.RecordBatch:
+    """One row a value: numbers (tensors of one element too) as numbers, None as neither, anything else as text."""
+    plain = [_plain(value) for value in values.values()]
+    numbers = [_number(value) for value in plain]
+    texts = [
+        None if number is not None or value is None else _text(value)
+        for number, value in zip(numbers, plain, strict=True)
+    ]
     count = len(numbers)
-    columns = [[step] * count, list(values), numbers, texts, [logged_at] * count, [writer] * count]
+    columns = [
+        [step] * count,
+        [_text(name) for name in values],
+        numbers,
+        texts,
+        [logged_at] * count,
+        [attempt] * count,
+        [writer] * count,
+    ]
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
+
+def _plain(value: Any) -> Any:
+    """What an array of one object or text holds; anything else as it is."""
+    holds_one = isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1
+    return value.item() if holds_one else value
 
 
 def _number(value: Any) -> float | None:
     """The value as a number, or None when it is not one."""
     if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         array = to_numpy(value)
-        return float(array) if array.size == 1 and array.dtype.kind in "fiub" else None
-    return float(value) if isinstance(value, (bool, int, float)) else None
+        return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
+    return _float(value) if isinstance(value, (bool, int, float)) else None
+
+
+def _float(value: float) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _text(value: Any) -> str:
+    """The value as text that UTF-8 can hold."""
+    return str(value).encode(errors="backslashreplace").decode()

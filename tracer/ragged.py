@@ -5,7 +5,7 @@ Shapes: B rows, T padded width, N tokens of all rows together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,28 @@ class Ragged:
         """[B + 1] int32: row i is values[offsets[i]:offsets[i + 1]]."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
+    @property
+    def num_known(self) -> int:
+        """How many values were recorded."""
+        return len(self.values) if self.valid is None else int(self.valid.sum())
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """Some of the lists, in their order."""
+        cells = cells_of(rows, self.lengths)
+        return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
+
     def to_arrow(self, type: pa.ListType) -> pa.Array:
         """As an Arrow list array, without copying the values."""
         mask = None if self.valid is None else ~self.valid
         values = pa.array(self.values, type.value_type, mask=mask)
         return pa.ListArray.from_arrays(pa.array(self.offsets, pa.int32()), values)
+
+
+def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Places of some rows' values among those of all rows, end to end."""
+    counts = lengths[rows]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 128
@@ -59,14 +76,17 @@ class Padding:
     """[B, T] bool"""
 
     @classmethod
-    def of(cls, mask: Any) -> Padding:
-        """Read an attention mask [B, T]: nonzero where there is a token."""
-        cells = to_numpy(mask)
-        if cells.ndim != 2:
-            raise InvalidRecord(
-                f"attention mask: got shape {cells.shape}; give [B, T], as the batch that it belongs to"
-            )
-        cells = cells.astype(bool, copy=False)
+    def of(cls, mask: Any, what: str = "attention mask") -> Padding:
+        """Read an attention mask [B, T]: nonzero where there is a token. `what` names it in errors.
+
+        Raises InvalidRecord for another shape, and for what is neither 0 nor a positive number.
+        """
+        given = _cells(mask, what)
+        if given.ndim != 2:
+            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], as the batch that it belongs to")
+        cells: np.ndarray = _narrow(given.reshape(-1), np.dtype(bool), what, _of_width(given.shape[1])).reshape(
+            given.shape
+        )
         lengths = cells.sum(axis=1, dtype=np.int64)
         starts = cells.argmax(axis=1).astype(np.int64) if cells.shape[1] else np.zeros(len(cells), np.int64)
         width = cells.shape[1]
@@ -80,11 +100,11 @@ class Padding:
             self.width, self.lengths[rows], None if self.starts is None else self.starts[rows], self.mask[rows]
         )
 
-    def flatten(self, cells: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    def flatten(self, cells: np.ndarray) -> np.ndarray:
         """Copy the tokens of a [B, T] batch end to end: [N]."""
         if self.starts is None or self.width < _LONG:
-            return np.asarray(cells[self.mask], dtype)
-        out = np.empty(int(self.lengths.sum()), dtype)
+            return np.asarray(cells[self.mask])
+        out = np.empty(int(self.lengths.sum()), cells.dtype)
         position = 0
         for row, (start, length) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
             out[position : position + length] = cells[row, start : start + length]
@@ -95,60 +115,170 @@ class Padding:
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
     """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of differing lengths.
 
-    `what` names the batch in errors. None inside a list becomes a value that was not recorded.
+    The dtype says what the values are: integers are token ids, bool is a mask, floats are values of a token. `what`
+    names the batch in errors. None inside a list of floats becomes a value that was not recorded.
+
+    Raises InvalidRecord for values that are something else, and for those that the dtype does not hold.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
         return data
-    if is_tensor(data) or isinstance(data, np.ndarray):
-        cells = to_numpy(data)
-        if cells.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give [B, T] with its mask, or B lists")
-        return _flatten_padded(cells, dtype, padding, what)
-    if not isinstance(data, Sequence):
-        raise InvalidRecord(f"{what}: got {type(data).__name__}; give a tensor or array [B, T], or B lists")
-    return _flatten_lists(data, dtype, what)
+    if not is_padded(data):
+        rows = data.tolist() if isinstance(data, np.ndarray) and data.dtype == object and data.ndim == 1 else data
+        if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+            raise InvalidRecord(f"{what}: got {shown(data)}; give a tensor or array [B, T], or B lists")
+        return _flatten_lists(rows, dtype, what)
+    cells = _cells(data, what, dtype)
+    if cells.ndim != 2:
+        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give [B, T] with its mask, or B lists")
+    return _flatten_padded(cells, dtype, padding, what)
+
+
+def is_padded(data: Any) -> bool:
+    """Whether a batch comes as one tensor or array, whose rows are all as wide."""
+    return is_tensor(data) or (isinstance(data, np.ndarray) and not (data.dtype == object and data.ndim == 1))
+
+
+def num_rows(data: Any, what: str) -> int:
+    """How many rows a batch has, in whatever form it comes. Raises InvalidRecord for what has none."""
+    if isinstance(data, Ragged):
+        return len(data)
+    shape = getattr(data, "shape", None)
+    if shape is not None and len(shape):
+        return int(shape[0])
+    if shape is None and isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        return len(data)
+    raise InvalidRecord(f"{what}: got {shown(data)}; give a tensor or array [B, T], or B lists")
+
+
+def shown(value: Any) -> str:
+    """A value as an error names it, in one line and short."""
+    text = " ".join(repr(value).split())
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return "None" if value is None else f"{text} ({type(value).__name__})"
 
 
 def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None, what: str) -> Ragged:
     if padding is None:
         lengths = np.full(len(cells), cells.shape[1], np.int64)
-        return Ragged(cells.astype(dtype, copy=True).reshape(-1), lengths)
+        return Ragged(_narrow(cells.reshape(-1), dtype, what, _of_width(cells.shape[1])), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
             f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both alike, or pass "
             "this batch's own attention mask"
         )
-    return Ragged(padding.flatten(cells, dtype), padding.lengths)
+    return Ragged(_narrow(padding.flatten(cells), dtype, what, _of_lengths(padding.lengths)), padding.lengths)
 
 
 def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
-    rows = [to_numpy(row) if is_tensor(row) or isinstance(row, np.ndarray) else row for row in data]
-    try:
-        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
-    except TypeError as error:
-        raise InvalidRecord(f"{what}: a row is not a list; give B lists, one a sequence") from error
-    arrays = [_row(row, dtype, what, index) for index, row in enumerate(rows)]
-    values = np.concatenate([array for array, _ in arrays]) if arrays else np.empty(0, dtype)
-    if all(valid is None for _, valid in arrays):
+    arrays, flags = [], []
+    for index, row in enumerate(data):
+        array, valid = _row(row, dtype, what, index)
+        arrays.append(array)
+        flags.append(valid)
+    lengths = np.array([len(array) for array in arrays], np.int64)
+    # An empty list has NumPy's default dtype, which says nothing.
+    filled = [array for array in arrays if len(array)]
+    values = _narrow(np.concatenate(filled), dtype, what, _of_lengths(lengths)) if filled else np.empty(0, dtype)
+    if all(valid is None for valid in flags):
         return Ragged(values, lengths)
-    flags = [np.ones(len(array), bool) if valid is None else valid for array, valid in arrays]
-    return Ragged(values, lengths, np.concatenate(flags))
+    known = [np.ones(n, bool) if valid is None else valid for n, valid in zip(lengths, flags, strict=True)]
+    return Ragged(values, lengths, np.concatenate(known))
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """One list as an array of its own dtype, and where it was recorded; None where all of it was."""
+    if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one a sequence")
+    valid = None
     # NumPy would read None as NaN; here None is "not recorded" and NaN is a value.
-    if isinstance(row, (list, tuple)) and None in row:
+    if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
-        return np.array([0 if item is None else item for item in row], dtype=dtype), valid
+        if dtype.kind != "f":
+            raise InvalidRecord(f"{what}: row {index}, token {int(valid.argmin())} is None; {_needed(dtype)}")
+        row = [0.0 if item is None else item for item in row]
+    array = _cells(row, f"{what}: row {index}", dtype)
+    if array.ndim != 1:
+        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}; give a flat list: {shown(row)}")
+    if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
+        raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_needed(dtype)}")
+    return array, valid
+
+
+def _has_none(row: Sequence[Any]) -> bool:
     try:
-        return np.asarray(row, dtype=dtype).reshape(len(row)), None
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRecord(f"{what}: row {index} does not read as {dtype.name} ({error}): {row!r:.120}") from error
+        return None in row
+    except (TypeError, ValueError, RuntimeError):  # arrays in it have no one truth
+        return any(item is None for item in row)
 
 
-def num_rows(data: Any) -> int:
-    """How many rows a batch has, in whatever form it comes."""
-    if isinstance(data, Ragged):
-        return len(data)
-    return int(data.shape[0]) if hasattr(data, "shape") else len(data)
+_KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
+"""Kind of dtype that is wanted -> kinds that it is made of."""
+
+
+def _needed(dtype: np.dtype) -> str:
+    if dtype.kind == "i":
+        return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
+    return "a mask is 0 or 1, or False or True" if dtype.kind == "b" else f"give numbers that {dtype.name} holds"
+
+
+def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
+    """A tensor, array or list as NumPy holds it. Raises InvalidRecord for what it cannot hold."""
+    name = str(getattr(data, "dtype", "")).removeprefix("torch.")
+    if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
+        raise InvalidRecord(
+            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}); "
+            "give integers"
+        )
+    try:
+        return to_numpy(data)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = f" ({str(error).splitlines()[0]})" if is_tensor(data) and str(error) else ""
+        needed = "give numbers" if dtype is None else _needed(dtype)
+        raise InvalidRecord(f"{what} is {shown(data)}{reason}; {needed}") from error
+
+
+def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np.ndarray:
+    """Copy flat values to a dtype; raise InvalidRecord for the first that it does not hold."""
+    if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
+        raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        out = values.astype(dtype)
+        if values.dtype == dtype and dtype.kind != "i":
+            return out
+        wrong = _wrong(values, out)
+    if wrong is not None and wrong.any():
+        first = int(wrong.argmax())
+        raise InvalidRecord(f"{what}: {place(first)} is {values[first]}; {_needed(dtype)}")
+    return out
+
+
+def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
+    """[N] where a value is not what it became: no token id, no flag, or more than rounded; None where it nowhere is."""
+    is_float = values.dtype.kind == "f"
+    if out.dtype.kind == "f":
+        return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
+    most = np.iinfo(out.dtype).max if out.dtype.kind == "i" else np.inf
+    if is_float and out.dtype.kind == "i":
+        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger one may have been rounded before it came
+    if not is_float and (not len(values) or (values.min() >= 0 and values.max() <= most)):
+        return None
+    whole = np.floor(values) == values if is_float else True
+    return np.asarray(~((values >= 0) & (values <= most) & (values < np.inf) & whole))
+
+
+_Place = Callable[[int], str]
+"""Number of a flat value -> where it stands, for errors."""
+
+
+def _of_width(width: int) -> _Place:
+    return lambda index: f"row {index // width}, token {index % width}"
+
+
+def _of_lengths(lengths: np.ndarray) -> _Place:
+    def place(index: int) -> str:
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, index, side="right"))
+        return f"row {row}, token {index - int(ends[row] - lengths[row])}"
+
+    return place

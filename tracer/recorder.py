@@ -20,32 +20,39 @@ from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
-from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES, TOKENIZER
+from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
+from .attempts import next_attempt
 from .batch import Batch
-from .dense import Distribution, bits
-from .metrics import metric_rows
+from .create import create_trace, join_trace
+from .dense import Distribution, bits, check_num_rows
+from .masks import padding_of
+from .metrics import check_metrics, metric_rows
 from .optimizer import optimizer_statistics
-from .ragged import Padding, Ragged, flatten, num_rows
+from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown
 from .routing import Routing, check_routing
 from .rows import (
+    ALIGN,
+    SCALARS,
     Forward,
     ScoreRows,
     SequenceRows,
     aligned,
     check_logprobs,
+    check_whole,
     is_per_token,
     of_rows,
-    per_row,
+    reward_array,
     rounding_tolerance,
     with_holes,
 )
+from .scalars import listed, names, per_row, step_number
 from .staging import Staged, to_numpy
-from .store import Store, create_trace, join_trace, whole_file
+from .store import Store
 from .writer import QUEUE_BYTES, TraceWriter
 
 HYPERPARAMETER = "hyperparameter/"
@@ -78,15 +85,19 @@ class Recorder:
         capture_fraction: float = 1.0,
         force: bool = False,
         join: bool | None = None,
+        resume: bool = False,
         queue_bytes: int = QUEUE_BYTES,
     ):
         """Open a trace for recording.
 
         `capture` and `capture_fraction` say what `captures` answers: they are a decision for the whole run. `force`
-        replaces a trace that lies there. `join` says that several processes write this trace: each opens it with the
-        same path, and the first makes it; the default is to join when torchrun or its kin started several processes.
+        replaces a trace that lies there, and nothing else. `join` says that several processes write this trace: each opens
+        it with the same path, and the first makes it; the default is to join when torchrun or its kin started several
+        processes. `resume` adds to a trace that lies there, finished or not: this run goes on from a checkpoint of that one.
+        Rows of a process that joins after one in its place died, or resumes, say that they are of another attempt; views
+        show the newest attempt at each step.
 
-        Raises TraceExists when a trace lies there that this run did not begin.
+        Raises TraceExists when something lies there that this run did not begin, and there is neither `force` nor `resume`.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -100,18 +111,20 @@ class Recorder:
         )
         if join is None:
             join = int(os.environ.get("WORLD_SIZE") or 1) > 1
-        if join and not force:
+        if resume or (join and not force):
             folder = join_trace(path, manifest)
-            _refuse_finished(folder, path)
+            if not resume:
+                _refuse_finished(folder, path)
         else:
             folder = create_trace(path, manifest, force=force)
-        self._start(TraceWriter(folder, queue_bytes=queue_bytes))
+        self._start(TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), "recorder")))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
         """A recorder for what a framework or a file holds: a logprob above 0 is a finding there, not the caller's mistake.
 
-        `ordered` says that steps do not go back.
+        A logged value of any form is kept there, as text where it is no number, and what comes after the end is passed
+        over. `ordered` says that steps do not go back.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -139,6 +152,15 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Return once everything that was added before survives `kill -9`; with `sync`, a loss of power, too.
+
+        Without it, what `add_*` returned for is with the operating system about a second later: the queue holds nothing for
+        longer, and a caller who comes while something is older waits. `sync` has the disk confirm every file, which takes
+        milliseconds to seconds. Raises InvalidRecord for device tensors that were found wrong.
+        """
+        self.writer.flush(sync=sync)
 
     def close(self, *, at_exit: bool = False) -> None:
         """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
@@ -170,10 +192,7 @@ class Recorder:
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Keep a transformers tokenizer in the trace, so that tokens can be shown as text; the first one stays."""
-        target = self.folder / TOKENIZER
-        if not target.exists():
-            with whole_file(target) as temporary:
-                tokenizer.save_pretrained(temporary)
+        self.writer.save_tokenizer(tokenizer)
 
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
         """Note the identity of the trained model and its tokenizer, in words of your own."""
@@ -209,17 +228,32 @@ class Recorder:
 
         `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with their attention masks (nonzero
         where there is a token, padded on either side), or B lists. Without a mask every cell of a padded batch is a
-        token. `response_mask` is aligned with `response_ids`: nonzero where the token counts in the loss. `advantage`
-        is one value, [B], or aligned with `response_ids`. `rewards` is one [B] for each reward function. Everything
-        else is one value or [B]; None is "not recorded".
+        token, and what looks like padding warns. `response_mask` is aligned with `response_ids`: nonzero where the
+        token counts in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` is one [B]
+        for each reward function. Everything else is one value or [B]; None is "not recorded".
 
-        Steps may not go back, and a sequence's name may come once a step; names are made when none are given.
+        `step` is an integer from 0 on. Steps may not go back, and a sequence's name may come once a step; names are
+        made when none are given.
 
-        Raises InvalidRecord.
+        Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
-        seq_ids = self._sequence_names(step, seq_ids, num_rows(response_ids))
-        rows = len(seq_ids)
-        batch = Batch(step, seq_ids, policy_version)
+        step = step_number(step)
+        rows = num_rows(response_ids, f"step {step}, response_ids")
+        if not rows:
+            raise InvalidRecord(
+                f"step {step}, response_ids: holds no sequence; leave the call out where a step has none"
+            )
+        if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
+            raise InvalidRecord(
+                f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
+                "or their sum as reward="
+            )
+        before = self._step, self._seq_ids, self._num_sequences
+        given = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
+        self._refuse_repeated(step, given or [])
+        seq_ids = self._sequence_names(step, given, rows)
+        known = self._seq_ids[step]
+        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt)
         per_token_advantage = advantage is not None and is_per_token(advantage)
         staged = Staged(
             response_ids=response_ids,
@@ -232,27 +266,30 @@ class Recorder:
             reward=reward,
             rewards=None if rewards is None else list(rewards.values()),
             policy_version=policy_version,
+            group_id=group_ids,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            max_tokens=max_tokens,
+            finish_reason=finish_reason,
         )
-        scalars = {
-            "group_id": None if group_ids is None else [None if name is None else str(name) for name in group_ids],
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "max_tokens": max_tokens,
-            "finish_reason": finish_reason,
-        }
-        names = [] if rewards is None else list(rewards)
+        reward_names = names(list(rewards or {}), f"step {step}, rewards")
 
-        def prepare() -> SequenceRows:
-            values = staged.values()
-            return self._sequence_rows(batch, values, names, {k: per_row(v, rows, k) for k, v in scalars.items()})
+        def refused(error: Exception) -> None:
+            known.difference_update(seq_ids)
+            batch.refusal = str(error)
 
         try:
-            self._submit(staged, prepare, lambda prepared: self._append_sequences(prepared))
-        except InvalidRecord:
-            self._seq_ids[step].difference_update(seq_ids)
+            self._submit(
+                staged,
+                lambda: self._sequence_rows(batch, staged.values(), reward_names),
+                lambda prepared: self._append_sequences(prepared),
+                refused,
+            )
+        except BaseException:
+            self._step, self._seq_ids, self._num_sequences = before
             raise
         return batch
 
@@ -287,15 +324,27 @@ class Recorder:
         [N, L, S]) of every prompt token and then every response token of one row after those of the other, without
         padding; S experts in the order of the model's slots, L layers in the order of the contract's `moe_layers`.
 
-        Raises InvalidRecord.
+        Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
         check_pass(pass_name, self._declared)
+        if not isinstance(batch, Batch):
+            raise InvalidRecord(f"batch: got {shown(batch)}; give the batch that add_sequences returned")
+        self._raise_earlier()
+        batch.check(self.folder)
+        what = f"step {batch.step}, pass {pass_name!r}"
+        _check_types(
+            what, forward=(forward, Forward), distribution=(distribution, Distribution), routing=(routing, Routing)
+        )
         chosen = batch.rows(rows)
-        if num_rows(logprobs) != len(chosen):
+        found = num_rows(logprobs, f"{what}, logprobs")
+        if found != len(chosen):
             raise InvalidRecord(
-                f"step {batch.step}, pass {pass_name!r}: {num_rows(logprobs)} rows of logprobs for {len(chosen)} "
-                "sequences; pass rows= to score some of the batch"
+                f"{what}: {found} rows of logprobs for {len(chosen)} sequences; pass rows= to score some of the batch"
             )
+        check_whole(logprobs, f"{what}, logprobs")
+        if forward is not None:
+            forward.check(len(chosen), f"{what}, forward")
+        captured = batch.captured_rows(captured_rows, chosen) if distribution is not None else np.empty(0, np.int64)
         iteration = batch.next_iteration(pass_name, chosen)
         version = policy_version if policy_version is not None else of_rows(batch.policy_version, chosen, len(batch))
         staged = Staged(
@@ -319,15 +368,17 @@ class Recorder:
             scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
             scores.contract, scores.iteration, scores.forward = contract, iteration, forward
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
+            check_num_rows(dense, int(batch.lengths(captured).sum()), what)
             chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
             experts = self._routing(pass_name, batch, chosen, chosen_experts)
-            return scores, dense, batch.rows(captured_rows) if dense else np.empty(0, np.int64), experts
+            return scores, dense, captured, experts
 
-        try:
-            self._submit(staged, prepare, lambda prepared: self._append_scores(batch, chosen, *prepared))
-        except InvalidRecord:
-            batch.take_back(pass_name, chosen)
-            raise
+        self._submit(
+            staged,
+            prepare,
+            lambda prepared: self._append_scores(batch, chosen, *prepared),
+            lambda _: batch.take_back(pass_name, chosen),
+        )
 
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Keep the weights that scored or sampled, bit for bit: a state_dict, and the optimizer updates it has seen.
@@ -337,21 +388,33 @@ class Recorder:
 
         Raises InvalidRecord for a dtype that cannot be kept.
         """
+        version = step_number(version, "version")
+        if not isinstance(tensors, Mapping):
+            raise InvalidRecord(f"version {version}: got {shown(tensors)}; give a state_dict, name -> tensor")
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record logged values: numbers (tensors too) as they are, anything else as text.
+        """Record logged values: numbers (tensors too) as they are, None as neither number nor text, the rest as text.
 
-        Raises InvalidRecord when the step goes back.
+        Raises InvalidRecord when the step goes back, and for a dict, a list or an array of several values: what is not
+        one value is no metric.
         """
+        step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
             raise InvalidRecord(f"metrics of step {step} after step {self._metric_step}: {_BACK}")
-        self._metric_step = step
+        if self._checks_logprobs:
+            check_metrics(values, f"metrics of step {step}")
         self._add_metrics(step, values)
+        self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Record the run's settings: metrics of step 0 under `hyperparameter/`."""
-        self._add_metrics(0, {HYPERPARAMETER + name: value for name, value in values.items()})
+        """Record the run's settings: metrics of step 0 under `hyperparameter/`; what is no number is kept as text.
+
+        Raises InvalidRecord.
+        """
+        if not isinstance(values, Mapping):
+            raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
+        self._add_metrics(0, {f"{HYPERPARAMETER}{k}": "None" if v is None else v for k, v in values.items()})
 
     def add_loss(self, loss: Loss) -> None:
         """Record how the loss is made, so that `objective` and `gradient` can make it again.
@@ -360,6 +423,8 @@ class Recorder:
         >>> with Recorder(tempfile.mkdtemp()) as recorder:
         ...     recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean"))
         """
+        if not isinstance(loss, Loss):
+            raise InvalidRecord(f"loss: got {shown(loss)}; give a tim_trace.schemas.loss.Loss")
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
@@ -375,13 +440,23 @@ class Recorder:
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         if not values:
             return
-        names, staged, logged_at = list(values), Staged(values=list(values.values())), datetime.now(UTC)
+        keys, staged, logged_at = list(values), Staged(values=list(values.values())), datetime.now(UTC)
 
-        def append(given: list[Any]) -> None:
-            rows = metric_rows(step, dict(zip(names, given, strict=True)), logged_at, self.writer.name)
-            self.writer.append(METRICS, rows)
+        def prepare() -> Any:
+            given = dict(zip(keys, staged.values()["values"], strict=True))
+            return metric_rows(step, given, logged_at, self.writer.state.attempt, self.writer.name)
 
-        self._submit(staged, lambda: staged.values()["values"], append)
+        self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
+
+    def _refuse_repeated(self, step: int, seq_ids: list[str]) -> None:
+        """Raise InvalidRecord for a name that comes twice, before any of them counts as known."""
+        known, seen = self._seq_ids.get(step, ()), set[str]()
+        for name in seq_ids:
+            if name in known or name in seen:
+                raise InvalidRecord(
+                    f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
+                )
+            seen.add(name)
 
     def _sequence_names(self, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
         if self._ordered and self._step is not None and step < self._step:
@@ -405,53 +480,72 @@ class Recorder:
         self._num_sequences += rows
         return names
 
-    def _sequence_rows(
-        self, batch: Batch, values: dict[str, Any], reward_names: list[str], scalars: dict[str, Any]
-    ) -> SequenceRows:
-        rows, step = len(batch), batch.step
-        padding = _padding(values["response_attention_mask"])
-        response_ids = flatten(values["response_ids"], np.int32, padding, f"step {step}, response_ids")
-        lengths = response_ids.lengths
+    def _sequence_rows(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> SequenceRows:
+        rows, where = len(batch), f"step {batch.step}"
+        masks = {side: (values[f"{side}_attention_mask"], values[f"{side}_ids"]) for side in ("response", "prompt")}
+        warn = self._warn_once if self._checks_logprobs else None
+        padding, prompt_padding = (padding_of(*given, side, where, warn) for side, given in masks.items())
+        response_ids = flatten(values["response_ids"], np.int32, padding, f"{where}, response_ids")
+        lengths, remedy = response_ids.lengths, ALIGN
+        if padding is None and is_padded(values["response_ids"]):
+            batch.width_without_mask = int(lengths[0])
+            remedy = _unmasked(batch)
 
         def per_token(name: str, dtype: Any) -> Ragged | None:
             if values[name] is None:
                 return None
-            return aligned(values[name], dtype, padding, lengths, batch.seq_ids, step, name)
+            return aligned(values[name], dtype, padding, lengths, batch.seq_ids, batch.step, name, remedy)
 
         prompt_ids = values["prompt_ids"]
         if prompt_ids is not None:
-            prompt_padding = _padding(values["prompt_attention_mask"])
-            prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"step {step}, prompt_ids")
+            prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"{where}, prompt_ids")
             if len(prompt_ids) != rows:
-                raise InvalidRecord(f"step {step}: {len(prompt_ids)} prompts for {rows} responses")
-        batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
-        for name in ("reward", "advantage", "policy_version"):
-            scalars[name] = per_row(values[name], rows, name)
-        rewards = [np.broadcast_to(per_row(value, rows, "rewards"), (rows,)) for value in values["rewards"] or []]
-        return SequenceRows(
-            step=step,
+                raise InvalidRecord(f"{where}: {len(prompt_ids)} prompts for {rows} responses")
+        group_ids = values["group_id"]
+        if group_ids is not None:
+            group_ids = listed(names(group_ids, f"{where}, group_ids", optional=True), rows, f"{where}, group_ids")
+        scalars = {
+            name: per_row(values[name], rows, type, f"{where}, {name}", flags=name in ("reward", "advantage"))
+            for name, type in SCALARS.items()
+        }
+        found = SequenceRows(
+            step=batch.step,
             seq_ids=batch.seq_ids,
+            attempt=batch.attempt,
             writer=self.writer.name,
             response_ids=response_ids,
             prompt_ids=prompt_ids,
             response_mask=per_token("response_mask", bool),
             advantages=per_token("advantages", np.float32),
-            rewards=dict(zip(reward_names, rewards, strict=True)),
-            scalars=scalars,
+            rewards={
+                name: reward_array(value, rows, f"{where}, rewards[{name!r}]")
+                for name, value in zip(reward_names, values["rewards"] or [], strict=True)
+            },
+            scalars=scalars | {"group_id": group_ids},
         )
+        batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
+        return found
 
     def _score_rows(
         self, pass_name: str, batch: Batch, chosen: np.ndarray, values: dict[str, Any], tolerance: float
     ) -> ScoreRows:
         step, seq_ids, lengths = batch.step, [batch.seq_ids[row] for row in chosen], batch.lengths(chosen)
         own = values["attention_mask"]
-        padding = batch.padding(chosen) if own is None else Padding.of(own)
+        if own is not None and not is_padded(values["logprobs"]):
+            raise InvalidRecord(
+                f"step {step}, pass {pass_name!r}, attention_mask: logprobs came as lists, which have no padding; give "
+                "a tensor or array [B, T] with it, or lists without it"
+            )
+        padding = batch.padding(chosen)
+        if own is not None:
+            padding = Padding.of(own, f"step {step}, pass {pass_name!r}, attention_mask")
+        remedy = ALIGN if batch.width_without_mask is None else _unmasked(batch)
 
         def per_token(name: str, dtype: Any = np.float32) -> Ragged | None:
             if values[name] is None:
                 return None
             what = f"{name} of pass {pass_name!r}"
-            return aligned(values[name], dtype, padding, lengths, seq_ids, step, what)
+            return aligned(values[name], dtype, padding, lengths, seq_ids, step, what, remedy)
 
         scored = per_token("scored_mask", bool)
         logprobs, entropy, top2_gap = (
@@ -465,9 +559,12 @@ class Recorder:
             pass_name=pass_name,
             step=step,
             seq_ids=seq_ids,
+            attempt=batch.attempt,
             writer=self.writer.name,
             contract=None,
-            policy_version=per_row(values["policy_version"], len(chosen), "policy_version"),
+            policy_version=per_row(
+                values["policy_version"], len(chosen), SCALARS["policy_version"], f"step {step}, policy_version"
+            ),
             logprobs=logprobs,
             entropy=entropy,
             top2_gap=top2_gap,
@@ -516,33 +613,65 @@ class Recorder:
             scores.routing = [(group, int(first)) for first in start + np.cumsum(lengths) - lengths]
         if dense:
             tokens = batch.lengths(captured)
-            wrong = {name: len(values) for name, (values, _) in dense.items() if len(values) != tokens.sum()}
-            if wrong:
-                raise InvalidRecord(
-                    f"step {batch.step}, pass {scores.pass_name!r}: distributions with {wrong} rows for {tokens.sum()} "
-                    "response tokens of the captured sequences"
-                )
             group, start = self.writer.segments.append_dense(scores.pass_name, dense)
             starts = start + np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64)
             places = {int(row): (group, int(first)) for row, first in zip(captured, starts, strict=True)}
             scores.dense = [places.get(int(row)) for row in chosen]
         self.writer.append(SCORES, scores.to_batch())
 
-    def _submit(self, staged: Staged, prepare: Callable[[], Any], append: Callable[[Any], None]) -> None:
-        """Check and flatten now what is on the host, later what is still on its way; write later."""
-        if staged.wait:
-            staged.start()
-            self.writer.submit(lambda: append(prepare()), staged.num_bytes)
-        else:
+    def _submit(
+        self,
+        staged: Staged,
+        prepare: Callable[[], Any],
+        append: Callable[[Any], None],
+        refused: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """Check and flatten now what is on the host, later what is still on its way; write later.
+
+        `refused` undoes what the call had noted, when its values are wrong.
+        """
+
+        def checked() -> Any:
+            try:
+                return prepare()
+            except Exception as error:
+                refused(error)
+                raise
+
+        try:
+            self._raise_earlier()
+            if staged.wait:
+                staged.start()
+                self.writer.submit(lambda: append(checked()), staged.num_bytes)
+            else:
+                prepared = prepare()
+                self.writer.submit(lambda: append(prepared), staged.num_bytes)
+        except Exception as error:
+            refused(error)
+            raise
+
+    def _raise_earlier(self) -> None:
+        """Raise what was found wrong with the device tensors of an earlier call, and for a recorder that is closed."""
+        try:
             self.writer.raise_invalid()
-            prepared = prepare()
-            self.writer.submit(lambda: append(prepared), staged.num_bytes)
+        except InvalidRecord as error:
+            raise InvalidRecord(f"{error} [of an earlier call: this one recorded nothing, make it again]") from error
+        if self._checks_logprobs and self.writer.state.state == CLOSED:
+            raise InvalidRecord(
+                f"{self.folder}: the recorder is closed, and nothing more is recorded; open another one"
+            )
+
+    def _warn_once(self, key: str, sentence: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(sentence, TimTraceWarning, stacklevel=2)
 
     def _warn_rounded(self, pass_name: str, logprobs: Any) -> None:
         if str(getattr(logprobs, "dtype", "")).removeprefix("torch.") != "float64" or pass_name in self._warned:
             return
         exact = to_numpy(logprobs)
-        change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities are values
+            change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
         if change > 0.0:
             self._warned.add(pass_name)
             warnings.warn(
@@ -555,14 +684,27 @@ class Recorder:
 _BACK = "steps never go back within a writer; a run that was resumed opens a recorder of its own"
 
 
-def _padding(mask: Any) -> Padding | None:
-    return None if mask is None else Padding.of(mask)
+def _unmasked(batch: Batch) -> str:
+    return (
+        f"response_ids came {batch.width_without_mask} wide without response_attention_mask, so that every cell counts "
+        "as a token; give add_sequences that mask, or lists without padding"
+    )
+
+
+def _check_types(what: str, **given: tuple[Any, Any]) -> None:
+    for name, (value, type) in given.items():
+        if value is not None and not isinstance(value, type):
+            raise InvalidRecord(f"{what}, {name}: got {shown(value)}; give a {' or '.join(_type_names(type))}")
+
+
+def _type_names(type: Any) -> list[str]:
+    return [part.__name__ for part in getattr(type, "__args__", (type,))]
 
 
 def _refuse_finished(folder: Any, path: Any) -> None:
     rank = environment.rank()
     if any(state.rank == rank and state.state == CLOSED for state in Store(folder).writers()[0]):
         raise TraceExists(
-            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, or replace it "
-            "with force=True"
+            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
+            "force=True, or go on with it with resume=True"
         )

@@ -15,6 +15,7 @@ import pyarrow as pa
 from ..schemas.errors import InvalidRecord
 from ..schemas.tables import SCORES_TABLE, SEQUENCES_TABLE
 from .ragged import Padding, Ragged, flatten
+from .scalars import per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
@@ -40,6 +41,16 @@ class Forward:
     pad_right: np.ndarray
     """[B] int32, tokens of padding after the response."""
 
+    def check(self, rows: int, what: str) -> None:
+        """Raise InvalidRecord unless each is one integer a row."""
+        for name in ("ids", "places", "rows", "pad_left", "pad_right"):
+            values = np.asarray(getattr(self, name))
+            if values.shape != (rows,) or values.dtype.kind not in "iu":
+                raise InvalidRecord(
+                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}; give one integer for each of the "
+                    f"{rows} rows"
+                )
+
 
 @dataclass(slots=True, kw_only=True)
 class SequenceRows:
@@ -49,6 +60,7 @@ class SequenceRows:
     seq_ids: list[str]
     writer: str
     response_ids: Ragged
+    attempt: int | None = None
     prompt_ids: Ragged | None = None
     response_mask: Ragged | None = None
     advantages: Ragged | None = None
@@ -61,6 +73,7 @@ class SequenceRows:
         columns: dict[str, Any] = {
             "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
+            "attempt": self.attempt,
             "writer": self.writer,
             "num_response_tokens": pa.array(self.response_ids.lengths.astype(np.int32)),
             "rewards": _reward_maps(self.rewards, rows),
@@ -83,6 +96,7 @@ class ScoreRows:
     seq_ids: list[str]
     writer: str
     contract: str | None
+    attempt: int | None = None
     iteration: Any = 0
     policy_version: Any = None
     logprobs: Ragged | None = None
@@ -100,6 +114,7 @@ class ScoreRows:
             "pass": self.pass_name,
             "step": self.step,
             "seq_id": pa.array(self.seq_ids, pa.string()),
+            "attempt": self.attempt,
             "writer": self.writer,
             "iteration": self.iteration,
             "policy_version": self.policy_version,
@@ -159,38 +174,47 @@ _SEQUENCES = _Builder(SEQUENCES_TABLE.schema)
 _SCORES = _Builder(SCORES_TABLE.schema)
 
 
+SCALARS = {
+    name: _SEQUENCES.types[name]
+    for name in (
+        "policy_version", "reward", "advantage", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+        "max_tokens", "finish_reason",
+    )
+}  # fmt: skip
+"""Column of one value a sequence -> its type."""
+
+
+def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
+    """[B] float64: what one reward function gave, NaN where it gave none. Raises InvalidRecord."""
+    found = per_row(value, rows, pa.float64(), what, flags=True)
+    if isinstance(found, pa.Array):
+        return np.asarray(found.to_numpy(zero_copy_only=False))
+    return np.full(rows, np.nan if found is None else found)
+
+
 def _reward_maps(rewards: Mapping[str, np.ndarray] | None, rows: int) -> pa.Array | None:
     """One map a row from one array a reward function."""
     if not rewards:
         return None
     names = list(rewards)
     keys = pa.array(names * rows, pa.string())
-    values = pa.array(np.stack([np.asarray(rewards[name], np.float64) for name in names], axis=1).reshape(-1))
+    values = pa.array(np.stack([rewards[name] for name in names], axis=1).reshape(-1))
     offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * len(names))
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 
-def per_row(value: Any, rows: int, what: str) -> Any:
-    """Bring a per-row value to [B], or leave a single value and None as they are."""
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if is_tensor(value) or isinstance(value, np.ndarray):
-        array = to_numpy(value)
-        if array.ndim == 0:
-            return array.item()
-        if array.shape != (rows,):
-            raise InvalidRecord(
-                f"{what}: got shape {array.shape}; give one value, or one for each of the {rows} sequences"
-            )
-        return array
-    values = list(value)
-    if len(values) != rows:
-        raise InvalidRecord(f"{what}: got {len(values)} values for {rows} sequences")
-    return values
+ALIGN = "align them, or pass this batch's own attention mask"
 
 
 def aligned(
-    data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int, what: str
+    data: Any,
+    dtype: Any,
+    padding: Padding | None,
+    lengths: np.ndarray,
+    seq_ids: Sequence[str],
+    step: int,
+    what: str,
+    remedy: str = ALIGN,
 ) -> Ragged:
     """Flatten a batch that must have the response's lengths, and name the first sequence that has not."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
@@ -201,7 +225,7 @@ def aligned(
         row = int(wrong[0])
         raise InvalidRecord(
             f"step {step}, sequence {seq_ids[row]!r}: {ragged.lengths[row]} values of {what} for {lengths[row]} response "
-            f"tokens{_more(wrong)}; align them, or pass this batch's own attention mask"
+            f"tokens{_more(wrong)}; {remedy}"
         )
     return ragged
 
@@ -229,18 +253,29 @@ def rounding_tolerance(data: Any) -> float:
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
+def check_whole(logprobs: Any, what: str) -> None:
+    """Raise InvalidRecord for logprobs in a tensor or array of integers: what they were is lost."""
+    first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
+    name = str(getattr(first, "dtype", "")).removeprefix("torch.")
+    if "int" in name or name == "bool":
+        raise InvalidRecord(f"{what}: got {name}; give log-probabilities as floats, before anything rounds them")
+
+
 def is_per_token(advantage: Any) -> bool:
     """Whether an advantage is given for each token, and not for each sequence."""
     if isinstance(advantage, Ragged):
         return True
     if hasattr(advantage, "ndim"):
         return int(advantage.ndim) == 2
-    return isinstance(advantage, (list, tuple)) and bool(advantage) and hasattr(advantage[0], "__len__")
+    if not isinstance(advantage, (list, tuple)):
+        return False
+    first: Any = next((row for row in advantage if row is not None), None)
+    return int(first.ndim) > 0 if hasattr(first, "ndim") else isinstance(first, (list, tuple))
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
     """The part of a per-row value that belongs to some rows."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:
         return value[rows.tolist()] if is_tensor(value) else value[rows]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from ..schemas.checksums import SealedFile
+from ..schemas.errors import DamagedTrace
 from ..schemas.layout import SCORES, Segment
 from ..schemas.tables import TABLES as TABLE_SPECS
 from . import dense
 from .journal import DENSE_TABLE, JOURNALED, read_journal
-from .store import Store, whole_file
+from .parquet_file import write_checked
+from .store import Store
+from .whole_file import trace_file
 
 ROW_GROUP_TOKENS = 1 << 20
 """Response tokens a row group: a scan holds one row group's lists at a time, and prunes by step in such units."""
@@ -25,54 +30,69 @@ _SPLIT_FLOATS = ("logprobs", "entropy", "top2_gap", "advantages")
 _REPEATED_TEXT = ("pass", "contract", "writer", "finish_reason", "group_id", "dense", "name")
 
 
-def seal(folder: Path, segment: Segment) -> None:
-    """Seal every table of a segment."""
+def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:
+    """Seal every table of a segment, and return what was sealed by its path; the journals are left there."""
+    found: dict[str, SealedFile] = {}
     for table in JOURNALED:
-        seal_table(folder, segment, table)
+        found |= seal_table(folder, segment, table)
+    return found
 
 
-def seal_table(folder: Path, segment: Segment, table: str) -> None:
-    """Write a closed journal as Parquet, or Zarr for distributions, and remove it.
+def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
+    """Write a closed journal as Parquet, or Zarr for distributions, and return what was written, by its path.
 
-    A process killed in between leaves a journal beside its sealed file; readers take the sealed one, and sealing again
-    ends in the same files. Each file appears whole, by rename.
+    The journal is left there: it goes once the writer's state accounts for what takes its place. A process killed in
+    between leaves both; readers take the journal then, and sealing again ends in the same file. Each file appears whole, by
+    rename. Raises DamagedTrace for a journal that is not as it was written: it stays, and can be read up to there.
     """
-    journal = folder / segment.journal(table)
-    target = folder / (segment.dense if table == DENSE_TABLE else segment.parquet(table))
-    if not journal.exists():
-        return
-    if not target.exists():
-        batches = [batch for batch in read_journal(Store(folder), segment, table).batches if batch.num_rows]
-        if batches:
-            with whole_file(target) as temporary:
-                if table == DENSE_TABLE:
-                    dense.write_group(temporary, batches)
-                else:
-                    write_parquet(temporary, table, batches)
-    journal.unlink()
+    if not (folder / segment.journal(table)).exists():
+        return {}
+    content = read_journal(Store(folder), segment, table)
+    if content.damage is not None:
+        raise DamagedTrace(f"{folder / segment.journal(table)}: {content.damage}")
+    batches = [batch for batch in content.batches if batch.num_rows]
+    if not batches:
+        return {}
+    if table == DENSE_TABLE:
+        target = folder / segment.dense
+        if target.exists():  # of a process that was killed while it sealed
+            shutil.rmtree(target)
+        with trace_file(folder, segment.dense) as temporary:
+            root = dense.write_group(temporary, batches)
+        return {f"{segment.dense}/zarr.json": root}
+    relative = segment.parquet(table)
+    with trace_file(folder, relative) as temporary:
+        return {relative: write_parquet(temporary, relative, table, batches)}
 
 
-def write_parquet(path: Path, table: str, batches: list[pa.RecordBatch]) -> None:
+def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
     """Write rows of a table of the trace with its encodings, in row groups of about a million response tokens.
 
-    Scores are grouped by pass, so that a query of two passes leaves the others' bytes alone; each of their batches
-    holds one pass.
+    `relative` is the path that the file will have in the trace. Scores are grouped by pass, so that a query of two passes
+    leaves the others' bytes alone; each of their batches holds one pass.
     """
     schema = TABLE_SPECS[table].schema
     names = set(schema.names)
     encodings = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _SPLIT_FLOATS if name in names}
-    with pq.ParquetWriter(
+    parts = _by_pass(batches) if table == SCORES else [pa.Table.from_batches(batches)]
+    written = write_checked(
         path,
+        relative,
         schema,
+        (
+            part.slice(start, stop - start)
+            for part in parts
+            for start, stop in row_group_bounds(_response_lengths(part), ROW_GROUP_TOKENS)
+        ),
         compression=COMPRESSION,
         compression_level=COMPRESSION_LEVEL,
         use_dictionary=[name for name in _REPEATED_TEXT if name in names],
         column_encoding=encodings or None,
         write_batch_size=1 << 16,
-    ) as writer:
-        for part in _by_pass(batches) if table == SCORES else [pa.Table.from_batches(batches)]:
-            for start, stop in row_group_bounds(_response_lengths(part), ROW_GROUP_TOKENS):
-                writer.write_table(part.slice(start, stop - start), row_group_size=stop - start)
+    )
+    ends = [pc.min_max(batch["step"]) for batch in batches]
+    steps = min(end["min"].as_py() for end in ends), max(end["max"].as_py() for end in ends)
+    return replace(written, steps=steps)
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:

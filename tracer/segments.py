@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from ..schemas.checksums import SealedFile
 from ..schemas.layout import SCORES, Segment
 from ..schemas.tables import TABLES
 from . import dense
@@ -19,15 +21,27 @@ SEAL_BYTES = 64 << 20
 """Journal bytes that are sealed together: about four million tokens of ids and three passes."""
 
 
+class Account(Protocol):
+    """Keeps account of a writer's files."""
+
+    def opened(self, journal: str) -> None:
+        """A journal was begun."""
+
+    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
+        """A journal was sealed into these files, of which there are none where it held no row; it is removed next."""
+
+
 class SegmentWriter:
     """Appends rows and distributions of one writer; not for use from several threads.
 
-    One segment is sealed while the next is appended to, its scores on one thread and the rest on another.
+    One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is told
+    from these, too.
     """
 
-    def __init__(self, folder: Path, writer: str, seal_bytes: int = SEAL_BYTES):
+    def __init__(self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES):
         self.folder = folder
         self.seal_bytes = seal_bytes
+        self._account = account
         self.segment = Segment(writer, 0)
         self._streams: dict[str, JournalStream] = {}
         self._dense_rows: dict[str, int] = {}
@@ -64,7 +78,7 @@ class SegmentWriter:
                 tables = [table for table in tables if table != DENSE_TABLE]
             for is_scores, sealer in self._sealers.items():
                 mine = [table for table in tables if (table == SCORES) == is_scores]
-                sealer.submit(partial(_seal_tables, self.folder, segment, mine), 1)
+                sealer.submit(partial(self._seal_tables, segment, mine), 1)
             self.segment = Segment(segment.writer, segment.number + 1)
             self._dense_rows = {}
         self._raise_sealing()
@@ -96,14 +110,21 @@ class SegmentWriter:
         if table not in self._streams:
             schema = DENSE_SCHEMA if table == DENSE_TABLE else TABLES[table].schema
             self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
+            self._account.opened(self.segment.journal(table))
         return self._streams[table]
+
+    def sync(self) -> None:
+        """Have everything appended survive a loss of power."""
+        for stream in self._streams.values():
+            stream.sync()
 
     def _close_streams(self) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.close()
 
-
-def _seal_tables(folder: Path, segment: Segment, tables: list[str]) -> None:
-    for table in tables:
-        seal_table(folder, segment, table)
+    def _seal_tables(self, segment: Segment, tables: list[str]) -> None:
+        for table in tables:
+            journal = segment.journal(table)
+            self._account.sealed(journal, seal_table(self.folder, segment, table))
+            (self.folder / journal).unlink()

@@ -1,20 +1,18 @@
-"""A trace's folder: reading it wherever it lies, and writing files into it so that each appears whole."""
+"""Reading a trace's folder, wherever it lies. Nothing outside of the folder is read, whatever its files say."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from ..schemas.errors import DamagedTrace, StorageError, TraceExists, TraceNotFound
-from ..schemas.layout import MANIFEST, TEMPORARY_PREFIX, WRITERS, Segment
+from ..schemas.documents import MAX_BYTES
+from ..schemas.errors import DamagedTrace, TraceNotFound
+from ..schemas.layout import MANIFEST, TEMPORARY_PREFIX, WRITERS
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
@@ -22,13 +20,17 @@ from ..schemas.writer_state import WriterState, parse_writer_state
 class Store:
     """Reads a trace's folder on any file system that fsspec knows.
 
-    `url` is a local path or a URL such as `s3://bucket/runs/7`. Nothing is read before a method asks for it.
+    `url` is a local path or a URL such as `s3://bucket/runs/7`; a path is a name, and no character of it a pattern.
+    Nothing is read before a method asks for it.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
         self.url = os.fspath(url)
-        filesystem, root = fsspec.core.url_to_fs(self.url)
-        self.filesystem: fsspec.AbstractFileSystem = filesystem
+        self.filesystem: fsspec.AbstractFileSystem
+        if "://" in self.url:
+            self.filesystem, root = fsspec.core.url_to_fs(self.url)
+        else:
+            self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
         self.root: str = root.rstrip("/")
 
     @property
@@ -48,11 +50,55 @@ class Store:
         """Path of a file of the trace, as the user would name it."""
         return f"{self.url.rstrip('/')}/{relative}"
 
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.realpath(self.root)
+
+    def checked_path(self, relative: str) -> str:
+        """The same as `path`. Raises DamagedTrace for a link that leads out of the folder."""
+        path = self.path(relative)
+        if self.is_local:
+            real = os.path.realpath(path)
+            if real != self._real_root and not real.startswith(f"{self._real_root}{os.sep}"):
+                raise DamagedTrace(
+                    f"{self.shown(relative)}: is a link that leads out of the trace, to {real}; it is not followed: put a "
+                    "copy in its place"
+                )
+        return path
+
     def exists(self, relative: str) -> bool:
-        return bool(self.filesystem.exists(self.path(relative)))
+        return bool(self.filesystem.exists(self.checked_path(relative)))
 
     def read_bytes(self, relative: str) -> bytes:
-        return bytes(self.filesystem.cat_file(self.path(relative)))
+        return bytes(self.filesystem.cat_file(self.checked_path(relative)))
+
+    def read_range(self, relative: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file, fewer where it ends before."""
+        path = self.checked_path(relative)
+        if not self.is_local:
+            return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
+        with open(path, "rb", buffering=0) as file:
+            parts = []
+            while start < stop and (part := os.pread(file.fileno(), stop - start, start)):
+                parts.append(part)
+                start += len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_json(self, relative: str) -> bytes:
+        """The bytes of a JSON document. Raises DamagedTrace for one that is too large to be one of ours."""
+        path = self.checked_path(relative)
+        size = int(self.filesystem.size(path) or 0)
+        if size > MAX_BYTES:
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, which no JSON document of a trace has")
+        return bytes(self.filesystem.cat_file(path))
+
+    def seen_at(self, relative: str) -> float | None:
+        """When a file was changed last, seconds since 1970; None where the file system does not tell."""
+        try:
+            found = self.filesystem.modified(self.path(relative))
+        except (NotImplementedError, OSError, KeyError):
+            return None
+        return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
         """Finished files directly in a folder: name -> bytes, sorted by name; empty when there is no such folder."""
@@ -62,17 +108,25 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         found = {
-            entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries if entry["type"] == "file"
+            entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0)
+            for entry in entries
+            if entry["type"] != "directory" and entry["name"].rstrip("/") != self.path(folder)
         }
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
-    def size(self, folder: str) -> int:
-        """Bytes of all files below a folder."""
+    def folders(self, folder: str) -> list[str]:
+        """Names of the finished folders directly in a folder; empty when there is no such folder."""
         self.filesystem.invalidate_cache(self.path(folder))
         try:
-            return int(self.filesystem.du(self.path(folder), total=True))
-        except FileNotFoundError:
-            return 0
+            entries = self.filesystem.ls(self.path(folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+        return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
+
+    def size(self, folder: str) -> int:
+        """Bytes of all files below a folder."""
+        return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
         """All finished files below a folder: path relative to it -> bytes."""
@@ -89,7 +143,7 @@ class Store:
         """Read trace.json, which tells whether this is a trace and whether this build can read it."""
         where = self.shown(MANIFEST)
         try:
-            text = self.read_bytes(MANIFEST).decode("utf-8", "replace")
+            content = self.read_json(MANIFEST)
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.filesystem.exists(self.root):
                 raise TraceNotFound(
@@ -101,135 +155,38 @@ class Store:
             ) from error
         except OSError as error:
             raise DamagedTrace(f"{where}: cannot be read ({error}); check the path and your access to it") from error
-        return parse_manifest(text, where)
+        return parse_manifest(content, where)
 
     def writers(self) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; what could not be read comes second, a sentence each."""
+        is_checked = self.manifest().is_checked
         states, damaged = [], []
         for name in self.files(WRITERS):
-            relative = f"{WRITERS}/{name}"
             try:
-                states.append(
-                    parse_writer_state(self.read_bytes(relative).decode("utf-8", "replace"), self.shown(relative))
-                )
+                states.append(self.writer(name.removesuffix(".json"), needs_checksum=is_checked))
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
                 damaged.append(str(error))
         return states, damaged
 
-
-def create_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Path:
-    """Make the folder of a new trace and return it, absolute.
-
-    Raises TraceExists when something lies there already; with `force` a trace that lies there is removed first,
-    and anything that is not a trace is still refused.
-    """
-    folder = _local(path)
-    if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file; name a folder that does not exist yet")
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / MANIFEST).exists():
-            raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder")
-        if not force:
-            raise TraceExists(f"{path}: a trace is there already; name another folder, or replace it with --force")
-        shutil.rmtree(folder)
-    with _explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / MANIFEST, manifest.to_json().encode())
-    return folder
+    def writer(self, name: str, *, needs_checksum: bool) -> WriterState:
+        """Read a writer's state. Raises DamagedTrace and FileNotFoundError."""
+        relative = f"{WRITERS}/{name}.json"
+        where = self.shown(relative)
+        try:
+            state = parse_writer_state(self.read_json(relative), where, needs_checksum=needs_checksum)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DamagedTrace(
+                f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
+            ) from error
+        if state.writer != name:
+            raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
+        return state
 
 
-def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return the folder of a trace that may exist already; the first of several processes makes it.
-
-    Raises TraceExists when the folder holds something else than a trace.
-    """
-    folder = _local(path)
-    with _explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / MANIFEST).exists():
-            if any(
-                not entry.name.startswith(TEMPORARY_PREFIX) and entry.name != MANIFEST for entry in folder.iterdir()
-            ):
-                if not (folder / MANIFEST).exists():
-                    raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder")
-            else:
-                _write_once(folder / MANIFEST, manifest.to_json().encode())
-    Store(folder).manifest()
-    return folder
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and move it there, so that no reader meets half of it."""
-    with whole_file(path) as temporary:
-        temporary.write_bytes(content)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path; what is written there takes `path`'s place at the end, and is removed on an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}-{path.name}"
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Remove what killed writers left half-written; only when no writer of the trace is alive."""
-    for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def segments(store: Store, folder: str, suffix: str) -> dict[Segment, int]:
-    """Segments that have a file with this suffix in a folder -> its bytes."""
-    found = {}
-    for name, size in store.files(folder).items():
-        segment = Segment.parse(name.removesuffix(suffix)) if name.endswith(suffix) else None
-        if segment is not None:
-            found[segment] = size
-    return found
-
-
-def _write_once(path: Path, content: bytes) -> None:
-    """Give `path` this content unless another process was first."""
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}-{path.name}"
-    temporary.write_bytes(content)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links: the last of several equal writers wins
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise StorageError(
-            f"{path}: recording writes to a local folder; record there, copy it, and read the copy from its URL"
-        )
-    return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-@contextmanager
-def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except (TraceExists, StorageError):
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); name a folder on a disk that you may write to"
-        ) from error
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -13,21 +16,29 @@ Task = Callable[[], None]
 class Worker:
     """Runs tasks in order on a thread of its own.
 
-    The queue holds at most `max_bytes` of what the tasks keep alive; a full one makes the caller wait, and the wait
-    is counted. Nothing is dropped. After a task raised, the rest are discarded and `error` holds the reason.
+    The queue holds at most `max_bytes` of what the tasks keep alive, and no task for longer than `max_wait_s`: a caller who
+    comes while it is full, or while its first task is older, waits, and the wait is counted. Nothing is dropped. After a
+    task raised, the rest are discarded and `error` holds the reason. `idle` is called every `idle_s` seconds in which there
+    was nothing to do.
     """
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
+    def __init__(
+        self, max_bytes: int, *, max_wait_s: float = math.inf, idle: Task | None = None, idle_s: float | None = None
+    ):
+        self.max_bytes, self.max_wait_s = max_bytes, max_wait_s
         self.waited_s = 0.0
         self.error: BaseException | None = None
-        self._tasks: deque[tuple[Task, int]] = deque()
+        self._idle, self._idle_s = idle, idle_s
+        self._tasks: deque[tuple[Task, int, float]] = deque()
         self._queued_bytes = 0
         self._busy = False
         self._closing = False
         self._changed = threading.Condition()
+        self._running = threading.Lock()
+        """Held while a task runs."""
         self._thread = threading.Thread(target=self._run, name="tim-trace", daemon=True)
         self._thread.start()
+        _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int) -> None:
         """Queue a task; wait first while the queue is full. A task larger than the queue goes in alone."""
@@ -38,7 +49,7 @@ class Worker:
                     self._changed.wait()
                 self.waited_s += time.monotonic() - begin
             if self.error is None:
-                self._tasks.append((task, num_bytes))
+                self._tasks.append((task, num_bytes, time.monotonic()))
                 self._queued_bytes += num_bytes
                 self._changed.notify_all()
 
@@ -63,19 +74,22 @@ class Worker:
 
     def _full(self, num_bytes: int) -> bool:
         pending = bool(self._tasks) or self._busy
-        return self.error is None and pending and self._queued_bytes + num_bytes > self.max_bytes
+        late = bool(self._tasks) and time.monotonic() - self._tasks[0][2] > self.max_wait_s
+        return self.error is None and pending and (late or self._queued_bytes + num_bytes > self.max_bytes)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._tasks and not self._closing:
-                    self._changed.wait()
-                if not self._tasks:
+                woken = True
+                while woken and not self._tasks and not self._closing:
+                    woken = self._changed.wait(self._idle_s)
+                if not self._tasks and self._closing:
                     return
-                task, num_bytes = self._tasks.popleft()
+                task, num_bytes, _ = self._tasks.popleft() if self._tasks else (self._idle or _nothing, 0, 0.0)
                 self._busy = True
             try:
-                task()
+                with self._running:
+                    task()
             except BaseException as error:  # the training thread goes on whatever happened here
                 self._fail(error)
             del task
@@ -88,5 +102,31 @@ class Worker:
         with self._changed:
             if self.error is None:
                 self.error = error
-            self._queued_bytes -= sum(num_bytes for _, num_bytes in self._tasks)
+            self._queued_bytes -= sum(num_bytes for _, num_bytes, _ in self._tasks)
             self._tasks.clear()
+
+
+def _nothing() -> None: ...
+
+
+# A child that is forked while a thread is inside of a library, such as Arrow, has that library's locks as they were, and
+# nobody who will open them. So a fork waits until no task runs.
+
+_FORK_WAITS_S = 10.0
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_paused: list[Worker] = []
+
+
+def _pause() -> None:
+    for worker in list(_workers):
+        own = worker._thread is threading.current_thread()
+        if not own and worker._thread.is_alive() and worker._running.acquire(timeout=_FORK_WAITS_S):
+            _paused.append(worker)
+
+
+def _go_on() -> None:
+    while _paused:
+        _paused.pop()._running.release()
+
+
+os.register_at_fork(before=_pause, after_in_parent=_go_on, after_in_child=_paused.clear)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,53 +15,74 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..schemas.checksums import SealedFile, sealed
 from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.errors import InvalidRecord
-from ..schemas.layout import JOURNAL, PASSES, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import DENSE, JOURNAL, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
+from .attempts import Attempt
+from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
 from .segments import SegmentWriter
-from .store import write_whole
 from .weights.writer import WeightWriter
+from .whole_file import sync_file, trace_file, write_part
 from .worker import Worker
 
 QUEUE_BYTES = 128 << 20
 """What may wait for the disk before the training thread does."""
+QUEUE_S = 1.0
+"""How long something may wait for the disk before the training thread does, seconds."""
 RESERVE_BYTES = 64 << 10
 """Kept free for the note that the disk is full."""
 
 
 class TraceWriter:
-    """Writes to a trace from a thread of its own.
+    """Writes to a trace from a thread of its own, and keeps account of every file that it finished.
 
     An error of the disk or of ours ends the recording and not the training: it is told on stderr, the writer's state
     becomes `failed`, and everything that comes later is discarded.
     """
 
-    def __init__(self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+        hooks: dict[str, str] | None = None,
+        attempt: Attempt | None = None,
+    ):
+        """`attempt` is the attempt at training that it belongs to; None outside of training."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{'p' if rank is None else f'r{rank}-p'}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
             writer=self.name,
             host=socket.gethostname(),
+            boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
             pid=os.getpid(),
+            process_start=process_start(os.getpid()),
             rank=rank,
+            attempt=None if attempt is None else attempt.number,
+            attempt_key=None if attempt is None else attempt.key,
             opened_at=now(),
+            files={},
             program=environment.program(),
             hooks=hooks or {},
+            versions=environment.all_versions(),
         )
-        self.segments = SegmentWriter(folder, self.name)
-        self._reserve = folder / JOURNAL / f"{TEMPORARY_PREFIX}reserve-{self.name}"
+        self.segments = SegmentWriter(folder, self.name, self)
+        self._saving = threading.RLock()
+        self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
         self._contracts: set[tuple[str, str]] = set()
+        self._synced: set[Path] = set()
         self._invalid: InvalidRecord | None = None
         self._reserve.parent.mkdir(parents=True, exist_ok=True)
         self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()
-        self._worker = Worker(queue_bytes)
-        self.submit(self._note_versions, 0)
+        self._worker = Worker(queue_bytes, max_wait_s=QUEUE_S, idle=self._give_sign, idle_s=HEARTBEAT_S)
 
     @property
     def is_open(self) -> bool:
@@ -67,7 +90,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int) -> None:
-        """Run a task on the writing thread; wait first when too much is queued.
+        """Run a task on the writing thread; wait first when too much is queued, or for too long.
 
         Raises InvalidRecord when a task before it met values that contradict each other.
         """
@@ -94,9 +117,9 @@ class TraceWriter:
         digest = contract_hash(contract)
         if (pass_name, digest) not in self._contracts:
             self._contracts.add((pass_name, digest))
-            text = canonical_json({"pass": pass_name, "contract_hash": digest, "contract": contract})
-            path = self.folder / PASSES / pass_name / f"{digest}.json"
-            self.submit(lambda: write_whole(path, text.encode()), 0)
+            content = canonical_json({"pass": pass_name, "contract_hash": digest, "contract": contract}).encode()
+            relative = f"{PASSES}/{pass_name}/{digest}.json"
+            self.submit(lambda: self._keep(relative, content), 0)
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
@@ -107,36 +130,57 @@ class TraceWriter:
         if not self.is_open:
             return
         if self._weights is None:
-            self._weights = WeightWriter(self.folder, self.name)
+            self._weights = WeightWriter(self.folder, self.name, self.written)
         self._weights.snapshot(version, tensors)
         if self._weights.error is not None:
             self.stop(self._weights.error)
 
-    def drain(self) -> None:
-        """Wait until everything submitted is in the journal."""
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Keep a transformers tokenizer, unless the trace has one."""
+        if (self.folder / TOKENIZER).exists():
+            return
+        with trace_file(self.folder, TOKENIZER) as temporary:
+            tokenizer.save_pretrained(temporary)
+            files = {path.relative_to(temporary): path for path in temporary.rglob("*") if path.is_file()}
+            account = {f"{TOKENIZER}/{name.as_posix()}": sealed(path.read_bytes()) for name, path in files.items()}
+        self._account(account)
+        self.submit(self.save_state, 0)
+
+    def flush(self, *, sync: bool) -> None:
+        """Wait until everything submitted is with the operating system; with `sync`, until it is on the disk.
+
+        Raises InvalidRecord when a task met values that contradict each other.
+        """
+        if self._weights is not None:
+            self._weights.drain()
+        self.submit(self._sync if sync else self.save_state, 0)
         self._worker.drain()
+        self.raise_invalid()
+
+    def opened(self, journal: str) -> None:
+        """Account for a journal that was begun."""
+        with self._saving:
+            self.state.journals = (*self.state.journals, journal)
+            self.save_state()
+
+    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
+        """Account for what a journal was sealed into."""
+        with self._saving:
+            self._account(files)
+            self.state.journals = tuple(name for name in self.state.journals if name != journal)
+            self.save_state()
+
+    def written(self, relative: str, content: bytes) -> None:
+        """Account for a file; the state is saved with the next journal or segment."""
+        self._account({relative: sealed(content)})
 
     def save_state(self) -> None:
-        write_whole(self.folder / WRITERS / f"{self.name}.json", self.state.to_json().encode())
+        with self._saving:
+            write_part(self.folder, f"{WRITERS}/{self.name}.json", self.state.to_json().encode())
 
     def stop(self, error: BaseException) -> None:
         """End recording because of an error outside of the writing thread."""
         self._worker.submit(lambda: self._fail(error), 0)
-
-    def _fail(self, error: BaseException) -> None:
-        """End recording: say so, mark the trace, and discard what comes later; on the writing thread."""
-        if not self.is_open:
-            return
-        self.state.state = FAILED
-        self.state.error = f"{type(error).__name__}: {error}"
-        print(
-            f"tim-trace: RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}\n"
-            f"tim-trace: what was recorded before is readable: tim-trace info {self.folder}",
-            file=sys.stderr,
-            flush=True,
-        )
-        self.segments.abandon()
-        self._end()
 
     def close(self, *, at_exit: bool = False) -> None:
         """Write what is queued, seal it, and mark the writer closed; does nothing in a forked child.
@@ -156,6 +200,55 @@ class TraceWriter:
         self._worker.close()
         if self.is_open:
             self.state.state = CLOSED
+            self._end()
+
+    @property
+    def _state_path(self) -> Path:
+        return self.folder / WRITERS / f"{self.name}.json"
+
+    def _account(self, files: Mapping[str, SealedFile]) -> None:
+        with self._saving:
+            assert self.state.files is not None
+            self.state.files |= files
+
+    def _keep(self, relative: str, content: bytes) -> None:
+        write_part(self.folder, relative, content)
+        self.written(relative, content)
+
+    def _sync(self) -> None:
+        """Have everything recorded survive a loss of power."""
+        self.segments.sync()
+        self.save_state()
+        for path in self._written_files():
+            if path not in self._synced:
+                sync_file(path)
+                self._synced.add(path)
+        sync_file(self._state_path)
+
+    def _written_files(self) -> list[Path]:
+        """Every file that this writer finished, and its journals."""
+        with self._saving:
+            names = [*self.state.journals, *(self.state.files or ())]
+        trees = [path for kind in (DENSE, WEIGHTS) for path in (self.folder / kind).glob(f"{self.name}-*")]
+        below = [path for tree in trees for path in tree.rglob("*") if path.is_file()]
+        return [path for path in (*(self.folder / name for name in names), *below) if path.exists()]
+
+    def _fail(self, error: BaseException) -> None:
+        """End recording: say so, mark the trace, and discard what comes later; on the writing thread."""
+        if not self.is_open:
+            return
+        self.state.state = FAILED
+        self.state.error = f"{type(error).__name__}: {error}"
+        there = self._state_path.parent.exists()
+        readable = f"what was recorded before is readable: tim-trace info {self.folder}"
+        print(
+            f"tim-trace: RECORDING STOPPED in process {self.state.pid}, training goes on: {self.state.error}\n"
+            f"tim-trace: {readable if there else f'{self.folder} was removed, and nothing of this process is readable'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.segments.abandon()
+        if there:
             self._end()
 
     def _run(self, task: Callable[[], None]) -> None:
@@ -178,6 +271,7 @@ class TraceWriter:
         except OSError as error:
             print(f"tim-trace: the trace could not be marked ({error})", file=sys.stderr, flush=True)
 
-    def _note_versions(self) -> None:
-        self.state.versions = environment.all_versions()
-        self.save_state()
+    def _give_sign(self) -> None:
+        """Show that this writer lives."""
+        with contextlib.suppress(OSError):
+            os.utime(self._state_path)

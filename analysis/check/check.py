@@ -22,15 +22,24 @@ from .sample import Sample, read_sample
 from .sums import read_sums
 
 
-def check(trace: str | os.PathLike[str], *, pair: str = "train:rollout", progress: Progress = no_progress) -> Checked:
+def check(
+    trace: str | os.PathLike[str],
+    *,
+    pair: str = "train:rollout",
+    partial: bool = False,
+    progress: Progress = no_progress,
+) -> Checked:
     """Say whether two passes may be compared, or which fault lies between them.
 
     Faults are those of FAULTS, each with its evidence, its effect in nats, the share of tokens that it affects and the
     command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps.
 
-    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
+    trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
     """
-    evidence = gather(Database(trace, lean=True), parse_pair(pair), trace=os.fspath(trace), progress=progress)
+    database = Database(trace, lean=True)
+    database.check_whole(partial=partial)
+    evidence = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
     return judge(evidence, pair)
 
 

@@ -111,7 +111,7 @@ _LACKING = {
     "grad_norm": "no grad norm was logged: record it with Recorder.add_metrics",
     "update_to_weight": "no optimizer statistics: tim-trace record takes them, or Recorder.add_optimizer",
     "policy_lag": "no policy versions of both sides: how far the policy ran ahead is open",
-    "clip_share": "no loss that clips was recorded, or no logprobs inside of it: the clipped share is open; "
+    "clip_share": "no loss with a clip was recorded, no advantages, or no logprobs inside of it: the clipped share is open; "
     "Recorder.add_loss records the loss",
     "changed_weights": "no weights were kept: record with --weights delta to see how much of them each update changes",
 }

@@ -56,9 +56,7 @@ _BY_SIGN = """,
        avg(k3) FILTER (advantage > 0) AS k3_positive, avg(k3) FILTER (advantage < 0) AS k3_negative"""
 
 _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
-_ADVANTAGES = (
-    ", unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage))) AS advantage"
-)
+_ADVANTAGES = ", unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage"
 
 
 _SEQUENCES = """

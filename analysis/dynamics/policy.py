@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +41,9 @@ GROUP BY s.step ORDER BY s.step
 """
 
 _CLIPPED = """
-SELECT step, sum(num_cut) / sum(n) AS clip_share
+SELECT step, coalesce(sum(n) FILTER (loss_clips(clamped_exp(log_ratio), advantage, {loss})), 0) / sum(n) AS clip_share
 FROM (
-    SELECT step, {counted}
+    SELECT step, {terms}
     FROM (
         SELECT s.step, s.seq_id, p.iteration, {advantage} AS advantage,
                unnest(p.logprobs)::DOUBLE AS above, unnest(q.logprobs)::DOUBLE AS below{mask}
@@ -55,13 +54,19 @@ FROM (
           AND p."pass" = 'current' AND q."pass" = $below AND q.iteration = 0
     )
     WHERE isfinite(above) AND isfinite(below){masked}
-    GROUP BY ALL
+    {grouped}
 )
+WHERE isfinite(advantage)
 GROUP BY step ORDER BY step
 """
 
+_TERMS = "above - below AS log_ratio, advantage, 1 AS n"
+_SEQUENCES = (
+    "{mean}(above - below) AS log_ratio, avg(advantage) FILTER (isfinite(advantage)) AS advantage, count(*) AS n"
+)
+
 _MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
-_ADVANTAGES = "unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)))"
+_ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,37 +130,33 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Column]:
-    """Read the share of tokens whose term the recorded loss cuts; nothing where no loss that clips was recorded."""
+    """Read the share of tokens with an advantage whose ratio the recorded loss clips, as analysis.objective counts them.
+
+    Nothing where no loss that clips was recorded. Of a loss that takes one ratio of a sequence its tokens share it.
+    """
     loss = read_loss(read_hyperparameters(database, run))
-    if loss is None or loss.denominator == losses.CURRENT or loss.kind == losses.REINFORCE:
+    if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
     has = held(database, run)
+    mean = "avg" if loss.level == losses.SEQUENCE_MEAN else "sum"
     query = _CLIPPED.format(
-        counted=_counted(loss),
+        loss=_options(loss),
+        terms=_TERMS if loss.level == losses.TOKEN else _SEQUENCES.format(mean=mean),
+        grouped="" if loss.level == losses.TOKEN else "GROUP BY step, seq_id, iteration",
         advantage=_ADVANTAGES if has.advantages else "s.advantage",
         mask=_MASK if has.masks else "",
         masked=" AND mask" if has.masks else "",
     )
-    source = f"share of tokens that {loss.kind} cut, by current / {loss.denominator}"
+    database.define("loss")
+    source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
 
 
-def _counted(loss: Loss) -> str:
-    """The tokens that the loss cuts, and all of them: of each token's ratio, or of a sequence's."""
-    if loss.level == losses.TOKEN:
-        return f"count(*) FILTER ({_cut(loss, 'above - below')}) AS num_cut, count(*) AS n"
-    ratio = "avg(above - below)" if loss.level == losses.SEQUENCE_MEAN else "sum(above - below)"
-    cut = _cut(loss, ratio).replace("advantage", "any_value(advantage)")
-    return f"seq_id, iteration, CASE WHEN {cut} THEN count(*) ELSE 0 END AS num_cut, count(*) AS n"
-
-
-def _cut(loss: Loss, log_ratio: str) -> str:
-    """The condition under which a term has no gradient."""
-    if loss.kind == losses.CISPO:
-        return f"{log_ratio} > {math.log(loss.clip_high)}"
-    low = f"advantage < 0 AND {log_ratio} < {math.log(1 - loss.clip_low)}" if loss.clip_low < 1 else "false"
-    hard = "" if loss.clip_hard is None else f" OR advantage < 0 AND {log_ratio} > {math.log(loss.clip_hard)}"
-    return f"(advantage > 0 AND {log_ratio} > {math.log(1 + loss.clip_high)} OR {low}{hard})"
+def _options(loss: Loss) -> str:
+    """A loss as options of the SQL macro loss_clips."""
+    bounds = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "clip_hard": loss.clip_hard}
+    numbers = {name: "NULL" if value is None else f"'{value!r}'::DOUBLE" for name, value in bounds.items()}
+    return ", ".join(f"{name} := {value}" for name, value in {"kind": quoted(loss.kind), **numbers}.items())
 
 
 def _with(database: Database, run: str, column: str) -> set[str]:

@@ -32,7 +32,7 @@ def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str 
       share_groups_without_spread: those in which all rewards are equal, which give no gradient.
     - policy_lag: updates between the weights that sampled and those in the loss; version_lag: between those of pass b
       and pass a.
-    - clip_share: tokens whose term the recorded loss cut.
+    - clip_share: tokens whose ratio is beyond the bound of the recorded loss, of those with an advantage.
     - changed_weights: share of elements whose bits differ from the version kept before.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.

@@ -27,8 +27,8 @@ class Framework(Protocol):
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         """A row a run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout."""
 
-    def notes(self) -> list[str]:
-        """What a reader of these numbers should know, a sentence each."""
+    def notes(self, database: Database, pair: Pair) -> list[str]:
+        """What a reader of these numbers should know, a sentence each; what is not so in these traces is left out."""
 
 
 def call(macro: str, pair: Pair, by: str, **options: Any) -> str:
@@ -54,4 +54,6 @@ def literal(value: Any) -> str:
         return "NULL"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(literal(each) for each in value)}]"
     return quoted(value) if isinstance(value, str) else f"{value!r}::DOUBLE"

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
+from ...schemas.passes import CURRENT
 from ..database import Database
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, check_choice, options_of
+from .notes import masked_out, null_without
 
 TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
@@ -30,6 +32,14 @@ class NemoRl:
     """Lower bound; None: 0, which `tis` alone allows."""
     train_micro_batch_size: int = 1
     """Sequences of a micro-batch; NeMo-RL's mean of sequences' ratios is that many times too large."""
+    seq_logprob_error_threshold: float | None = None
+    """Mask sequences whose mean of exp(|d|) is above it; None: none."""
+    ratio_clip_min: float = 0.2
+    """The policy's ratio is clamped to 1 less this, at least."""
+    ratio_clip_max: float = 0.2
+    """The policy's ratio is clamped to 1 plus this, at most."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE: what stands for the ratio is the logprob inside the loss."""
 
     name: ClassVar[str] = "nemo-rl"
     version: ClassVar[str] = "0.7.0"
@@ -60,10 +70,28 @@ class NemoRl:
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
+        if self.seq_logprob_error_threshold is not None and self._mixes_micro_batches:
+            raise InvalidOption(
+                "seq_logprob_error_threshold: with it the mean of sequences' ratios depends on which sequences shared a "
+                "micro-batch, which no trace tells; leave train_micro_batch_size away"
+            )
+        for name in ("seq_logprob_error_threshold", "ratio_clip_min", "ratio_clip_max"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+
+    @property
+    def _mixes_micro_batches(self) -> bool:
+        return self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("nemo_rl", pair, by, **options_of(self)))
         return rows if self.truncated_importance_sampling_type else rows.without({"is_oob_ratio"})
 
-    def notes(self) -> list[str]:
-        return []
+    def notes(self, database: Database, pair: Pair) -> list[str]:
+        ratios = ("probs_ratio", "probs_ratio_clamped")
+        of_ratios = [f"{name}{end}" for name in ratios for end in ("", "_min", "_max")]
+        return [
+            *null_without(database, ("approx_entropy", *of_ratios), CURRENT),
+            *masked_out(database, (*pair, CURRENT), "NeMo-RL", rejects=self.seq_logprob_error_threshold is not None),
+        ]

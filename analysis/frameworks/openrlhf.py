@@ -5,22 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...schemas.errors import InvalidOption
+from ...schemas.passes import CURRENT
 from ..database import Database
 from ..rows import Rows
 from ..source import Pair
-from .framework import call
+from .framework import call, check_choice, options_of
+from .notes import masked_out, null_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf:
-    """OpenRLHF: no option decides these numbers."""
+    """The options of OpenRLHF's policy loss that decide its ratio and clip."""
+
+    policy_loss_type: str = "ppo"
+    """Ratios of tokens (`ppo`), or the geometric mean of a sequence's (`gspo`)."""
+    eps_clip_low_high: tuple[float, float] = (0.2, 0.2)
+    """The ratio is clipped to 1 less the first and 1 plus the second."""
+    is_correction_enable: bool = False
+    """With gspo: ratios to the rollout's logprobs instead of the trainer's old ones."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"
     source: ClassVar[str] = "openrlhf/models/loss.py, openrlhf/trainer/ray/ppo_actor.py"
 
-    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        return database.ask(call("openrlhf", pair, by))
+    def __post_init__(self) -> None:
+        check_choice("openrlhf", "policy_loss_type", self.policy_loss_type, ("ppo", "gspo"))
+        if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
+            raise InvalidOption(f"eps_clip_low_high: got {self.eps_clip_low_high}; give two numbers from 0 on")
 
-    def notes(self) -> list[str]:
-        return []
+    def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
+        rows = database.ask(call("openrlhf", pair, by, **options_of(self)))
+        return rows.without({"vllm_kl"}) if self.policy_loss_type == "gspo" else rows
+
+    def notes(self, database: Database, pair: Pair) -> list[str]:
+        return [
+            *null_without(database, ("ppo_kl", "ppo_clip_ratio"), CURRENT),
+            *masked_out(database, (*pair, CURRENT), "OpenRLHF"),
+        ]

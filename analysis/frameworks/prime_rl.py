@@ -10,6 +10,7 @@ from ..database import Database
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, options_of
+from .notes import null_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class PrimeRl:
             return rows
         return rows.without({name for name in rows.columns if name.startswith(of_signs)})
 
-    def notes(self) -> list[str]:
+    def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
-            "prime-rl's trainer is the policy inside the loss: with several updates a step, ask --pair current:rollout"
+            "prime-rl's trainer is the policy inside the loss: with several updates a step, ask --pair current:rollout",
+            *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]

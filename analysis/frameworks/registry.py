@@ -20,15 +20,15 @@ FRAMEWORKS: dict[str, type[Framework]] = {
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """A framework with those of its options that are given: not None, and not False."""
+    """A framework with those of its options that are given: not None, and of another framework's not False."""
     if name not in FRAMEWORKS:
         raise InvalidOption(f"like: got {name!r}; use {', '.join(FRAMEWORKS)}")
-    given = {option: value for option, value in options.items() if value is not None and value is not False}
+    given = {option: value for option, value in options.items() if value is not None}
     own = options_of(name)
-    for option in given:
-        if option not in own:
+    for option, value in given.items():
+        if option not in own and value is not False:
             raise InvalidOption(f"{option}: {name} has no such option; {_whose(option)}")
-    return FRAMEWORKS[name](**given)
+    return FRAMEWORKS[name](**{option: value for option, value in given.items() if option in own})
 
 
 def refuse_options(options: dict[str, Any]) -> None:

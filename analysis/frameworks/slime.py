@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
+from ...schemas.passes import CURRENT
 from ..database import Database
 from ..rows import Rows
 from ..source import Pair
-from .framework import call, options_of
+from .framework import call, check_choice, options_of
+from .notes import masked_out, null_without
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "clip", "mask")
+
+_OF_WEIGHTS = (
+    "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
+    "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
+)  # fmt: skip
+"""Options that nothing asks for without use_tis."""
+
+_OF_MODES = {
+    "truncate": {"mis_tis_truncate_fraction"},
+    "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
+    "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
+}
+"""tis_mode -> what is logged with this one alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime:
-    """The options of slime's truncated importance sampling, and of its means."""
+    """The options of slime's truncated importance sampling, and of its means; then those of its example's mis.py.
+
+    The defaults of the latter are those of the mis.yaml beside it.
+    """
 
     tis_clip: float = 2.0
     """Upper bound of a token's ratio."""
@@ -22,19 +44,86 @@ class Slime:
     """Lower bound of a token's ratio."""
     calculate_per_token_loss: bool = False
     """Means over tokens instead of over each sequence's mean."""
+    use_tis: bool = False
+    """Weights and rejections of mis.py; without, its measures of the mismatch alone, as with get_mismatch_metrics."""
+    tis_level: str = "token"
+    """Weights of each `token`, of each `sequence`, or the `geometric` mean of a sequence's."""
+    tis_mode: str = "truncate"
+    """Weights are cut to the upper bound (`truncate`) or to both (`clip`), or tokens outside of both are rejected (`mask`)."""
+    tis_lower_bound: float | None = None
+    """None: 1 / tis_upper_bound."""
+    tis_upper_bound: float = 2.0
+    tis_batch_normalize: bool = True
+    """Divide the weights by their mean."""
+    use_rs: bool = True
+    """Reject tokens whose weight lies outside of the bounds below."""
+    rs_level: str = "token"
+    """As tis_level."""
+    rs_lower_bound: float | None = None
+    """None: that of the weights."""
+    rs_upper_bound: float | None = None
+    """None: that of the weights."""
+    rs_veto_threshold: float = 1e-4
+    """Reject sequences with a token whose ratio lies below it; 0 for none."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"
-    source: ClassVar[str] = "slime/backends/megatron_utils/loss.py, cp_utils.py"
+    source: ClassVar[str] = (
+        "slime/backends/megatron_utils/loss.py, cp_utils.py, examples/train_infer_mismatch_helper/mis.py"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
                 f"tis_clip_low: got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}"
             )
+        check_choice("slime", "tis_level", self.tis_level, LEVELS)
+        check_choice("slime", "tis_mode", self.tis_mode, MODES)
+        check_choice("slime", "rs_level", self.rs_level, LEVELS)
+        self._check_bounds()
+        for field in fields(self):
+            if not self.use_tis and field.name in _OF_WEIGHTS and getattr(self, field.name) != field.default:
+                raise InvalidOption(f"{field.name} needs use_tis")
+        if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
+            raise InvalidOption(
+                "tis_batch_normalize: slime has none of tis_level geometric; turn it off, with --no-tis-batch-normalize"
+            )
+
+    def _check_bounds(self) -> None:
+        """Raise InvalidOption for bounds that slime's assertions would stop at."""
+        if self.tis_upper_bound <= 0:
+            raise InvalidOption(f"tis_upper_bound: got {self.tis_upper_bound:g}; give a number above 0")
+        tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
+        if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
+            raise InvalidOption(f"tis_lower_bound: got {tis_lower:g}; it lies below tis_upper_bound")
+        lower = tis_lower if self.rs_lower_bound is None else self.rs_lower_bound
+        upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
+        if self.use_tis and self.use_rs and not lower < upper:
+            raise InvalidOption(f"rs_lower_bound: got {lower:g}; it lies below rs_upper_bound, {upper:g}")
+        if self.rs_veto_threshold < 0:
+            raise InvalidOption(f"rs_veto_threshold: got {self.rs_veto_threshold:g}; give a ratio, or 0 for none")
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        return database.ask(call("slime", pair, by, **options_of(self)))
+        rows = database.ask(call("slime", pair, by, **options_of(self)))
+        return rows.without(self._unlogged(rows.columns))
 
-    def notes(self) -> list[str]:
-        return []
+    def notes(self, database: Database, pair: Pair) -> list[str]:
+        return [
+            *null_without(database, ("ppo_kl", "ois"), CURRENT),
+            *masked_out(database, (*pair, CURRENT), "slime", rejects=self._rejects),
+        ]
+
+    @property
+    def _rejects(self) -> bool:
+        return self.use_tis and (self.use_rs or self.tis_mode == "mask")
+
+    def _unlogged(self, columns: Sequence[str]) -> set[str]:
+        """Which of the columns slime does not log with these options."""
+        if not self.use_tis:
+            return {name for name in columns if name.startswith(("mis_tis_", "mis_rs_", "mis_is_", "mis_batch_"))}
+        names = {name for mode, of_mode in _OF_MODES.items() for name in of_mode if mode != self.tis_mode}
+        if not self.use_rs:
+            names |= {name for name in columns if name.startswith("mis_rs_")}
+        if not self.tis_batch_normalize:
+            names.add("mis_batch_norm_factor")
+        return names

@@ -1,22 +1,30 @@
-"""TRL's numbers of the difference between vLLM's logprobs and the trainer's."""
+"""TRL's numbers of the difference between vLLM's logprobs and the trainer's, and of what the loss clips."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, NothingToCompare
+from ...schemas.passes import CURRENT, ROLLOUT
 from ..database import Database
+from ..pairs import num_scored, why_nothing
 from ..rows import Rows
 from ..source import Pair
 from .framework import call, check_choice, options_of
+from .notes import masked_out, null_without, set_otherwise
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+"""Values of loss_type that clip on both sides."""
+LOSS_TYPES = (*CLIPPING, "cispo", "sapo", "vespo")
+
+_SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trl:
-    """The options of TRL's importance-sampling correction."""
+    """The options of TRL's importance-sampling correction, loss and logs."""
 
     vllm_importance_sampling_mode: str = "sequence_mask"
     """Ratios of tokens or of sequences; those outside of the bounds are cut to them, or become 0."""
@@ -24,19 +32,93 @@ class Trl:
     """Upper bound of a ratio; infinity for none."""
     vllm_importance_sampling_clip_min: float | None = None
     """Lower bound of a ratio; None: none."""
+    trainer: str = "grpo"
+    """`grpo` or `rloo`: whose loss clips."""
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    """Ratios of each `token`, or the geometric mean of a `sequence`'s."""
+    epsilon: float = 0.2
+    """Ratios below 1 less this are clipped."""
+    epsilon_high: float | None = None
+    """Ratios above 1 plus this are clipped, of cispo above this; None: epsilon."""
+    delta: float | None = None
+    """Largest ratio, whatever the advantage; None: none."""
+    off_policy_mask_threshold: float | None = None
+    """Drop sequences with a negative advantage whose mean of rollout less current is above it; None: none."""
+    logging_steps: int | None = None
+    """Rows stand for what TRL logs: means over that many steps; None: for each step's sequences as one batch."""
+    logging_first_step: bool = False
+    """The first step has a log of its own."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"
-    source: ClassVar[str] = "trl/trainer/grpo_trainer.py"
+    source: ClassVar[str] = "trl/trainer/grpo_trainer.py, rloo_trainer.py"
 
     def __post_init__(self) -> None:
         check_choice("trl", "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
             raise InvalidOption(f"vllm_importance_sampling_clip_min: got {lower:g}; it lies below clip_max, {upper:g}")
+        check_choice("trl", "trainer", self.trainer, ("grpo", "rloo"))
+        check_choice("trl", "loss_type", self.loss_type, LOSS_TYPES)
+        check_choice("trl", "importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        for name in ("epsilon", "epsilon_high", "delta"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+        if self.logging_steps is not None and self.logging_steps < 1:
+            raise InvalidOption(f"logging_steps: got {self.logging_steps}; give 1 or more steps")
+        if self.logging_first_step and self.logging_steps is None:
+            raise InvalidOption("logging_first_step needs logging_steps")
+        if self.trainer == "rloo":
+            for name in ("delta", "off_policy_mask_threshold"):
+                if getattr(self, name) is not None:
+                    raise InvalidOption(f"{name}: TRL's RLOO trainer has none; it belongs to trainer grpo")
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        return database.ask(call("trl", pair, by, **options_of(self)))
+        options = options_of(self)
+        if by == "run":
+            if self.logging_steps is not None:
+                raise InvalidOption("logging_steps: a row of a whole run is no log of TRL's; use --by step")
+            options = {name: value for name, value in options.items() if not name.startswith("logging_")}
+        # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
+        if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
+            raise NothingToCompare(why_nothing(database, pair))
+        rows = database.ask(call("trl", pair, by, **options))
+        return rows.without({name for name in rows.columns if self._is_unlogged(name)})
 
-    def notes(self) -> list[str]:
-        return []
+    def notes(self, database: Database, pair: Pair) -> list[str]:
+        told = []
+        if self.trainer == "grpo":
+            told += null_without(database, (f"{_SAMPLING}*",), pair[1])
+        of_loss = f"{_CLIPS}*" if self._clips else _CISPO
+        if self._clips or self.loss_type == "cispo":
+            told += null_without(database, (of_loss,), CURRENT)
+        if self.trainer == "rloo" or self.importance_sampling_level == "sequence":
+            effect = "the ratio of such a sequence counts as not clipped"
+            told += masked_out(database, (pair[0], CURRENT), "TRL", effect=effect)
+        return told + set_otherwise(database, self._effective())
+
+    @property
+    def _clips(self) -> bool:
+        return self.trainer == "rloo" or self.loss_type in CLIPPING
+
+    def _is_unlogged(self, column: str) -> bool:
+        """Whether TRL logs no such number with these options."""
+        if column.startswith(_SAMPLING):
+            return self.trainer == "rloo"
+        if column.startswith(_CLIPS):
+            return not self._clips
+        if column == _CISPO:
+            return self.trainer == "rloo" or self.loss_type != "cispo"
+        return column == _MASK and self.off_policy_mask_threshold is None
+
+    def _effective(self) -> dict[str, object]:
+        """The options as TRL records them, without those that it decides by others."""
+        options = options_of(self)
+        options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps
+        del options["trainer"]
+        if self.trainer == "rloo":
+            del options["loss_type"], options["importance_sampling_level"]
+        return options

@@ -76,7 +76,7 @@ class Verl:
             rows = rows.joined(masked if by == "step" else masked.without({"step"}), keys)
         return rows
 
-    def notes(self) -> list[str]:
+    def notes(self, database: Database, pair: Pair) -> list[str]:
         if self.rollout_rs is None or "k1" not in self.rollout_rs:
             return []
         return ["the bounds of k1 lie on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"]

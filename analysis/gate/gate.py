@@ -11,6 +11,7 @@ from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ..check.check import check
 from ..check.checked import Checked
+from ..database import Database
 from ..statistics.intervals import Interval, NoInterval, ends
 from .condition import CHECK, Condition, parse_condition
 from .measured import Measured, Run
@@ -58,6 +59,7 @@ def gate(
     fail_on: Sequence[str],
     pair: str = "train:rollout",
     confidence: float = 0.95,
+    partial: bool = False,
     progress: Progress = no_progress,
 ) -> Gated:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
@@ -76,18 +78,20 @@ def gate(
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail.
 
     Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
-    passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace or DamagedTrace.
+    passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
+    trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
     if not fail_on:
         raise InvalidOption("fail-on: no condition was given; try --fail-on check --fail-on 'tim.k3>1e-3'")
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
+    Database(trace, lean=True).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
     verdicts = [
         _judged(conditions[text], measured[text])
         if text in conditions
-        else _checked(check(trace, pair=pair, progress=progress))
+        else _checked(check(trace, pair=pair, partial=partial, progress=progress))
         for text in fail_on
     ]
     return Gated(verdicts=tuple(verdicts))

@@ -7,7 +7,18 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ...schemas.errors import InvalidOption, InvalidRecord
-from ...schemas.loss import CISPO, PPO, REINFORCE, SEQUENCE_MEAN, SEQUENCE_SUM, TOKEN, Loss, read_loss
+from ...schemas.loss import (
+    CISPO,
+    PPO,
+    REINFORCE,
+    SAPO,
+    SEQUENCE_MEAN,
+    SEQUENCE_SUM,
+    TOKEN,
+    VESPO,
+    Loss,
+    read_loss,
+)
 from ..database import Database
 from ..hyperparameters import read_hyperparameters
 
@@ -17,6 +28,8 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"kind": PPO, "level": SEQUENCE_MEAN, "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "rloo": {"kind": PPO, "level": SEQUENCE_SUM, "aggregation": "sequence"},
     "cispo": {"kind": CISPO, "level": TOKEN, "clip_high": 5.0},
+    "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
+    "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
 """Name of a loss -> what it says of a Loss where neither the trace nor another option does. The bounds of gspo are those of
 arXiv 2507.18071 (section 5.1), cispo's is the one that TRL recommends after arXiv 2510.13786."""
@@ -63,7 +76,10 @@ def _neutral(loss: Loss) -> Loss:
 def _check(given: Mapping[str, Any]) -> None:
     if (name := given.get("loss")) is not None and name not in LOSSES:
         raise InvalidOption(f"loss: got {name!r}; use {', '.join(LOSSES)}")
-    for key in ("clip_low", "clip_high", "clip_hard", "correction_low", "correction_high"):
+    for key in (
+        "clip_low", "clip_high", "clip_hard", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+        "correction_low", "correction_high",
+    ):  # fmt: skip
         if key in given and not given[key] >= 0:
             raise InvalidOption(f"{key.replace('_', '-')}: got {given[key]}; give a number of at least 0")
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.loss import REINFORCE, Loss
+from ...schemas.loss import SAPO, VESPO, Loss
 from ..statistics.moments import off_median
 from ..totals import Array, Totals
 from .loss_terms import SIDES
@@ -110,6 +110,8 @@ _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
 """What a figure needs that says something only of a loss that clips."""
+LINEAR = "linear"
+"""What one needs that says something only where f is rho A but for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
@@ -122,6 +124,7 @@ FIGURES: Mapping[str, Figure] = {
     "abs_bias": Figure(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
     "skew": Figure(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
     "size": Figure(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
+    "used": Figure(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
     "relative_bias": Figure(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": Figure(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": Figure(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
@@ -141,7 +144,7 @@ FIGURES: Mapping[str, Figure] = {
     "clipped_by_mismatch": Figure(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
     "cov_weighed_d": Figure(_covariance("off_weighed_gap", "off_weighed", "off_gap", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
     "corr_weighed_d": Figure(_correlation, "the same as a correlation", bounds=_SIGNED),
-    "first_order": Figure(lambda t: -t["sum_weighed_gap"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped"),
+    "first_order": Figure(lambda t: -t["sum_weighed_gap"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
     "bad_updates": Figure(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
     "bad_updates_mismatch": Figure(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
     "mean_d": Figure(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
@@ -164,13 +167,14 @@ FIGURES: Mapping[str, Figure] = {
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, Figure]:
     """The figures that a trace answers for a loss."""
     corrected = loss.correction != "none"
-    known = known if loss.kind == REINFORCE else known | {CLIP}
+    known = known | {CLIP} if loss.has_clip else known
+    known = known if loss.kind in (SAPO, VESPO) else known | {LINEAR}
     return {
         name: each for name, each in FIGURES.items() if each.needs <= known and (corrected or not each.of_correction)
     }
 
 
-def totals_of(loss: Loss, sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]:
+def totals_of(sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """[N] columns that are added up to totals, of the whole run or of the sequences at each place.
 
     Squares and products are around the median of the sequences' means there, so that totals of these do not cancel.
@@ -179,15 +183,14 @@ def totals_of(loss: Loss, sums: Sums, place_N: np.ndarray | None = None) -> dict
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
     columns |= _around(columns, "weighed", "gap", columns["terms_known"], place_N)
-    num_N, sum_d_N = columns["num_tokens"], columns["sum_d"]
-    there_N = (num_N > 0).astype(np.float64)
-    weight_N = _weights(loss, num_N, there_N, sums.update_N)
-    for name in ("size", "plain", "abs_plain", "applied", "abs_applied"):
+    sum_d_N = columns["sum_d"]
+    for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied"):
         for side in SIDES:
-            columns[f"w_{name}_{side}"] = weight_N * columns.pop(f"{name}_{side}")
+            columns[f"w_{name}_{side}"] = sums.share_N * columns.pop(f"{name}_{side}")
     proxy_N = np.expm1(np.minimum(sum_d_N, SAFETY_BOUND)) * columns["advantage"]
     return columns | {
-        "num_sequences": there_N, "sequences_known": (columns["terms_known"] > 0).astype(np.float64), "total_d": sum_d_N,
+        "num_sequences": (columns["num_tokens"] > 0).astype(np.float64),
+        "sequences_known": (columns["terms_known"] > 0).astype(np.float64), "total_d": sum_d_N,
         "abs_total_d": np.abs(sum_d_N), "proxy": proxy_N, "abs_proxy": np.abs(proxy_N),
     }  # fmt: skip
 
@@ -200,20 +203,6 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
         found[f"off_{name}2"] = columns[f"spread_{name}"] + num_N * off_N**2
     product_N = columns[f"spread_{one}_{other}"] + num_N * off[one] * off[other]
     return found | {f"off_{one}_{other}": product_N}
-
-
-def _weights(loss: Loss, num_N: Array, there_N: Array, update_N: np.ndarray) -> Array:
-    """[N] what the loss multiplies each token's term of a sequence by, within its update: see Loss.aggregation."""
-    sequences_U, tokens_U = np.bincount(update_N, there_N), np.bincount(update_N, num_N)
-    if loss.aggregation in ("token_mean", "batch_token_mean", "micro_token_mean"):
-        divisor_N = np.maximum(tokens_U, 1)[update_N]
-    else:
-        divisor_N = np.maximum(sequences_U, 1)[update_N]
-    if loss.aggregation in ("sequence_mean", "sequence"):
-        divisor_N = divisor_N * np.maximum(num_N, 1)
-    elif loss.aggregation == "constant":
-        divisor_N = divisor_N * (loss.max_tokens or 1)
-    return np.asarray(1 / divisor_N, np.float64)
 
 
 def values_of(figures: Mapping[str, Figure], totals: Totals) -> dict[str, Array]:

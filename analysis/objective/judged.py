@@ -36,8 +36,10 @@ class Objective:
     """What stands for the trainer at the sampling weights, for the engine, and for the policy inside the loss."""
     num_updates: int
     """Steps times their inner iterations: what a row of `steps` stands for."""
+    num_rows: int
+    """Sequences that went through the loss, once an inner iteration: what its means over sequences divide by."""
     num_sequences: int
-    """With a token that counts, once an inner iteration."""
+    """Of these, those with a token that counts and has a finite logprob under every pass."""
     num_tokens: int
     num_terms: int
     """What the loss takes a ratio of and has an advantage: tokens, or sequences."""

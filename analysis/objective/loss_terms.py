@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, Loss
+from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LOG_RATIO, Loss
 from ..statistics.moments import centred, co_moment
 from ..totals import Array
-from .terms import clamped_exp, contribution, correction_weight, is_clipped
+from .terms import SAFETY_BOUND, clamped_exp, contribution, correction_weight, is_clipped
 
 SIDES = ("positive", "negative")
 """Of the sign of an advantage."""
@@ -28,8 +28,8 @@ class Differences:
     """current - train, nats."""
     advantage_T: Array
     """0 where there is none."""
-    counted_T: np.ndarray | None
-    """bool: whether it counts; None: all of them."""
+    counts_T: np.ndarray | None
+    """bool: whether it counts and every pass has a finite value; None: all of them."""
     known_T: np.ndarray | None
     """bool: whether it counts and has an advantage; None: all of them."""
     num_N: Array
@@ -54,10 +54,12 @@ class Terms:
 
     ratio_true: Array
     ratio_used: Array
+    ratio_applied: Array
+    """The used ratio with the correction in it, where the loss has it there (vespo); else the used one."""
     gap: Array
     """d of the term, nats."""
     weight: Array | float
-    """Of the loss's correction."""
+    """Of the loss's correction on the term; 1 where it is in the ratio."""
     advantage: Array
     tokens: Array | float
     """Tokens that a term stands for."""
@@ -76,22 +78,28 @@ class Terms:
         """Name -> [N] sums over the terms of each sequence; and [K] |bias| as the loss applied it."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
-        abs_plain = np.abs(plain)
+        size_K = np.abs(plain)
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
-        found |= self._signed("abs_plain", abs_plain)
+        found |= self._signed("abs_plain", size_K)
         if loss.correction == "none":
-            size_K = abs_plain
             found |= {f"{name}applied_{side}": found[f"{name}plain_{side}"] for name in ("", "abs_") for side in SIDES}
         else:
-            applied = (self.weight * used - true) * self.tokens
+            used = self._corrected(loss, used)
+            applied = (used - true) * self.tokens
             size_K = np.abs(applied)
             found |= self._signed("applied", applied) | self._signed("abs_applied", size_K)
-        return found | self._clips(loss) | self._moments(), size_K
+        return found | self._signed("used", used * self.tokens) | self._clips(loss) | self._moments(), size_K
 
     def applied(self, loss: Loss) -> Array:
         """[K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens that a term stands for."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
-        return np.asarray((self.weight * used - true) * self.tokens)
+        return np.asarray((self._corrected(loss, used) - true) * self.tokens)
+
+    def _corrected(self, loss: Loss, used: Array) -> Array:
+        """[K] w f(rho_used), as the loss applied it, from f(rho_used)."""
+        if self.ratio_applied is not self.ratio_used:
+            used = contribution(loss, self.ratio_applied, self.advantage)
+        return np.asarray(self.weight * used)
 
     def _clips(self, loss: Loss) -> dict[str, Array]:
         true, used = (is_clipped(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
@@ -140,20 +148,22 @@ class Terms:
 
 def terms_of(loss: Loss, tokens: Differences) -> Terms:
     """The terms of some sequences under a loss."""
+    if loss.kind == VESPO:
+        return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
 
 
 def _of_tokens(loss: Loss, tokens: Differences) -> Terms:
-    true, used = _ratios(loss, tokens.d_T, tokens.drift_T)
+    true, used = _ratios(loss, tokens.d_T + tokens.drift_T, tokens.drift_T)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weight = correction_weight(loss, tokens.d_T)
     elif loss.correction != "none":
         weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
     return Terms(
-        ratio_true=true, ratio_used=used, gap=tokens.d_T, weight=weight, advantage=tokens.advantage_T, tokens=1.0,
-        sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None, known_N=tokens.known_N, known=tokens.known_T,
-        starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
+        ratio_true=true, ratio_used=used, ratio_applied=used, gap=tokens.d_T, weight=weight,
+        advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
+        known_N=tokens.known_N, known=tokens.known_T, starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
     )  # fmt: skip
 
 
@@ -161,8 +171,8 @@ def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
     """One term a sequence; a correction by token has its mean weight."""
     divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
     sum_d_N = tokens.total(tokens.d_T)
-    gap_N = sum_d_N / divisor_N
-    true, used = _ratios(loss, gap_N, tokens.total(tokens.drift_T) / divisor_N)
+    gap_N, drift_N = sum_d_N / divisor_N, tokens.total(tokens.drift_T) / divisor_N
+    true, used = _ratios(loss, gap_N + drift_N, drift_N)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weights_T = correction_weight(loss, tokens.d_T)
@@ -170,17 +180,44 @@ def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
         weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
     elif loss.correction != "none":
         weight = correction_weight(loss, sum_d_N)
+    return _one_each(tokens, true, used, used, gap_N, weight)
+
+
+def _of_products(loss: Loss, tokens: Differences) -> Terms:
+    """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
+
+    def total(log_ratio_T: Array) -> Array:
+        return tokens.total(np.clip(log_ratio_T, -SAFETY_BOUND, SAFETY_BOUND))
+
+    gap_N = tokens.total(tokens.d_T)
+    true_N, drift_N = total(tokens.d_T + tokens.drift_T), total(tokens.drift_T)
+    true, used = _ratios(loss, true_N, drift_N)
+    applied = used
+    if loss.correction != "none":
+        is_token = loss.correction.startswith("token")
+        log_weight = np.clip(np.log(correction_weight(loss, tokens.d_T if is_token else gap_N)), *VESPO_LOG_RATIO)
+        if is_token:
+            log_weight = tokens.total(log_weight if tokens.counts_T is None else log_weight * tokens.counts_T)
+        log_used = {ROLLOUT: true_N, CURRENT: 0.0}.get(loss.denominator, drift_N)
+        applied = clamped_exp(log_used + log_weight)
+    return _one_each(tokens, true, used, applied, gap_N, 1.0)
+
+
+def _one_each(
+    tokens: Differences, true: Array, used: Array, applied: Array, gap_N: Array, weight: Array | float
+) -> Terms:
+    """Terms of whole sequences."""
     has_N = tokens.known_N > 0
     return Terms(
-        ratio_true=true, ratio_used=used, gap=gap_N, weight=weight, advantage=tokens.advantage_N, tokens=tokens.known_N,
-        sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
+        ratio_true=true, ratio_used=used, ratio_applied=applied, gap=gap_N, weight=weight, advantage=tokens.advantage_N,
+        tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
         starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),
     )  # fmt: skip
 
 
-def _ratios(loss: Loss, d: Array, drift: Array) -> tuple[Array, Array]:
-    """rho* = exp(d + drift), and the ratio that the loss uses."""
-    true = clamped_exp(d + drift)
+def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
+    """rho* = current / rollout, and the ratio that the loss uses, from their logarithms."""
+    true = clamped_exp(log_true)
     if loss.denominator == ROLLOUT:
         return true, true
     return true, np.ones_like(true) if loss.denominator == CURRENT else clamped_exp(drift)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...schemas.errors import InvalidOption
-from ...schemas.loss import TOKEN, Loss
+from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
 from ...tracer.progress import Progress, no_progress
 from ..database import Database, opened
 from ..rows import Rows
@@ -18,6 +18,7 @@ from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import Figure, as_float, chosen_figures, summed, totals_of, values_of
 from .judged import Estimate, Objective
+from .shares import TOKEN_MEANS
 from .sides import ADVANTAGE, MISMATCH, Sides, choose_sides
 from .sums import Sums, read_sums
 from .verdict import nothing_read, verdict
@@ -32,6 +33,12 @@ def objective(
     clip_low: float | None = None,
     clip_high: float | None = None,
     clip_hard: float | None = None,
+    sapo_temperature_pos: float | None = None,
+    sapo_temperature_neg: float | None = None,
+    vespo_k_pos: float | None = None,
+    vespo_lambda_pos: float | None = None,
+    vespo_k_neg: float | None = None,
+    vespo_lambda_neg: float | None = None,
     denominator: str | None = None,
     aggregation: str | None = None,
     correction: str | None = None,
@@ -46,13 +53,15 @@ def objective(
     rho* = current / rollout = exp(d + drift), and the one that the loss uses divides by another pass: train (exp(drift)),
     rollout (rho* itself) or current (1). Then b = w f(rho_used) - f(rho*) is what the mismatch adds to the contribution of a
     token, or of a sequence where the loss takes one ratio of it: arXiv 2605.14220, where b = f(rho* exp(-d)) - f(rho*). f is
-    the loss's, with the sign and size of the advantage in it; w is the weight of its correction, 1 where it has none.
+    the loss's, with the sign and size of the advantage in it; w is the weight of its correction, 1 where it has none (in vespo
+    it multiplies rho_used).
     Exponents are clamped to +-20 nats. A sequence's ratio goes with the mean advantage of its tokens.
 
     The loss is read from what the trace records; every option that is given takes the place of what it says. Sums are weighed
-    as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates; of micro-batches
-    and what else the trace does not tell apart, the update's tokens are one batch. How few terms carry sum |b| counts terms alike.
-    Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
+    as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
+    divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
+    few terms carry sum |b| counts terms alike. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
+    left out.
 
     What cannot be answered (no advantages, no pass `current`, one side only, a loss that is not known) is said in `cannot`
     and `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -61,9 +70,11 @@ def objective(
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
     database = opened(trace)
     options = {
-        "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard, "denominator": denominator,
-        "aggregation": aggregation, "correction": correction, "correction_low": correction_low,
-        "correction_high": correction_high,
+        "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,
+        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
+        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
+        "vespo_lambda_neg": vespo_lambda_neg, "denominator": denominator, "aggregation": aggregation,
+        "correction": correction, "correction_low": correction_low, "correction_high": correction_high,
     }  # fmt: skip
     chosen, how = choose_loss(database, options)
     sides = choose_sides(database, chosen)
@@ -75,17 +86,17 @@ def objective(
 
 def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, num_recorded: int) -> Objective:
     loss, num_updates = sides.loss, len(sums.updates)
-    columns = totals_of(loss, sums)
+    columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)
     of_figures = estimates(figures, columns, num_updates, sums.unit_N, confidence)
     carried = sums.carried if {MISMATCH, ADVANTAGE} <= sides.known else None
     of_run = None if carried is None else carried.of_run
-    of_update = totals_of(loss, sums, sums.update_N)
-    steps = _steps(figures, sums.updates, summed(of_update, sums.update_N, num_updates), carried)
+    by_update = summed(totals_of(sums, sums.update_N), sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
+    steps = _steps(figures, sums.updates, by_update, carried)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
         trace=trace, loss=loss, loss_from=how, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
-        num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
+        num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
         verdict=verdict(loss, of_figures, of_run, steps, counts["num_tokens"], confidence),
         notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=of_figures, concentration=of_run,
@@ -125,10 +136,10 @@ def _steps(
 ) -> Rows:
     """One row an update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
-    names = ["step", "iteration", "num_sequences", "num_tokens", *values]
+    names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [
         *zip(*updates, strict=True),
-        *([int(count) for count in totals[name]] for name in ("num_sequences", "num_tokens")),
+        *([int(count) for count in totals[name]] for name in ("num_rows", "num_sequences", "num_tokens")),
         *([as_float(value) for value in column] for column in values.values()),
     ]
     if carried is not None and carried.of_run is not None:
@@ -162,9 +173,17 @@ def _notes(loss: Loss, counts: Mapping[str, int], sums: Sums, num_recorded: int)
         notes.append(
             f"{lacking:,} of {counts['num_sequences']:,} sequences have no advantage: they add nothing to a bias"
         )
+    num_rows = int(sums.num_rows_U.sum())
+    if counts["num_sequences"] < num_rows and loss.aggregation not in TOKEN_MEANS:
+        notes.append(
+            f"{num_rows - counts['num_sequences']:,} of {num_rows:,} sequences that went through the loss have no token to "
+            "compare: they add nothing to a sum, and the loss's mean counts them"
+        )
+    if loss.kind in (SAPO, VESPO):
+        notes.append(f"{loss.kind} has no clip: its weight falls without a bound, so that nothing counts as clipped")
     if loss.unknown:
         notes.append(f"settings of the loss that no figure knows of: {', '.join(loss.unknown)}")
-    if loss.aggregation == "micro_token_mean":
+    if loss.aggregation == "micro_token_mean" and not sums.micro_batches_known:
         notes.append("the trace does not say which rows were one micro-batch: tokens are weighed over the whole update")
     if loss.aggregation == "constant" and loss.max_tokens is None:
         notes.append(

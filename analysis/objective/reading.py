@@ -21,7 +21,10 @@ CHUNK_STEPS = 1024
 
 
 def read_batches(database: Database, sides: Sides) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches of sequences with the number of the range of steps that they are from; a step is in one range alone."""
+    """Batches of sequences with the number of the range of steps that they are from; a step is in one range alone.
+
+    They are all that went through the loss, also those without a token or without logprobs: see `is_whole`.
+    """
     database.connection.execute("RESET threads")
     for number, steps in enumerate(_ranges(database)):
         for batch in database.connection.sql(_query(sides, *steps)).to_arrow_reader(BATCH_ROWS):
@@ -44,34 +47,36 @@ def _ranges(database: Database) -> list[tuple[int, int]]:
 
 
 def _query(sides: Sides, first_step: int, last_step: int) -> str:
-    """One row a sequence and inner iteration; `sequence` and `unit`, its group, are numbers, since names take long."""
+    """One row a sequence and inner iteration that the loss's pass has a row of.
+
+    `sequence`, `unit`, its group, and `micro_batch` are numbers, since names take long. `is_whole`: whether every pass gave as
+    many logprobs as the response has tokens, of which there is one at least.
+    """
     within = f"step BETWEEN {first_step} AND {last_step}"
-    joins = [_join("train", sides.train, within, first=sides.current != sides.train)]
-    columns = ["train.logprobs AS train", "train.iteration" if sides.current == sides.train else "now.iteration"]
-    if sides.rollout != sides.train:
-        joins.append(_join("rollout", sides.rollout, within, first=True))
-        columns.append("rollout.logprobs AS rollout")
+    now = "train" if sides.current == sides.train else "now"
+    joins = [_joined("JOIN", now, sides.current, within, first=False)]
     if sides.current != sides.train:
-        joins.append(_join("now", sides.current, within, first=False))
-        columns.append("now.logprobs AS now")
-    lengths = " AND ".join(
-        f"len({name}.logprobs) = s.num_response_tokens"
-        for name in ("train", "rollout", "now")
-        if f"AS {name}" in " ".join(columns)
-    )
+        joins.append(_joined("LEFT JOIN", "train", sides.train, within, first=True))
+    if sides.rollout != sides.train:
+        joins.append(_joined("LEFT JOIN", "rollout", sides.rollout, within, first=True))
+    names = ["train", *(["rollout"] if sides.rollout != sides.train else []), *(["now"] if now == "now" else [])]
+    columns = [f"{name}.logprobs AS {name}" for name in names]
+    lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
     return f"""
-        SELECT s.step, hash(s.seq_id) AS sequence, {unit("s")} AS unit,
+        SELECT s.step, {now}.iteration, hash(s.seq_id) AS sequence, {unit("s")} AS unit, s.num_response_tokens,
+               CASE WHEN {now}.forward_id IS NULL THEN 0::UBIGINT ELSE hash({now}.writer, {now}.forward_id) END AS micro_batch,
+               s.num_response_tokens > 0 AND {lengths} AS is_whole,
                s.advantage, coalesce(s.advantages, []::FLOAT[]) AS advantages,
                coalesce(s.response_mask, []::BOOLEAN[]) AS mask, {", ".join(columns)}
-        FROM (SELECT * FROM sequences WHERE {within} AND num_response_tokens > 0) AS s {" ".join(joins)}
-        WHERE {lengths}
+        FROM (SELECT * FROM sequences WHERE {within}) AS s {" ".join(joins)}
     """
 
 
-def _join(name: str, scored: str, within: str, *, first: bool) -> str:
+def _joined(how: str, name: str, scored: str, within: str, *, first: bool) -> str:
     """Join a pass; `first` takes the first inner iteration alone."""
     only = " AND iteration = 0" if first else ""
     rows = (
-        f'SELECT run, step, seq_id, iteration, logprobs FROM scores WHERE "pass" = {quoted(scored)} AND {within}{only}'
+        "SELECT run, step, seq_id, iteration, logprobs, writer, forward_id FROM scores "
+        f'WHERE "pass" = {quoted(scored)} AND {within}{only}'
     )
-    return f"JOIN ({rows}) AS {name} ON {name}.run = s.run AND {name}.step = s.step AND {name}.seq_id = s.seq_id"
+    return f"{how} ({rows}) AS {name} ON {name}.run = s.run AND {name}.step = s.step AND {name}.seq_id = s.seq_id"

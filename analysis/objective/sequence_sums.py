@@ -20,14 +20,14 @@ TOKEN_COLUMNS = (
 )  # fmt: skip
 """Of the tokens of a sequence that count and have a finite logprob in every pass, and of others the NaN and the infinite ones.
 
-d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0 and p(rollout) - p(current) >= 0.5, num_bad_mismatch:
-p(train) instead of p(current); advantage: the mean."""
+d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
+and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
 
-SIGNED_COLUMNS = ("size", "plain", "abs_plain", "applied", "abs_applied", "clipped", "to_clipped", "to_free")
+SIGNED_COLUMNS = ("size", "used", "plain", "abs_plain", "applied", "abs_applied", "clipped", "to_clipped", "to_free")
 """Over terms by the sign of the advantage, sizes and biases times the tokens that a term stands for.
 
-size: |f(rho*)|; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*), w the loss's correction; clipped: terms that
-rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
+size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
+clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
 
 MOMENT_COLUMNS = (
     "terms_known", "sum_weighed_gap", "mean_weighed", "mean_gap", "spread_weighed", "spread_gap", "spread_weighed_gap",
@@ -55,7 +55,7 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]
 
 def _spreads(parts: Differences) -> dict[str, Array]:
     """Means of d and drift, and sums of squares and products around them."""
-    d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counted_T) for side_T in (parts.d_T, parts.drift_T))
+    d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
     sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
     for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
         sums[f"spread_{name}"] = co_moment(one, other, parts.starts_N, parts.num_N)
@@ -70,23 +70,24 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
     fine_T = np.isfinite(d_T + drift_T)
     lengths_N, none_N = tokens.lengths_N.astype(np.float64), np.zeros(len(starts_N))
     counts = {"num_tokens": lengths_N, "num_nan": none_N, "num_inf": none_N}
-    counted_T, known_T, known_N, advantage_T = None, None, lengths_N, own_T
+    counts_T, known_T, known_N, advantage_T = None, None, lengths_N, own_T
     if tokens.there_T is not None or not fine_T.all() or not np.isfinite(own_T).all():
         there_T = np.ones(len(d_T), bool) if tokens.there_T is None else tokens.there_T
         nan_T = there_T & (np.isnan(tokens.train_T) | np.isnan(tokens.rollout_T) | np.isnan(tokens.now_T))
         flags = {"num_tokens": there_T & fine_T, "num_nan": nan_T, "num_inf": there_T & ~fine_T & ~nan_T}
         counts = {name: np.add.reduceat(flag.astype(np.float64), starts_N) for name, flag in flags.items()}
-        counted_T = flags["num_tokens"]
-        known_T = counted_T & np.isfinite(own_T)
+        counts_T = flags["num_tokens"]
+        known_T = counts_T & np.isfinite(own_T)
         known_N = np.add.reduceat(known_T.astype(np.float64), starts_N)
-        d_T, drift_T = (np.where(counted_T, values, 0.0) for values in (d_T, drift_T))
+        d_T, drift_T = (np.where(counts_T, values, 0.0) for values in (d_T, drift_T))
         advantage_T = np.where(known_T, own_T, 0.0)
     mean_N = np.where(np.isfinite(tokens.advantage_N) & (known_N > 0), tokens.advantage_N, 0.0)
     if not has_one:
         mean_N = np.add.reduceat(advantage_T, starts_N) / np.maximum(known_N, 1)
     return counts, Differences(
-        d_T=d_T, drift_T=drift_T, advantage_T=advantage_T, counted_T=counted_T, known_T=known_T, num_N=counts["num_tokens"],
-        known_N=known_N, advantage_N=mean_N, has_one=has_one, starts_N=starts_N, lengths_N=tokens.lengths_N,
+        d_T=d_T, drift_T=drift_T, advantage_T=advantage_T, counts_T=counts_T, known_T=known_T,
+        num_N=counts["num_tokens"], known_N=known_N, advantage_N=mean_N, has_one=has_one, starts_N=starts_N,
+        lengths_N=tokens.lengths_N,
     )  # fmt: skip
 
 

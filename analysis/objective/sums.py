@@ -1,6 +1,6 @@
 """The sums of every sequence, in one pass over the tokens.
 
-Shapes: N sequences, U updates (step and inner iteration), K terms, C columns.
+Shapes: N sequences, R also those that cannot be compared, U updates (step and inner iteration), K terms, C columns.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ...tracer.progress import Progress
 from ..database import Database
-from ..lists import mapped
+from ..lists import counted, mapped
 from ..totals import Array
 from .concentration import NUM_BINS, Carried, bins_of
 from .reading import read_batches
 from .sequence_sums import COLUMNS, sequence_sums
+from .shares import LossRows, knows_micro_batches, shares
 from .sides import Sides
 from .tokens import tokens_of
 
-_KEYS = ("step", "iteration", "sequence", "unit")
+_KEYS = {
+    "step": np.int64, "iteration": np.int64, "sequence": np.uint64, "unit": np.uint64, "micro_batch": np.uint64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,12 @@ class Sums:
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
     """Place in `updates`."""
+    share_N: Array
+    """What the loss multiplies each token's term by, within its update."""
+    num_rows_U: np.ndarray
+    """Sequences that went through the loss, also those that have no token to compare."""
+    micro_batches_known: bool
+    """Whether the trace says which sequences were a micro-batch."""
     columns: dict[str, Array]
     """The sums of sequence_sums.COLUMNS."""
     carried: Carried
@@ -49,6 +59,11 @@ class _Batch:
     number: int
     """Of the range of steps that it is from."""
     keys: dict[str, np.ndarray]
+    """[R] of _KEYS."""
+    is_whole_R: np.ndarray
+    """bool: whether its logprobs can be compared, so that it is one of N."""
+    num_tokens_R: np.ndarray
+    """That count in the loss."""
     columns_CN: np.ndarray
     updates: list[tuple[int, int]]
     bins: np.ndarray
@@ -71,19 +86,31 @@ def read_sums(database: Database, sides: Sides, progress: Progress) -> Sums:
             advance(batch.num_read)
             batches.append(batch)
     carried.close()
-    keys = {
-        name: np.concatenate([np.zeros(0, np.int64), *(batch.keys[name] for batch in batches)]) for name in _KEYS[:2]
-    }
-    keys |= {
-        name: np.concatenate([np.zeros(0, np.uint64), *(batch.keys[name] for batch in batches)]) for name in _KEYS[2:]
-    }
+    keys = {name: _concatenated([batch.keys[name] for batch in batches], _KEYS[name]) for name in _KEYS}
+    is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
+    num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)[:, order]
-    updates, update_N = _updates(keys["step"][order], keys["iteration"][order])
+    # The place of each row that can be compared among these, in their order.
+    whole_N = order[is_whole_R[order]]
+    column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
+    table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
+    updates, update_N = _updates(keys["step"][whole_N], keys["iteration"][whole_N])
+    all_updates, update_R = _updates(keys["step"], keys["iteration"])
+    rows = LossRows(update_R=update_R, num_tokens_R=num_tokens_R, micro_batch_R=keys["micro_batch"])
+    places = {update: place for place, update in enumerate(all_updates)}
+    columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
+    share_N = shares(sides.loss, rows)[whole_N]
+    if sides.loss.aggregation == "sequence":  # its one term stands for the tokens that are compared
+        share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return Sums(
-        unit_N=keys["unit"][order], updates=updates, update_N=update_N,
-        columns=dict(zip(COLUMNS, table_CN, strict=True)), carried=carried,
+        unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
+        num_rows_U=rows.num_rows_U[[places[update] for update in updates]],
+        micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns, carried=carried,
     )  # fmt: skip
+
+
+def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts])
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
@@ -95,10 +122,12 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
 def _of_batch(sides: Sides, batch: tuple[int, pa.RecordBatch]) -> _Batch:
     number, rows = batch
     keys = {name: rows.column(name).to_numpy() for name in _KEYS}
-    updates, update_N = _updates(keys["step"], keys["iteration"])
+    is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)
+    whole = rows if is_whole_R.all() else rows.filter(rows.column("is_whole"))
+    updates, update_N = _updates(keys["step"][is_whole_R], keys["iteration"][is_whole_R])
     bins = np.zeros((len(updates), 2, NUM_BINS))
     parts = [np.zeros((len(COLUMNS), 0))]
-    tokens = tokens_of(rows)
+    tokens = tokens_of(whole)
     with np.errstate(all="ignore"):
         for block, sequences in tokens.blocks():
             found, size_K, terms = sequence_sums(sides.loss, block)
@@ -107,9 +136,19 @@ def _of_batch(sides: Sides, batch: tuple[int, pa.RecordBatch]) -> _Batch:
     columns_CN = np.concatenate(parts, axis=1)
     num_terms = np.bincount(update_N, columns_CN[COLUMNS.index("terms_known")], minlength=len(updates))
     return _Batch(
-        number=number, keys=keys, columns_CN=columns_CN, updates=updates, bins=bins, num_terms=num_terms,
-        num_read=len(tokens.train_T),
+        number=number, keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=columns_CN,
+        updates=updates, bins=bins, num_terms=num_terms, num_read=len(tokens.train_T),
     )  # fmt: skip
+
+
+def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
+    """[R] tokens that the loss counts, by the mask alone."""
+    lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
+    if not len(rows.column("mask").flatten()):
+        return lengths_R
+    before = np.concatenate([[0], np.cumsum(counted(rows.column("mask"), lengths_R))])
+    ends_R = np.cumsum(lengths_R)
+    return np.asarray(before[ends_R] - before[ends_R - lengths_R])
 
 
 def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...schemas.loss import CISPO, REINFORCE, Loss
+from ...schemas.loss import CISPO, REINFORCE, SAPO, VESPO, VESPO_LEAST_LAMBDA, VESPO_LOG_RATIO, Loss
 from ..totals import Array
 
 SAFETY_BOUND = 20.0
@@ -27,35 +27,69 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
     """f_A(ratio), what a term adds to the objective, in the unit of the advantage.
 
     ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
-    ratio A; cispo: min(ratio, clip_high) A, the weight on grad log p.
+    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. Of cispo, min(ratio, clip_high) A, and of vespo, phi(ratio) A, it is
+    the weight on grad log p.
 
     >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
     [1.2, 0.5, -1.5]
+    >>> contribution(Loss(kind="sapo"), np.array([1.0]), np.array([1.0])).tolist()
+    [2.0]
     """
     if loss.kind == REINFORCE:
         return ratio * advantage
     if loss.kind == CISPO:
         return np.asarray(np.minimum(ratio, loss.clip_high) * advantage)
+    if loss.kind == SAPO:
+        return gate(loss, ratio, advantage > 0) * advantage
+    if loss.kind == VESPO:
+        return np.exp(log_gamma(loss, ratio, advantage >= 0)) * advantage
     bounded = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
     free = ratio if loss.clip_hard is None else np.minimum(ratio, loss.clip_hard)
     return np.asarray(np.minimum(free * advantage, bounded * advantage))
 
 
-def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """bool: whether the ratio is beyond the bound that holds for the sign of its advantage.
+def gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
+    """Sapo's 4 / tau sigmoid(tau (ratio - 1)), tau by whether A > 0. arXiv 2511.20347.
 
-    Under ppo_clip such a term gives no gradient, under cispo its weight is the bound.
+    >>> gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
+    [2.0, 3.523188]
+    """
+    tau = np.where(positive, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+    return np.asarray(4 / tau / (1 + np.exp(-tau * (ratio - 1))))
+
+
+def log_gamma(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
+    """ln of vespo's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by whether A >= 0. arXiv 2602.10693.
+
+    The ratio is clamped to [1e-8, exp(20)].
+
+    >>> log_gamma(Loss(kind="vespo", level="sequence_sum"), np.array([1.0, 2.0]), np.array([True, True])).round(6).tolist()
+    [0.0, -1.613706]
+    """
+    with np.errstate(divide="ignore"):
+        log_ratio = np.clip(np.log(ratio), *VESPO_LOG_RATIO)
+    k = np.where(positive, loss.vespo_k_pos, loss.vespo_k_neg)
+    decay = np.maximum(np.where(positive, loss.vespo_lambda_pos, loss.vespo_lambda_neg), VESPO_LEAST_LAMBDA)
+    return np.asarray(decay + k * log_ratio - decay * np.exp(log_ratio))
+
+
+def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
+    """bool: whether the ratio is beyond the bound that holds for the sign of its advantage. The one rule of what is clipped.
+
+    Under ppo_clip such a term gives no gradient, under cispo one whose weight is the bound; other losses have no bound, and
+    without an advantage other than 0 nothing is clipped. `loss_clips` is the same in SQL.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
     """
-    if loss.kind == REINFORCE:
+    if not loss.has_clip:
         return np.zeros(np.shape(ratio), bool)
     if loss.kind == CISPO:
         return np.asarray((ratio > loss.clip_high) & (advantage != 0))
     hard = np.inf if loss.clip_hard is None else loss.clip_hard
     above = (ratio > min(1 + loss.clip_high, hard)) & (advantage > 0)
-    below = ((ratio < 1 - loss.clip_low) | (ratio > hard)) & (advantage < 0)
+    # max(min(ratio, hard), clip(ratio)): the plain bound holds a negative advantage up to its own end.
+    below = ((ratio < 1 - loss.clip_low) | (ratio > max(1 + loss.clip_high, hard))) & (advantage < 0)
     return np.asarray(above | below)
 
 

@@ -46,7 +46,10 @@ def objective_json(found: Objective) -> dict[str, Any]:
 def _loss(found: Objective, width: int | None) -> str:
     loss = found.loss
     bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{_hard(loss.clip_hard)})",
-              "cispo": f" (weight at most {loss.clip_high:g})"}.get(loss.kind, "")  # fmt: skip
+              "cispo": f" (weight at most {loss.clip_high:g})",
+              "sapo": f" (temperature {loss.sapo_temperature_pos:g} where A > 0, else {loss.sapo_temperature_neg:g})",
+              "vespo": f" (k {loss.vespo_k_pos:g}, lambda {loss.vespo_lambda_pos:g} where A >= 0, else k {loss.vespo_k_neg:g}, "
+                       f"lambda {loss.vespo_lambda_neg:g})"}.get(loss.kind, "")  # fmt: skip
     level = {"token": "tokens", "sequence_mean": "sequences, by the mean of log-ratios"}.get(
         loss.level, "sequences, by the sum of log-ratios"
     )

@@ -139,7 +139,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> tuple[str, ...]:
 def nothing_read(trace: str, loss: Loss, how: str, confidence: float) -> Objective:
     """The answer where the trace has logprobs of one side alone, or none."""
     return Objective(
-        trace=trace, loss=loss, loss_from=how, passes=("train", "rollout", "current"), num_updates=0, num_sequences=0,
+        trace=trace, loss=loss, loss_from=how, passes=("train", "rollout", "current"), num_updates=0, num_rows=0, num_sequences=0,
         num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,
         verdict=("What the mismatch does to the objective cannot be answered.",), notes=(),
         cannot=(

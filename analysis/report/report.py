@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ... import __version__
 from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
-from ...tracer.store import whole_file
+from ...tracer.whole_file import whole_file
 from ..database import Traces
 from ..pairs import parse_pair
 from .contents import Contents

@@ -24,7 +24,7 @@ SERIES: dict[str, Term] = {
     "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution: how undecided it is. A fall to near 0 ends exploration."),
     "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
-    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose term the recorded loss cuts off, so that they give no gradient."),
+    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio is beyond the recorded loss's bound: ppo_clip gives them no gradient, cispo one whose weight is the bound."),
     "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those inside the loss: 0 is on-policy."),
     "changed_weights": Term("Changed weights", "share of elements", "Elements of the weights whose bits differ from the version before. In bfloat16 small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),

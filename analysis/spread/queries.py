@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import math
 
-from ...schemas.loss import CISPO, CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, Loss
+from ...schemas.loss import (
+    CISPO,
+    CURRENT,
+    ROLLOUT,
+    SAPO,
+    SEQUENCE_MEAN,
+    TOKEN,
+    VESPO,
+    VESPO_LEAST_LAMBDA,
+    VESPO_LOG_RATIO,
+    Loss,
+)
 from ..database import quoted
 from ..pairs import quoted_pair
 from ..source import Pair
@@ -141,22 +152,44 @@ def _of_sequences(tokens: str, loss: Loss | None) -> str:
     """One row a token with an advantage, or a sequence where the loss takes one ratio of it."""
     if loss is None or loss.level == TOKEN:
         return f"{tokens} AND isfinite(advantage)"
-    mean = "avg" if loss.level == SEQUENCE_MEAN else "sum"
+    mean = "avg({})" if loss.level == SEQUENCE_MEAN else "sum({})"
+    if loss.kind == VESPO:
+        mean = "sum(greatest(least({}, 20.0), -20.0))"
     return (
         "            SELECT avg(advantage) FILTER (isfinite(advantage)) AS advantage,\n"
-        f"                   {mean}(before) AS before, {mean}(moved) AS moved\n"
+        f"                   {mean.format('before')} AS before, {mean.format('moved')} AS moved\n"
         f"            FROM (\n{tokens}\n            )\n            GROUP BY run, step, seq_id"
     )
 
 
 def _cut(loss: Loss) -> str:
     """ratios.cut in SQL."""
+    if loss.kind in (SAPO, VESPO):
+        return _smooth(loss)
     bounds = bounds_of(loss)
     bounded = f"least(greatest(used, {_literal(bounds.low)}), {_literal(bounds.high)})"
     if loss.kind == CISPO:
         return bounded
     free = f"least(used, {_literal(bounds.hard)})"
     return f"CASE WHEN advantage > 0 THEN least({free}, {bounded}) ELSE greatest({free}, {bounded}) END"
+
+
+def _smooth(loss: Loss) -> str:
+    """ln of the weight of sapo or vespo, by the sign of the advantage."""
+    if loss.kind == SAPO:
+        ratio = "exp(greatest(least(used, 20.0), -20.0))"
+        found = [
+            f"ln({_literal(4 / tau)} / (1 + exp({_literal(-tau)} * ({ratio} - 1))))"
+            for tau in (loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+        ]
+    else:
+        used = f"least(greatest(used, {_literal(VESPO_LOG_RATIO[0])}), {_literal(VESPO_LOG_RATIO[1])})"
+        pairs = ((loss.vespo_k_pos, loss.vespo_lambda_pos), (loss.vespo_k_neg, loss.vespo_lambda_neg))
+        found = [
+            f"{_literal(decay)} + {_literal(k)} * {used} - {_literal(decay)} * exp({used})"
+            for k, decay in ((k, max(decay, VESPO_LEAST_LAMBDA)) for k, decay in pairs)
+        ]
+    return f"CASE WHEN advantage > 0 THEN {found[0]} ELSE {found[1]} END"
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:

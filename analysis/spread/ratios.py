@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import CISPO, CURRENT, REINFORCE, ROLLOUT, SEQUENCE_MEAN, TOKEN, Loss
+from ...schemas.loss import CISPO, CURRENT, ROLLOUT, SAPO, SEQUENCE_MEAN, TOKEN, VESPO, Loss
+from ..objective.terms import SAFETY_BOUND, clamped_exp, gate, log_gamma
 from ..totals import Array
 
 
@@ -44,7 +45,7 @@ def bounds_of(loss: Loss) -> Bounds:
     >>> bounds_of(Loss(kind="cispo", clip_high=1.0))
     Bounds(low=-inf, high=0.0, hard=inf)
     """
-    if loss.kind == REINFORCE:
+    if not loss.has_clip:
         return Bounds(low=-math.inf, high=math.inf, hard=math.inf)
     if loss.kind == CISPO:
         return Bounds(low=-math.inf, high=_log(loss.clip_high), hard=math.inf)
@@ -56,11 +57,15 @@ def cut(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
     """ln of f_A(ratio) / A, f the loss's (see objective.terms.contribution): what multiplies the advantage after the clip.
 
     ppo_clip takes min(ratio A, clip(ratio) A), so that a positive advantage is cut above and a negative one below; cispo
-    cuts both above.
+    cuts both above; sapo and vespo have a smooth weight instead.
 
     >>> np.exp(cut(Loss(), np.log([1.5, 0.5, 1.5, 0.5]), np.array([True, True, False, False]))).round(6).tolist()
     [1.2, 0.5, 1.5, 0.8]
     """
+    if loss.kind == SAPO:
+        return np.log(gate(loss, clamped_exp(log_ratio), positive))
+    if loss.kind == VESPO:
+        return log_gamma(loss, clamped_exp(log_ratio), positive)
     bounds = bounds_of(loss)
     free = np.minimum(log_ratio, bounds.hard)
     bounded = np.minimum(np.maximum(log_ratio, bounds.low), bounds.high)
@@ -92,6 +97,8 @@ def terms_of(
         num_N = np.maximum(_total(there_T, starts_N), 1) if loss.level == SEQUENCE_MEAN else 1.0
         advantage_N = _total(np.where(known_T, advantage_T, 0.0), starts_N)
         kept_N = advantage_N != 0
+        if loss.kind == VESPO:
+            before_T, moved_T = (np.clip(values, -SAFETY_BOUND, SAFETY_BOUND) for values in (before_T, moved_T))
         before_K, moved_K = (
             (_total(np.where(there_T, values, 0.0), starts_N) / num_N)[kept_N] for values in (before_T, moved_T)
         )

@@ -26,12 +26,12 @@ CREATE OR REPLACE MACRO correction_tokens(a, b) AS TABLE
                CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
         FROM (
             SELECT sequence, run, step, unnest(logprobs_a)::DOUBLE AS logprob_a, unnest(logprobs_b)::DOUBLE AS logprob_b,
-                   unnest(mask) AS mask, unnest(advantages)::DOUBLE AS advantage
+                   unnest(mask) AS mask, unnest(advantages) AS advantage
             FROM (
                 SELECT row_number() OVER () AS sequence, s.run, s.step,
                        scores_a.logprobs AS logprobs_a, scores_b.logprobs AS logprobs_b,
                        coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true)) AS mask,
-                       coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage)) AS advantages
+                       coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)) AS advantages
                 FROM sequences AS s
                 JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
                 JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id

@@ -8,13 +8,20 @@
 --   level that of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
 --   micro-batch by each of its sequences' masks. is_oob_ratio = share of tokens outside of the bounds; of seq-mask-tis
 --   that of sequences whose exp(mean of d) is.
---   approx_entropy = -mean(exp(current - b) * current), NULL without the pass current.
+--   approx_entropy = -mean(exp(current - b) * current); probs_ratio = mean of exp(current - a), of sequences exp(mean of it),
+--   or of current with disable_ppo_ratio; probs_ratio_clamped the same within 1 - ratio_clip_min and 1 + ratio_clip_max. All
+--   are NULL without the pass current. NeMo-RL leaves a micro-batch's smallest or largest ratio out where it is infinite, and
+--   writes -1 where all are; here that of a sequence.
+--   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error is above it are masked, and in no other number;
+--   num_masked_seqs_by_logprob_error (num_masked_seqs of the function) counts them, masked_correct_pct is the share of them
+--   with a reward of 1, *_seq_mult_prob_error_after_mask are over the others, 0 where there are none.
+-- NeMo-RL multiplies by the mask; here a token that does not count is left out, whatever its logprob.
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
            expm1_minus(d) AS k3, expm1_minus(-d) AS k3_reverse
     FROM pair(a, b)
-    WHERE mask AND d IS NOT NULL;
+    WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
 -- exp(x), 0 where that is no number.
 CREATE OR REPLACE MACRO nemo_rl_ratio(x) AS CASE WHEN isfinite(exp(x)) THEN exp(x) ELSE 0.0 END;
@@ -28,9 +35,9 @@ CREATE OR REPLACE MACRO nemo_rl_cut(ratio, kind, upper, lower) AS
          WHEN kind = 'icepop' AND (ratio < lower OR ratio > upper) THEN 0.0
          ELSE ratio END;
 
--- nemo_rl_rows(...): what each sequence adds.
-CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower) AS TABLE
-    SELECT *,
+-- nemo_rl_rows(...): what each sequence adds; is_kept, whether its error lets it train.
+CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower, threshold) AS TABLE
+    SELECT *, threshold IS NULL OR (coalesce(mean_mult, 0.0) <= threshold AND NOT isnan(coalesce(mean_mult, 0.0))) AS is_kept,
            CASE WHEN of_sequences THEN nemo_rl_cut(sequence_ratio, kind, upper, lower)
                 WHEN kind = 'seq-mask-tis' AND NOT inside THEN 0.0
                 ELSE sum_ratio END AS weight,
@@ -39,12 +46,13 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
                 THEN num_tokens * (sequence_ratio < coalesce(lower, 0.0) OR sequence_ratio > upper)::INTEGER
                 ELSE num_oob END AS oob
     FROM (
-        SELECT run, step, seq_id, coalesce(num_tokens, 0) AS num_tokens,
+        SELECT run, step, seq_id, reward, coalesce(num_tokens, 0) AS num_tokens,
                sum_mult, sum_mult / num_tokens AS mean_mult, sum_gen, sum_policy, sum_js,
                coalesce(sum_ratio, 0.0) AS sum_ratio, coalesce(num_oob, 0) AS num_oob,
                nemo_rl_ratio(coalesce(sum_d, 0.0)) AS sequence_ratio,
                coalesce(exp(mean_finite_d), 1.0) BETWEEN lower AND upper AS inside
         FROM pair_keys(a, b, NULL, NULL, NULL)
+        JOIN (SELECT run, step, seq_id, reward FROM sequences) USING (run, step, seq_id)
         LEFT JOIN (
             SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
                    sum(exp(abs(d))) AS sum_mult,
@@ -61,52 +69,125 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
-CREATE OR REPLACE MACRO nemo_rl_groups(a, b, by_step, kl_type, of_sequences, kind, upper, lower, micro_batch) AS TABLE
+-- nemo_rl_masked(...): the sequences that are not kept; none without a threshold.
+CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
+    SELECT run, step, seq_id
+    FROM nemo_rl_tokens(a, b)
+    WHERE threshold IS NOT NULL
+    GROUP BY run, step, seq_id, iteration_a, iteration_b
+    HAVING NOT (sum(exp(abs(d))) / count(*) <= threshold) OR isnan(sum(exp(abs(d))));
+
+-- nemo_rl_ratios(...): the ratios of each sequence's loss, over its tokens.
+CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold) AS TABLE
+    SELECT run, step, num_tokens,
+           CASE WHEN of_sequences AND NOT disabled THEN num_tokens * exp(mean_d) ELSE sum_ratio END AS sum_ratio,
+           CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE min_ratio END AS min_ratio,
+           CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE max_ratio END AS max_ratio,
+           CASE WHEN of_sequences AND NOT disabled THEN num_tokens * torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
+                ELSE sum_clamped END AS sum_clamped,
+           CASE WHEN of_sequences AND NOT disabled THEN torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
+                ELSE min_clamped END AS min_clamped,
+           CASE WHEN of_sequences AND NOT disabled THEN torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
+                ELSE max_clamped END AS max_clamped
+    FROM (
+        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, avg(d) AS mean_d,
+               sum(ratio) AS sum_ratio, torch_min(ratio) AS min_ratio, torch_max(ratio) AS max_ratio,
+               sum(clamped) AS sum_clamped, torch_min(clamped) AS min_clamped, torch_max(clamped) AS max_clamped
+        FROM (
+            SELECT *, CASE WHEN disabled THEN ratio ELSE torch_clamp(ratio, 1 - clip_min, 1 + clip_max) END AS clamped
+            FROM (
+                SELECT run, step, seq_id, iteration_a, iteration_b, d, CASE WHEN disabled THEN prev ELSE exp(d) END AS ratio
+                FROM nemo_rl_tokens('current', a)
+                ANTI JOIN nemo_rl_masked(a, b, threshold) USING (run, step, seq_id)
+            )
+        )
+        GROUP BY run, step, seq_id, iteration_a, iteration_b
+    );
+
+CREATE OR REPLACE MACRO nemo_rl_finite(x) AS CASE WHEN NOT isinf(x) THEN x END;
+
+CREATE OR REPLACE MACRO nemo_rl_groups(
+    a, b, by_step, kl_type, of_sequences, kind, upper, lower, micro_batch, threshold, clip_min, clip_max, disabled
+) AS TABLE
     SELECT found.run, found.step, token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error,
            sampling_importance_ratio, is_oob_ratio, approx_entropy,
-           max_seq_mult_prob_error, mean_seq_mult_prob_error, min_seq_mult_prob_error
+           max_seq_mult_prob_error, mean_seq_mult_prob_error, min_seq_mult_prob_error,
+           max_seq_mult_prob_error_after_mask, mean_seq_mult_prob_error_after_mask, min_seq_mult_prob_error_after_mask,
+           num_masked AS num_masked_seqs_by_logprob_error,
+           CASE WHEN num_masked = 0 THEN 0.0 WHEN num_unrewarded = 0 THEN num_correct / num_masked END AS masked_correct_pct,
+           probs_ratio, probs_ratio_min, probs_ratio_max,
+           probs_ratio_clamped, probs_ratio_clamped_min, probs_ratio_clamped_max
     FROM (
         SELECT run, CASE WHEN by_step THEN step END AS step, sum(num_tokens) AS num_tokens,
-               sum(sum_mult) / sum(num_tokens) AS token_mult_prob_error,
-               sum(sum_gen) / sum(num_tokens) AS gen_kl_error,
-               sum(sum_policy) / sum(num_tokens) AS policy_kl_error,
-               sum(sum_js) / sum(num_tokens) AS js_divergence_error,
-               CASE WHEN of_sequences THEN sum(weight) / count(*) * micro_batch
-                    ELSE sum(weight) / sum(num_tokens) END AS sampling_importance_ratio,
+               sum(sum_mult) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) AS token_mult_prob_error,
+               sum(sum_gen) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) AS gen_kl_error,
+               sum(sum_policy) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) AS policy_kl_error,
+               sum(sum_js) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) AS js_divergence_error,
+               CASE WHEN of_sequences THEN sum(weight) FILTER (is_kept) / nullif(count(*) FILTER (is_kept), 0) * micro_batch
+                    ELSE sum(weight) FILTER (is_kept) / nullif(sum(num_tokens) FILTER (is_kept), 0) END
+                   AS sampling_importance_ratio,
                CASE WHEN kind IS NOT NULL
-                    THEN sum(oob) / CASE kind WHEN 'seq-mask-tis' THEN count(*) ELSE sum(num_tokens) END END
+                    THEN sum(oob) FILTER (is_kept)
+                         / nullif(CASE kind WHEN 'seq-mask-tis' THEN count(*) FILTER (is_kept)
+                                            ELSE sum(num_tokens) FILTER (is_kept) END, 0) END
                    AS is_oob_ratio,
                torch_max(mean_mult) AS max_seq_mult_prob_error,
                avg(mean_mult) AS mean_seq_mult_prob_error,
-               torch_min(mean_mult) AS min_seq_mult_prob_error
-        FROM nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower)
+               torch_min(mean_mult) AS min_seq_mult_prob_error,
+               -- What is kept under a threshold is a number.
+               CASE WHEN threshold IS NULL THEN torch_max(mean_mult) ELSE coalesce(max(mean_mult) FILTER (is_kept), 0.0) END
+                   AS max_seq_mult_prob_error_after_mask,
+               CASE WHEN threshold IS NULL THEN avg(mean_mult) ELSE coalesce(avg(mean_mult) FILTER (is_kept), 0.0) END
+                   AS mean_seq_mult_prob_error_after_mask,
+               CASE WHEN threshold IS NULL THEN torch_min(mean_mult) ELSE coalesce(min(mean_mult) FILTER (is_kept), 0.0) END
+                   AS min_seq_mult_prob_error_after_mask,
+               count(*) FILTER (NOT is_kept) AS num_masked,
+               count(*) FILTER (NOT is_kept AND reward IS NULL) AS num_unrewarded,
+               count(*) FILTER (NOT is_kept AND reward = 1) AS num_correct
+        FROM nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower, threshold)
         GROUP BY ALL
     ) AS found
     LEFT JOIN (
         SELECT run, CASE WHEN by_step THEN step END AS step, -avg(exp(d) * prev) AS approx_entropy
         FROM nemo_rl_tokens('current', b)
+        ANTI JOIN nemo_rl_masked(a, b, threshold) USING (run, step, seq_id)
         GROUP BY ALL
     ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
+    LEFT JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step,
+               sum(sum_ratio) / sum(num_tokens) AS probs_ratio,
+               coalesce(torch_min(nemo_rl_finite(min_ratio)), -1.0) AS probs_ratio_min,
+               coalesce(torch_max(nemo_rl_finite(max_ratio)), -1.0) AS probs_ratio_max,
+               sum(sum_clamped) / sum(num_tokens) AS probs_ratio_clamped,
+               coalesce(torch_min(nemo_rl_finite(min_clamped)), -1.0) AS probs_ratio_clamped_min,
+               coalesce(torch_max(nemo_rl_finite(max_clamped)), -1.0) AS probs_ratio_clamped_max
+        FROM nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold)
+        GROUP BY ALL
+    ) AS ratios ON ratios.run = found.run AND ratios.step IS NOT DISTINCT FROM found.step
     WHERE num_tokens > 0
     ORDER BY found.run, found.step;
 
 CREATE OR REPLACE MACRO nemo_rl_steps(
     a, b, reference_policy_kl_type := 'k3', sequence_level_importance_ratios := false,
     truncated_importance_sampling_type := NULL, truncated_importance_sampling_ratio := NULL,
-    truncated_importance_sampling_ratio_min := NULL,
-    train_micro_batch_size := 1
+    truncated_importance_sampling_ratio_min := NULL, train_micro_batch_size := 1, seq_logprob_error_threshold := NULL,
+    ratio_clip_min := 0.2, ratio_clip_max := 0.2, disable_ppo_ratio := false
 ) AS TABLE
     SELECT * FROM nemo_rl_groups(a, b, true, reference_policy_kl_type, sequence_level_importance_ratios,
                                  truncated_importance_sampling_type::VARCHAR, truncated_importance_sampling_ratio::DOUBLE,
-                                 truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size);
+                                 truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size,
+                                 seq_logprob_error_threshold::DOUBLE, ratio_clip_min::DOUBLE, ratio_clip_max::DOUBLE,
+                                 disable_ppo_ratio);
 
 CREATE OR REPLACE MACRO nemo_rl_runs(
     a, b, reference_policy_kl_type := 'k3', sequence_level_importance_ratios := false,
     truncated_importance_sampling_type := NULL, truncated_importance_sampling_ratio := NULL,
-    truncated_importance_sampling_ratio_min := NULL,
-    train_micro_batch_size := 1
+    truncated_importance_sampling_ratio_min := NULL, train_micro_batch_size := 1, seq_logprob_error_threshold := NULL,
+    ratio_clip_min := 0.2, ratio_clip_max := 0.2, disable_ppo_ratio := false
 ) AS TABLE
     SELECT * EXCLUDE (step)
     FROM nemo_rl_groups(a, b, false, reference_policy_kl_type, sequence_level_importance_ratios,
                         truncated_importance_sampling_type::VARCHAR, truncated_importance_sampling_ratio::DOUBLE,
-                        truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size);
+                        truncated_importance_sampling_ratio_min::DOUBLE, train_micro_batch_size,
+                        seq_logprob_error_threshold::DOUBLE, ratio_clip_min::DOUBLE, ratio_clip_max::DOUBLE,
+                        disable_ppo_ratio);

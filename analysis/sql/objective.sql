@@ -2,85 +2,92 @@
 -- The options are those of schemas.loss.Loss, with the same names and defaults; `now` is the pass inside the loss, which is
 -- 'current', or 'train' where that was not recorded.
 
--- loss_term(...): f_A(ratio), what a token adds to the objective.
-CREATE OR REPLACE MACRO loss_term(
-    ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
-) AS CASE kind
-    WHEN 'ppo_clip' THEN least(least(ratio, coalesce(clip_hard, 'inf'::DOUBLE)) * advantage,
-                               greatest(least(ratio, 1 + clip_high), 1 - clip_low) * advantage)
-    WHEN 'reinforce' THEN ratio * advantage
-    WHEN 'cispo' THEN least(ratio, clip_high) * advantage
-    ELSE error('kind: ppo_clip, reinforce or cispo') END;
-
--- loss_clips(...): whether the ratio is beyond the bound that holds for the sign of the advantage.
-CREATE OR REPLACE MACRO loss_clips(
-    ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
-) AS CASE kind
-    WHEN 'ppo_clip' THEN (advantage > 0 AND ratio > least(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE)))
-                         OR (advantage < 0 AND (ratio < 1 - clip_low OR ratio > coalesce(clip_hard, 'inf'::DOUBLE)))
-    WHEN 'cispo' THEN advantage <> 0 AND ratio > clip_high
-    ELSE false END;
-
--- clamped_exp(x): exp of a log-ratio, which is clamped to 20 nats either way.
-CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));
-
--- correction_weight(...): what the loss's correction multiplies a token's term by; log_ratio is d, of the token or the sequence.
-CREATE OR REPLACE MACRO correction_weight(log_ratio, correction, correction_low, correction_high) AS
-    CASE WHEN correction = 'none' THEN 1.0
-         WHEN correction IN ('token_truncate', 'sequence_truncate')
-         THEN greatest(least(clamped_exp(log_ratio), coalesce(correction_high, 'inf'::DOUBLE)), coalesce(correction_low, 0.0))
-         WHEN correction NOT IN ('token_mask', 'sequence_mask')
-         THEN error('correction: none, token_truncate, token_mask, sequence_truncate or sequence_mask')
-         WHEN clamped_exp(log_ratio) BETWEEN coalesce(correction_low, 0.0) AND coalesce(correction_high, 'inf'::DOUBLE)
-         THEN clamped_exp(log_ratio)
-         ELSE 0.0 END;
-
 -- objective_tokens(train, rollout, now, ...): one row a (response token, inner iteration) that counts, has an advantage, and
--- a finite logprob in all three passes; bias = weight f(ratio_used) - f(ratio_true). Where the loss takes one ratio of a whole
--- sequence, its tokens share it.
+-- a finite logprob in all three passes; term_applied = weight f(ratio_used), of vespo f(weight ratio_used), and
+-- bias = term_applied - f(ratio_true). Where the loss takes one ratio of a whole sequence, its tokens share it; vespo does at
+-- every level, and multiplies ratios that lie within exp(20) either way.
 CREATE OR REPLACE MACRO objective_tokens(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
-    denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL
+    denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
+    sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
+    vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
 ) AS TABLE
     SELECT run, step, seq_id, group_id, iteration, position, advantage, d, drift, ratio_true, ratio_used, weight,
-           term_true, term_used, term_used - term_true AS bias_uncorrected, weight * term_used - term_true AS bias,
-           is_clipped_true, is_clipped_used
+           term_true, term_used, term_used - term_true AS bias_uncorrected, term_applied - term_true AS bias,
+           is_clipped_true, is_clipped_used, term_applied
     FROM (
         SELECT *,
-               loss_term(ratio_true, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS term_true,
-               loss_term(ratio_used, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS term_used,
-               loss_clips(ratio_true, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS is_clipped_true,
-               loss_clips(ratio_used, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS is_clipped_used
+               CASE kind WHEN 'vespo' THEN term_inside ELSE weight * term_used END AS term_applied
         FROM (
-            SELECT *, clamped_exp(log_true) AS ratio_true,
-                   CASE denominator WHEN 'current' THEN 1.0 WHEN 'rollout' THEN clamped_exp(log_true)
-                        WHEN 'train' THEN clamped_exp(log_used)
-                        ELSE error('denominator: train, rollout or current') END AS ratio_used,
-                   correction_weight(CASE WHEN correction LIKE 'sequence%' THEN sum_d ELSE d END,
-                                     correction, correction_low, correction_high) AS weight
+            SELECT *,
+                   loss_term(
+                       ratio_true, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard,
+                       sapo_temperature_pos := sapo_temperature_pos, sapo_temperature_neg := sapo_temperature_neg,
+                       vespo_k_pos := vespo_k_pos, vespo_lambda_pos := vespo_lambda_pos, vespo_k_neg := vespo_k_neg,
+                       vespo_lambda_neg := vespo_lambda_neg
+                   ) AS term_true,
+                   loss_term(
+                       ratio_used, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard,
+                       sapo_temperature_pos := sapo_temperature_pos, sapo_temperature_neg := sapo_temperature_neg,
+                       vespo_k_pos := vespo_k_pos, vespo_lambda_pos := vespo_lambda_pos, vespo_k_neg := vespo_k_neg,
+                       vespo_lambda_neg := vespo_lambda_neg
+                   ) AS term_used,
+                   CASE kind WHEN 'vespo' THEN loss_term(
+                       clamped_exp(log_used + log_weight), advantage, kind := 'vespo', vespo_k_pos := vespo_k_pos,
+                       vespo_lambda_pos := vespo_lambda_pos, vespo_k_neg := vespo_k_neg, vespo_lambda_neg := vespo_lambda_neg
+                   ) END AS term_inside,
+                   loss_clips(ratio_true, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS is_clipped_true,
+                   loss_clips(ratio_used, advantage, kind := kind, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard) AS is_clipped_used
             FROM (
-                SELECT *,
-                       CASE level WHEN 'token' THEN d + drift WHEN 'sequence_mean' THEN mean_d + mean_drift
-                            WHEN 'sequence_sum' THEN sum_d + sum_drift
-                            ELSE error('level: token, sequence_mean or sequence_sum') END AS log_true,
-                       CASE level WHEN 'token' THEN drift WHEN 'sequence_mean' THEN mean_drift ELSE sum_drift END AS log_used
+                SELECT *, clamped_exp(log_true) AS ratio_true, clamped_exp(log_used) AS ratio_used,
+                       CASE kind WHEN 'vespo' THEN exp(log_weight)
+                            ELSE correction_weight(CASE WHEN correction LIKE 'sequence%' THEN sum_d ELSE d END,
+                                                   correction, correction_low, correction_high) END AS weight
                 FROM (
-                    SELECT run, step, seq_id, group_id, iteration, position, advantage, d, stale AS drift,
-                           sum(d) OVER sequence AS sum_d, avg(d) OVER sequence AS mean_d,
-                           sum(stale) OVER sequence AS sum_drift, avg(stale) OVER sequence AS mean_drift
-                    FROM pair_now(train, rollout, now)
-                    WHERE mask AND isfinite(d) AND isfinite(stale)
-                    WINDOW sequence AS (PARTITION BY run, step, seq_id, iteration)
+                    SELECT *,
+                           CASE denominator WHEN 'current' THEN 0.0 WHEN 'rollout' THEN log_true WHEN 'train' THEN log_drift
+                                ELSE error('denominator: train, rollout or current') END AS log_used,
+                           CASE WHEN kind <> 'vespo' OR correction = 'none' THEN 0.0
+                                WHEN correction LIKE 'sequence%'
+                                THEN vespo_log(correction_weight(sum_d, correction, correction_low, correction_high))
+                                ELSE sum_log_weight END AS log_weight
+                    FROM (
+                        SELECT *,
+                               CASE WHEN kind = 'vespo' THEN product_true WHEN level = 'token' THEN d + drift
+                                    WHEN level = 'sequence_mean' THEN mean_d + mean_drift
+                                    WHEN level = 'sequence_sum' THEN sum_d + sum_drift
+                                    ELSE error('level: token, sequence_mean or sequence_sum') END AS log_true,
+                               CASE WHEN kind = 'vespo' THEN product_drift WHEN level = 'token' THEN drift
+                                    WHEN level = 'sequence_mean' THEN mean_drift ELSE sum_drift END AS log_drift
+                        FROM (
+                            SELECT run, step, seq_id, group_id, iteration, position, advantage, d, stale AS drift,
+                                   sum(d) OVER sequence AS sum_d, avg(d) OVER sequence AS mean_d,
+                                   sum(stale) OVER sequence AS sum_drift, avg(stale) OVER sequence AS mean_drift,
+                                   sum(CASE kind WHEN 'vespo' THEN greatest(least(d + stale, 20.0), -20.0) END)
+                                       OVER sequence AS product_true,
+                                   sum(CASE kind WHEN 'vespo' THEN greatest(least(stale, 20.0), -20.0) END)
+                                       OVER sequence AS product_drift,
+                                   sum(CASE WHEN kind = 'vespo' AND correction NOT LIKE 'sequence%'
+                                            THEN vespo_log(correction_weight(d, correction, correction_low, correction_high))
+                                       END) OVER sequence AS sum_log_weight
+                            FROM pair_now(train, rollout, now)
+                            WHERE mask AND isfinite(d) AND isfinite(stale)
+                            WINDOW sequence AS (PARTITION BY run, step, seq_id, iteration)
+                        )
+                    )
                 )
             )
+            WHERE isfinite(advantage)
         )
-        WHERE isfinite(advantage)
     );
 
--- objective_steps(train, rollout, now, ...): one row a step and inner iteration, over its tokens, each counting alike.
+-- objective_steps(train, rollout, now, ...): one row a step and inner iteration, over its tokens, each counting alike; see
+-- loss_shares for what the loss weighs them by.
 CREATE OR REPLACE MACRO objective_steps(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
-    denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL
+    denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
+    sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
+    vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
 ) AS TABLE
     SELECT run, step, iteration,
            count(*) AS num_tokens,
@@ -98,7 +105,42 @@ CREATE OR REPLACE MACRO objective_steps(
     FROM objective_tokens(
         train, rollout, now, kind := kind, level := level, clip_low := clip_low, clip_high := clip_high,
         clip_hard := clip_hard, denominator := denominator, correction := correction, correction_low := correction_low,
-        correction_high := correction_high
+        correction_high := correction_high, sapo_temperature_pos := sapo_temperature_pos,
+        sapo_temperature_neg := sapo_temperature_neg, vespo_k_pos := vespo_k_pos, vespo_lambda_pos := vespo_lambda_pos,
+        vespo_k_neg := vespo_k_neg, vespo_lambda_neg := vespo_lambda_neg
     )
     GROUP BY run, step, iteration
     ORDER BY run, step, iteration;
+
+-- loss_shares(now, ...): one row a (sequence, inner iteration) that went through the loss; share is what the loss multiplies
+-- each of its tokens' terms by. num_tokens counts by the mask alone, and a row without a token counts in num_rows: sum(share *
+-- term_applied) of objective_tokens is minus the policy part of the loss, but of cispo and vespo. micro_token_mean takes the
+-- update as one batch where forwards were not recorded; sequence shares its one term out over the sequence's tokens; `constant`
+-- is the loss's max_tokens, which is the name of a column here.
+CREATE OR REPLACE MACRO loss_shares(now, aggregation := 'token_mean', constant := NULL) AS TABLE
+    SELECT run, step, seq_id, iteration, num_tokens, num_rows,
+           CASE WHEN aggregation IN ('token_mean', 'batch_token_mean') THEN 1.0 / greatest(num_update_tokens, 1)
+                WHEN aggregation = 'micro_token_mean' AND num_placed < num_rows THEN 1.0 / greatest(num_update_tokens, 1)
+                WHEN aggregation = 'micro_token_mean' THEN 1.0 / greatest(num_forward_tokens, 1) / num_forwards
+                WHEN aggregation IN ('sequence_mean', 'sequence') THEN 1.0 / num_rows / greatest(num_tokens, 1)
+                WHEN aggregation = 'sequence_sum' THEN 1.0 / num_rows
+                WHEN aggregation = 'constant' THEN 1.0 / num_rows / coalesce(constant, 1)
+                ELSE error('aggregation: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, '
+                           || 'sequence or constant') END AS share
+    FROM (
+        SELECT run, step, seq_id, iteration, num_tokens,
+               count(*) OVER updates AS num_rows,
+               count(forward_id) OVER updates AS num_placed,
+               sum(num_tokens) OVER updates AS num_update_tokens,
+               sum(num_tokens) OVER (PARTITION BY run, step, iteration, writer, forward_id) AS num_forward_tokens,
+               count(DISTINCT hash(writer, forward_id)) OVER updates AS num_forwards
+        FROM (
+            SELECT n.run, n.step, n.seq_id, n.iteration, n.writer, n.forward_id,
+                   CASE WHEN s.response_mask IS NULL THEN s.num_response_tokens
+                        ELSE coalesce(list_sum(s.response_mask::INTEGER[]), 0) END::BIGINT AS num_tokens
+            FROM scores AS n
+            JOIN sequences AS s ON s.run = n.run AND s.step = n.step AND s.seq_id = n.seq_id
+            WHERE n."pass" = now
+        )
+        WINDOW updates AS (PARTITION BY run, step, iteration)
+    );

@@ -1,22 +1,59 @@
 -- The numbers of OpenRLHF 0.11.0: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as ppo_train of
 -- openrlhf/trainer/ray/ppo_actor.py does. Pass a is the trainer (old_log_probs), b vLLM (rollout_log_probs).
 --   vllm_kl = mean of b - a over the tokens that count in the loss: k1, signed.
---   ppo_kl = mean of a - current over the same; NULL without the pass current.
+--   ppo_kl = mean of a - current over the same; ppo_clip_ratio = share of them where clipping the ratio lowers ratio *
+--   advantage. The ratio is exp(current - a), clamped to 20 nats; of gspo exp of a sequence's mean of it, or with
+--   is_correction_enable of current - b. Both are NULL without the pass current.
+-- OpenRLHF multiplies by the mask; here a token that does not count is left out, whatever its logprob.
 CREATE OR REPLACE MACRO openrlhf_mean(a, b, by_step) AS TABLE
     SELECT run, CASE WHEN by_step THEN step END AS step, avg(-d) AS kl
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO openrlhf_groups(a, b, by_step) AS TABLE
-    SELECT found.run, found.step, found.kl AS vllm_kl, currently.kl AS ppo_kl
+-- openrlhf_ratios(old, ...): a row a token and inner iteration, with the ratio of its loss to a pass. The pass current is
+-- beside itself in the same iteration.
+CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
+    SELECT run, step, advantage,
+           exp(CASE policy_loss_type WHEN 'ppo' THEN torch_clamp(d, -20.0, 20.0) WHEN 'gspo' THEN mean_d
+                                     ELSE error('policy_loss_type: ppo or gspo') END) AS ratio
+    FROM (
+        SELECT run, step, advantage, d, avg(d) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b) AS mean_d
+        FROM pair('current', old)
+        WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
+    );
+
+-- The share of tokens that are clipped; NULL where one has no advantage. NaN is below nothing.
+CREATE OR REPLACE MACRO openrlhf_clips(a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
+    SELECT run, CASE WHEN by_step THEN step END AS step,
+           CASE WHEN count(advantage) = count(*)
+                THEN avg((NOT isnan(unclipped) AND NOT isnan(clipped) AND clipped < unclipped)::INTEGER) END AS clip_ratio
+    FROM (
+        SELECT run, step, advantage, ratio * advantage AS unclipped,
+               torch_clamp(ratio, 1 - eps_clip_low_high[1], 1 + eps_clip_low_high[2]) * advantage AS clipped
+        FROM openrlhf_ratios(CASE WHEN policy_loss_type = 'gspo' AND is_correction_enable THEN b ELSE a END,
+                             policy_loss_type)
+    )
+    GROUP BY ALL;
+
+CREATE OR REPLACE MACRO openrlhf_groups(
+    a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable
+) AS TABLE
+    SELECT found.run, found.step, found.kl AS vllm_kl, currently.kl AS ppo_kl, clips.clip_ratio AS ppo_clip_ratio
     FROM openrlhf_mean(a, b, by_step) AS found
     LEFT JOIN openrlhf_mean('current', a, by_step) AS currently
            ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
+    LEFT JOIN openrlhf_clips(a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable) AS clips
+           ON clips.run = found.run AND clips.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
 
-CREATE OR REPLACE MACRO openrlhf_steps(a, b) AS TABLE
-    SELECT * FROM openrlhf_groups(a, b, true);
+CREATE OR REPLACE MACRO openrlhf_steps(
+    a, b, policy_loss_type := 'ppo', eps_clip_low_high := [0.2, 0.2], is_correction_enable := false
+) AS TABLE
+    SELECT * FROM openrlhf_groups(a, b, true, policy_loss_type, eps_clip_low_high::DOUBLE[], is_correction_enable);
 
-CREATE OR REPLACE MACRO openrlhf_runs(a, b) AS TABLE
-    SELECT * EXCLUDE (step) FROM openrlhf_groups(a, b, false);
+CREATE OR REPLACE MACRO openrlhf_runs(
+    a, b, policy_loss_type := 'ppo', eps_clip_low_high := [0.2, 0.2], is_correction_enable := false
+) AS TABLE
+    SELECT * EXCLUDE (step)
+    FROM openrlhf_groups(a, b, false, policy_loss_type, eps_clip_low_high::DOUBLE[], is_correction_enable);

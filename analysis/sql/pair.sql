@@ -9,7 +9,7 @@ CREATE OR REPLACE MACRO pair(a, b) AS TABLE
                unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(s.response_ids) AS token_id,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage))) AS advantage,
+               unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage,
                unnest(scores_a.logprobs) AS logprob_a,
                unnest(scores_b.logprobs) AS logprob_b
         FROM sequences AS s

@@ -6,6 +6,8 @@
 --   positive and it fell by more than dppo_mask_low; with ipo_threshold, where it moved by more than that either way.
 --   masked_mismatch_kl and unmasked_mismatch_kl are over the masked and the other tokens; is_masked_low and _high over all,
 --   of a negative and of a positive advantage; masked_advantage_* the shares of both signs among the masked.
+--   entropy/all: of the entropy that the trainer gave each token; kl_ent_ratio/mean = the mean of mismatch_kl/all by that of
+--   entropy/all, where that is above 0. NULL where the trainer gave a token none.
 --   median is the lower one of two in the middle, std is of n - 1.
 
 CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
@@ -52,6 +54,20 @@ CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_t
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b);
 
+-- prime_rl_entropies(a, b): the entropy of pass a of each token that counts.
+CREATE OR REPLACE MACRO prime_rl_entropies(a, b) AS TABLE
+    SELECT run, step, entropy
+    FROM (
+        SELECT s.run, s.step, unnest(scores_a.entropy)::DOUBLE AS entropy,
+               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
+               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b
+        FROM sequences AS s
+        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        WHERE scores_a."pass" = a AND scores_b."pass" = b
+    )
+    WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
+
 CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT tokens.run, tokens.step,
            kl.mean AS "mismatch_kl/all/mean",
@@ -93,7 +109,13 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
            masked_advantage_negative.median AS "masked_advantage_negative/median",
            masked_advantage_negative.std AS "masked_advantage_negative/std",
            masked_advantage_negative.min AS "masked_advantage_negative/min",
-           masked_advantage_negative.max AS "masked_advantage_negative/max"
+           masked_advantage_negative.max AS "masked_advantage_negative/max",
+           entropy.mean AS "entropy/all/mean",
+           entropy.median AS "entropy/all/median",
+           entropy.std AS "entropy/all/std",
+           entropy.min AS "entropy/all/min",
+           entropy.max AS "entropy/all/max",
+           CASE WHEN above(entropy.mean, 0) THEN kl.mean / entropy.mean END AS "kl_ent_ratio/mean"
     FROM (
         SELECT run, CASE WHEN by_step THEN step END AS step, prime_rl_stats(mismatch_kl) AS kl
         FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
@@ -111,6 +133,12 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
         FROM prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
         GROUP BY ALL
     ) AS sequences ON sequences.run = tokens.run AND sequences.step IS NOT DISTINCT FROM tokens.step
+    JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step,
+               CASE WHEN count(entropy) = count(*) THEN prime_rl_stats(entropy) END AS entropy
+        FROM prime_rl_entropies(a, b)
+        GROUP BY ALL
+    ) AS entropies ON entropies.run = tokens.run AND entropies.step IS NOT DISTINCT FROM tokens.step
     ORDER BY tokens.run, tokens.step;
 
 CREATE OR REPLACE MACRO prime_rl_steps(

@@ -1,10 +1,21 @@
--- The numbers of TRL 1.16.0, _generate_and_score_completions of trl/trainer/grpo_trainer.py. Pass a is the trainer
--- (old_per_token_logps), b vLLM (sampling_per_token_logps); d = a - b over the tokens that count in the loss.
+-- The numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens
+-- that count in the loss.
+-- Of the mismatch, by _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
 --   sampling_logp_difference: mean and largest |d| of the tokens, those without a logprob left out; 0 if all are.
 --   importance_sampling_ratio: smallest, mean and largest exp(d) of the tokens, or exp(sum of d) of the sequences; what lies
 --   outside of the bounds is cut to them (truncate) or becomes 0 (mask). A token without a logprob has d = 0, a sequence
 --   without a token the ratio 1.
--- TRL takes a mean over the processes' means; here a step is the batch of one process.
+-- Of the loss, by _compute_loss of grpo_trainer.py and rloo_trainer.py, NULL without the pass current or without advantages:
+--   the ratio is exp(current - a) of a token, with importance_sampling_level sequence exp of a sequence's mean of it, with
+--   trainer rloo exp of its sum. low: below 1 - epsilon with a negative advantage; high: above 1 + epsilon_high with a
+--   positive one; a ratio above delta is delta. clip_ratio/*_mean is the share of tokens (or sequences), low_min and high_max
+--   are the smallest and largest share of a sequence. Where the responses of a micro-batch are one token wide, TRL's shares are
+--   of tokens that do not count, too; here not. cispo_clip_ratio: above epsilon_high with a positive advantage.
+--   off_policy_mask_ratio: share of the sequences that off_policy_mask_threshold drops, whose advantage is negative and whose
+--   mean of b - current lies above it (of a - current where the engine gave no logprobs). TRL computes the mask, and logs no
+--   such number.
+-- One step is one batch here. With logging_steps a row is what TRL logs, a mean over that many steps: of the generation
+-- batches' numbers, each a mean over the processes; and of the micro-batches' numbers of the loss.
 
 -- trl_tokens(a, b): d of each token that counts, NaN where a logprob is missing.
 CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
@@ -16,62 +27,214 @@ CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
 CREATE OR REPLACE MACRO trl_finite(d) AS
     CASE WHEN isnan(d) THEN 0.0 WHEN isinf(d) THEN sign(d) * 3.4028234663852886e38::DOUBLE ELSE d END;
 
--- trl_ratios(...): the ratio of each token, or of each sequence, as the loss uses it.
-CREATE OR REPLACE MACRO trl_ratios(a, b, mode, clip_max, clip_min) AS TABLE
-    SELECT run, step,
-           CASE WHEN mode IN ('token_truncate', 'sequence_truncate')
-                THEN greatest(least(ratio, clip_max), coalesce(clip_min, 0.0))
-                WHEN mode NOT IN ('token_mask', 'sequence_mask')
-                THEN error('vllm_importance_sampling_mode: token_truncate, token_mask, sequence_truncate or sequence_mask')
-                WHEN ratio < coalesce(clip_min, 0.0) OR ratio > clip_max THEN 0.0
-                ELSE ratio END AS ratio
+-- trl_bounded(...): a ratio as the loss uses it.
+CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
+    CASE WHEN mode IN ('token_truncate', 'sequence_truncate') THEN greatest(least(ratio, clip_max), coalesce(clip_min, 0.0))
+         WHEN mode NOT IN ('token_mask', 'sequence_mask')
+         THEN error('vllm_importance_sampling_mode: token_truncate, token_mask, sequence_truncate or sequence_mask')
+         WHEN ratio < coalesce(clip_min, 0.0) OR ratio > clip_max THEN 0.0
+         ELSE ratio END;
+
+-- trl_rows(...): what each sequence adds to the numbers of the mismatch, and which process recorded it.
+CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
+    SELECT run, step, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
+           CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
+           CASE WHEN of_tokens THEN sum_ratio ELSE ratio END AS sum_ratio,
+           CASE WHEN of_tokens THEN min_ratio ELSE ratio END AS min_ratio,
+           CASE WHEN of_tokens THEN max_ratio ELSE ratio END AS max_ratio
     FROM (
-        SELECT run, step, exp(trl_finite(d)) AS ratio
-        FROM trl_tokens(a, b)
-        WHERE mode LIKE 'token%'
-        UNION ALL
-        SELECT run, step, exp(coalesce(sum_d, 0.0))
+        SELECT *, mode LIKE 'token%' AS of_tokens,
+               trl_bounded(exp(coalesce(sum_d, 0.0)), mode, clip_max, clip_min) AS ratio
         FROM pair_keys(a, b, NULL, NULL, NULL)
+        JOIN (SELECT run, step, seq_id, writer FROM sequences) USING (run, step, seq_id)
         LEFT JOIN (
-            SELECT run, step, seq_id, iteration_a, iteration_b, sum(trl_finite(d)) AS sum_d
-            FROM trl_tokens(a, b)
+            SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
+                   count(*) FILTER (NOT isnan(d)) AS num_known, sum(abs(d)) FILTER (NOT isnan(d)) AS sum_abs_d,
+                   max(abs(d)) FILTER (NOT isnan(d)) AS max_abs_d, sum(trl_finite(d)) AS sum_d,
+                   sum(bounded) AS sum_ratio, min(bounded) AS min_ratio, max(bounded) AS max_ratio
+            FROM (SELECT *, trl_bounded(exp(trl_finite(d)), mode, clip_max, clip_min) AS bounded FROM trl_tokens(a, b))
             GROUP BY ALL
         ) USING (run, step, seq_id, iteration_a, iteration_b)
-        WHERE mode NOT LIKE 'token%'
     );
 
--- trl_groups(...): a row a step, or a run with step NULL.
-CREATE OR REPLACE MACRO trl_groups(a, b, by_step, mode, clip_max, clip_min) AS TABLE
-    SELECT run, tokens.step AS step, mean_diff AS "sampling/sampling_logp_difference/mean", max_diff AS "sampling/sampling_logp_difference/max",
-           min_ratio AS "sampling/importance_sampling_ratio/min", mean_ratio AS "sampling/importance_sampling_ratio/mean",
-           max_ratio AS "sampling/importance_sampling_ratio/max"
+-- The step at which TRL logs what it gathered at a step.
+CREATE OR REPLACE MACRO trl_logged_at(step, logging_steps, logging_first_step) AS
+    CASE WHEN logging_first_step AND step = 1 THEN 1 ELSE ((step + logging_steps - 1) // logging_steps * logging_steps) END;
+
+-- trl_sampling(...): the numbers of the mismatch, a row a step, a run with step NULL, or a logged step.
+CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS TABLE
+    SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step, sum(num_tokens) AS num_tokens,
+           avg(mean_diff) AS mean_diff, avg(max_diff) AS max_diff,
+           avg(min_ratio) AS min_ratio, avg(mean_ratio) AS mean_ratio, avg(max_ratio) AS max_ratio
     FROM (
-        SELECT run, CASE WHEN by_step THEN step END AS step,
-               coalesce(avg(abs(d)) FILTER (NOT isnan(d)), 0.0) AS mean_diff,
-               coalesce(max(abs(d)) FILTER (NOT isnan(d)), 0.0) AS max_diff
-        FROM trl_tokens(a, b)
-        GROUP BY ALL
-    ) AS tokens
-    JOIN (
-        SELECT run, CASE WHEN by_step THEN step END AS step,
-               min(ratio) AS min_ratio, avg(ratio) AS mean_ratio, max(ratio) AS max_ratio
-        FROM trl_ratios(a, b, mode, clip_max, clip_min)
-        GROUP BY ALL
-    ) AS ratios USING (run)
-    WHERE tokens.step IS NOT DISTINCT FROM ratios.step
+        SELECT run, batch, sum(num_tokens) AS num_tokens, avg(mean_diff) AS mean_diff, max(max_diff) AS max_diff,
+               min(min_ratio) AS min_ratio, avg(mean_ratio) AS mean_ratio, max(max_ratio) AS max_ratio
+        FROM (
+            SELECT run, CASE WHEN by_step THEN step END AS batch,
+                   CASE WHEN logging_steps IS NOT NULL THEN writer END AS process,
+                   sum(num_tokens) AS num_tokens,
+                   coalesce(sum(sum_abs_d) / nullif(sum(num_known), 0), 0.0) AS mean_diff,
+                   coalesce(max(max_abs_d), 0.0) AS max_diff,
+                   coalesce(min(min_ratio), 0.0) AS min_ratio,
+                   coalesce(sum(sum_ratio) / nullif(sum(num_ratios), 0), 0.0) AS mean_ratio,
+                   coalesce(max(max_ratio), 0.0) AS max_ratio
+            FROM trl_rows(a, b, mode, clip_max, clip_min)
+            GROUP BY ALL
+        )
+        GROUP BY run, batch
+    )
+    GROUP BY ALL;
+
+-- trl_updates(a): a row a use of a sequence by the loss, with what tells which update and micro-batch it was in.
+-- Of the pass current alone, a use is beside itself.
+CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
+    SELECT s.run, s.step, s.seq_id, s.advantage, now.iteration, coalesce(now.policy_version + 1, s.step) AS update,
+           now.forward_id
+    FROM sequences AS s
+    JOIN scores AS now ON now.run = s.run AND now.step = s.step AND now.seq_id = s.seq_id
+    JOIN scores AS old ON old.run = s.run AND old.step = s.step AND old.seq_id = s.seq_id
+    WHERE now."pass" = 'current' AND now.logprobs IS NOT NULL AND old."pass" = a AND old.logprobs IS NOT NULL
+      AND (a <> 'current' OR now.iteration = old.iteration);
+
+-- trl_capped(...): a ratio is at most delta; NaN stays NaN.
+CREATE OR REPLACE MACRO trl_capped(ratio, delta) AS
+    CASE WHEN isnan(ratio) OR delta IS NULL THEN ratio ELSE least(ratio, delta) END;
+
+-- trl_clips(...): how many of each use's ratios are clipped, and whether the use is dropped; NULL without an advantage.
+CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold) AS TABLE
+    SELECT run, step, update, forward_id,
+           CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
+           CASE WHEN of_tokens THEN coalesce(num_unknown, 0) ELSE (advantage IS NULL)::INTEGER END AS num_unknown,
+           CASE WHEN of_tokens THEN coalesce(num_low, 0)
+                ELSE (below(ratio, 1 - epsilon_low) AND below(advantage, 0))::INTEGER END AS num_low,
+           CASE WHEN of_tokens THEN coalesce(num_high, 0)
+                ELSE (above(ratio, 1 + epsilon_high) AND above(advantage, 0))::INTEGER END AS num_high,
+           CASE WHEN of_tokens THEN coalesce(num_cispo, 0)
+                ELSE (above(uncapped, epsilon_high) AND above(advantage, 0))::INTEGER END AS num_cispo,
+           CASE WHEN threshold IS NOT NULL
+                THEN (NOT ((advantage >= 0 AND NOT isnan(advantage)) OR coalesce(mean_kl, mean_drift, 0.0) <= threshold))::INTEGER
+           END AS is_dropped
+    FROM (
+        SELECT *,
+               CASE level WHEN 'token' THEN NOT of_rloo WHEN 'sequence' THEN false
+                          ELSE error('importance_sampling_level: token or sequence') END AS of_tokens,
+               trl_capped(exp(coalesce(CASE WHEN of_rloo THEN sum_d ELSE mean_d END, 0.0)), delta) AS ratio,
+               exp(coalesce(CASE WHEN of_rloo THEN sum_d ELSE mean_d END, 0.0)) AS uncapped
+        FROM trl_updates(a)
+        LEFT JOIN (
+            SELECT run, step, seq_id, iteration_a AS iteration, count(*) AS num_tokens, sum(d) AS sum_d, avg(d) AS mean_d,
+                   avg(-trl_finite(d)) AS mean_drift,
+                   count(*) FILTER (advantage IS NULL) AS num_unknown,
+                   count(*) FILTER (below(trl_capped(exp(d), delta), 1 - epsilon_low) AND below(advantage, 0)) AS num_low,
+                   count(*) FILTER (above(trl_capped(exp(d), delta), 1 + epsilon_high) AND above(advantage, 0)) AS num_high,
+                   count(*) FILTER (above(exp(d), epsilon_high) AND above(advantage, 0)) AS num_cispo
+            FROM pair('current', a)
+            WHERE mask AND d IS NOT NULL AND (a <> 'current' OR iteration_a = iteration_b)
+            GROUP BY run, step, seq_id, iteration_a
+        ) USING (run, step, seq_id, iteration)
+        LEFT JOIN (
+            SELECT run, step, seq_id, iteration_a AS iteration, avg(-trl_finite(d)) AS mean_kl
+            FROM pair('current', b)
+            WHERE mask AND d IS NOT NULL AND threshold IS NOT NULL
+            GROUP BY ALL
+        ) USING (run, step, seq_id, iteration)
+    );
+
+-- trl_clipping(...): the numbers of the loss, a row a step, a run with step NULL, or a logged step.
+CREATE OR REPLACE MACRO trl_clipping(
+    a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps, logging_first_step
+) AS TABLE
+    SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step,
+           avg(low_mean) AS low_mean, avg(low_min) AS low_min, avg(high_mean) AS high_mean, avg(high_max) AS high_max,
+           avg(region_mean) AS region_mean, avg(cispo) AS cispo, avg(dropped) AS dropped
+    FROM (
+        SELECT run, batch, micro_batch,
+               CASE WHEN num_unknown = 0 THEN num_low / greatest(num_ratios, 1) END AS low_mean,
+               CASE WHEN num_unknown = 0 THEN low_min END AS low_min,
+               CASE WHEN num_unknown = 0 THEN num_high / greatest(num_ratios, 1) END AS high_mean,
+               CASE WHEN num_unknown = 0 THEN high_max END AS high_max,
+               CASE WHEN num_unknown = 0 THEN (num_low + num_high) / greatest(num_ratios, 1) END AS region_mean,
+               CASE WHEN num_unknown = 0 THEN num_cispo / greatest(num_ratios, 1) END AS cispo,
+               dropped
+        FROM (
+            SELECT run, CASE WHEN logging_steps IS NOT NULL THEN update WHEN by_step THEN step END AS batch,
+                   CASE WHEN logging_steps IS NOT NULL THEN forward_id END AS micro_batch,
+                   sum(num_ratios) AS num_ratios, sum(num_unknown) AS num_unknown, sum(num_low) AS num_low,
+                   sum(num_high) AS num_high, sum(num_cispo) AS num_cispo,
+                   min(num_low / nullif(num_ratios, 0)) AS low_min, max(num_high / nullif(num_ratios, 0)) AS high_max,
+                   CASE WHEN count(is_dropped) = count(*) THEN avg(is_dropped) END AS dropped
+            FROM trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold)
+            GROUP BY ALL
+        )
+    )
+    GROUP BY ALL;
+
+CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
+    CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
+
+-- Whether the loss clips on both sides (true), on one (false), or not at all (NULL).
+CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
+    CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
+         WHEN loss_type = 'cispo' THEN false
+         WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
+    END;
+
+-- trl_groups(...): both beside each other; NULL is what TRL does not log. A log of a run's last steps may be of fewer than
+-- logging_steps: it has the last step's number.
+CREATE OR REPLACE MACRO trl_groups(
+    a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,
+    logging_steps, logging_first_step
+) AS TABLE
+    SELECT run, CASE WHEN logging_steps IS NULL THEN step ELSE least(step, last_step) END AS step,
+           CASE WHEN NOT of_rloo THEN mean_diff END AS "sampling/sampling_logp_difference/mean",
+           CASE WHEN NOT of_rloo THEN max_diff END AS "sampling/sampling_logp_difference/max",
+           CASE WHEN NOT of_rloo THEN min_ratio END AS "sampling/importance_sampling_ratio/min",
+           CASE WHEN NOT of_rloo THEN mean_ratio END AS "sampling/importance_sampling_ratio/mean",
+           CASE WHEN NOT of_rloo THEN max_ratio END AS "sampling/importance_sampling_ratio/max",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN low_mean END AS "clip_ratio/low_mean",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN low_min END AS "clip_ratio/low_min",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_mean END AS "clip_ratio/high_mean",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_max END AS "clip_ratio/high_max",
+           CASE WHEN trl_clips_both(of_rloo, loss_type) THEN region_mean END AS "clip_ratio/region_mean",
+           CASE WHEN NOT trl_clips_both(of_rloo, loss_type) THEN cispo END AS cispo_clip_ratio,
+           dropped AS off_policy_mask_ratio
+    FROM (
+        SELECT coalesce(sampling.run, clipping.run) AS run, coalesce(sampling.step, clipping.step) AS step, *
+               EXCLUDE (run, step)
+        FROM trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS sampling
+        FULL JOIN trl_clipping(a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps,
+                               logging_first_step) AS clipping
+               ON clipping.run = sampling.run AND clipping.step IS NOT DISTINCT FROM sampling.step
+        WHERE logging_steps IS NOT NULL OR num_tokens IS NULL OR num_tokens > 0
+    )
+    LEFT JOIN (
+        SELECT run, max(step) AS last_step
+        FROM (SELECT run, step FROM sequences UNION ALL SELECT run, update FROM trl_updates(a))
+        GROUP BY run
+    ) USING (run)
     ORDER BY run, step;
 
 CREATE OR REPLACE MACRO trl_steps(
     a, b, vllm_importance_sampling_mode := 'sequence_mask', vllm_importance_sampling_clip_max := 3.0,
-    vllm_importance_sampling_clip_min := NULL
+    vllm_importance_sampling_clip_min := NULL, trainer := 'grpo', loss_type := 'dapo',
+    importance_sampling_level := 'token', epsilon := 0.2, epsilon_high := NULL, delta := NULL,
+    off_policy_mask_threshold := NULL, logging_steps := NULL, logging_first_step := false
 ) AS TABLE
-    SELECT * FROM trl_groups(a, b, true, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
-                             vllm_importance_sampling_clip_min::DOUBLE);
+    SELECT * FROM trl_groups(
+        a, b, true, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
+        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
+        coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, logging_steps::BIGINT,
+        logging_first_step
+    );
 
 CREATE OR REPLACE MACRO trl_runs(
     a, b, vllm_importance_sampling_mode := 'sequence_mask', vllm_importance_sampling_clip_max := 3.0,
-    vllm_importance_sampling_clip_min := NULL
+    vllm_importance_sampling_clip_min := NULL, trainer := 'grpo', loss_type := 'dapo',
+    importance_sampling_level := 'token', epsilon := 0.2, epsilon_high := NULL, delta := NULL,
+    off_policy_mask_threshold := NULL
 ) AS TABLE
-    SELECT * EXCLUDE (step) FROM trl_groups(a, b, false, vllm_importance_sampling_mode,
-                                            vllm_importance_sampling_clip_max::DOUBLE,
-                                            vllm_importance_sampling_clip_min::DOUBLE);
+    SELECT * EXCLUDE (step) FROM trl_groups(
+        a, b, false, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max::DOUBLE,
+        vllm_importance_sampling_clip_min::DOUBLE, trl_is_rloo(trainer), loss_type, importance_sampling_level, epsilon::DOUBLE,
+        coalesce(epsilon_high, epsilon)::DOUBLE, delta::DOUBLE, off_policy_mask_threshold::DOUBLE, NULL::BIGINT, false
+    );

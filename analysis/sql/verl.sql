@@ -22,6 +22,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
            log_ppl_diff_max AS "rollout_corr/log_ppl_diff_max", log_ppl_diff_min AS "rollout_corr/log_ppl_diff_min",
            ppl_ratio AS "rollout_corr/ppl_ratio",
            chi2_token AS "rollout_corr/chi2_token", chi2_seq AS "rollout_corr/chi2_seq",
+           (num_tokens > 0)::INTEGER AS "training/rollout_probs_diff_valid",
            diff_max AS "training/rollout_probs_diff_max", total_diff / num_tokens AS "training/rollout_probs_diff_mean",
            CASE WHEN num_tokens > 1 THEN sqrt(floored((total_spread - total_off * total_off / num_tokens)
                                                            / (num_tokens - 1)))

@@ -43,7 +43,7 @@ CREATE OR REPLACE VIEW tokens AS
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
                unnest(rollout.logprobs) AS rollout_logprob,
                unnest(train.logprobs) AS train_logprob,
-               unnest(coalesce(s.advantages, list_resize([]::FLOAT[], s.num_response_tokens, s.advantage))) AS advantage
+               unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage
         FROM sequences AS s
         LEFT JOIN (SELECT run, step, seq_id, logprobs FROM scores WHERE "pass" = 'rollout') AS rollout
                ON rollout.run = s.run AND rollout.step = s.step AND rollout.seq_id = s.seq_id

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
 from ...schemas.passes import REPLAY_PREFIX
+from ...tracer.snapshot import TableFile
+from ...tracer.verified_file import FileCursor
 from ..source import Pair, Source
 
 
@@ -59,24 +61,29 @@ class Surveyor:
 
     def __init__(self, pair: Pair):
         self._pair = pair
+        self._newest: dict[int, int] = {}
         self._seen: set[str] = set()
         self._sealed = Extents()
 
     def survey(self, source: Source) -> Extents:
-        """Count what lies there. Raises FileNotFoundError when a file vanishes meanwhile."""
-        files = {path: table for table, paths in source.files.items() for path in paths}
-        if not self._seen <= set(files):  # somebody removed files: what was counted of them is void
-            self._seen, self._sealed = set(), Extents()
+        """Count what lies there. Raises DamagedTrace."""
+        files = {
+            entry.relative: (table, entry) for table, entries in source.snapshot.files.items() for entry in entries
+        }
+        if not self._seen <= set(files) or self._newest != source.newest:
+            # Somebody removed files, or steps were made again: what was counted of them is void.
+            self._newest, self._seen, self._sealed = source.newest, set(), Extents()
         for path in [path for path in files if path not in self._seen]:
-            rows = _sealed_rows(source, files[path], path)
-            self._sealed = (
-                self._sealed + self._count(files[path], rows) + Extents(ranges=_range(path, files[path], rows))
-            )
+            table, entry = files[path]
+            rows = _sealed_rows(table, entry)
+            self._sealed = self._sealed + self._count(table, rows) + Extents(ranges=_range(path, table, rows))
             self._seen.add(path)
         journaled = (self._count(table, rows.select(_COLUMNS[table])) for table, rows in source.journals.items())
         return sum(journaled, self._sealed)
 
     def _count(self, table: str, rows: pa.Table) -> Extents:
+        if self._newest:
+            rows = _of_newest(rows, self._newest)
         if table == METRICS:
             return Extents(num_metrics=rows.num_rows)
         if table == SCORES:
@@ -97,13 +104,24 @@ class Surveyor:
 
 
 _LENGTHS = ("num_prompt_tokens", "num_response_tokens")
-_COLUMNS = {SEQUENCES: ["step", *_LENGTHS], SCORES: ["step", "pass"], METRICS: ["step"]}
+_COLUMNS = {
+    SEQUENCES: ["step", "attempt", *_LENGTHS],
+    SCORES: ["step", "attempt", "pass"],
+    METRICS: ["step", "attempt"],
+}
 
 
-def _sealed_rows(source: Source, table: str, path: str) -> pa.Table:
-    relative = f"{table}/{path.rsplit('/', 1)[-1]}"
-    with source.store.filesystem.open(source.store.path(relative), "rb") as file:
-        return pq.ParquetFile(file).read(columns=_COLUMNS[table])
+def _sealed_rows(table: str, entry: TableFile) -> pa.Table:
+    columns = [name for name in _COLUMNS[table] if name not in entry.lacking]
+    return pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=columns)
+
+
+def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
+    """The rows of each step's newest attempt at training, and those of none."""
+    if "attempt" not in rows.column_names:
+        return rows
+    wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
+    return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
 
 
 def _range(path: str, table: str, rows: pa.Table) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
+from ...tracer.snapshot import TableFile
 from ..database import Database
 from ..dynamics import gap, logged, policy, rollouts
 from ..dynamics.columns import Column
@@ -56,7 +57,7 @@ class Memory:
         return extents.num_metrics != self._num_metrics or bool(self.pending(extents))
 
     def read(self, source: Source, extents: Extents) -> None:
-        """Read what was logged, and the newest of the steps that are pending. Raises duckdb.IOException as files vanish."""
+        """Read what was logged, and the newest of the steps that are pending. Raises DamagedTrace."""
         pending = self.pending(extents)
         # Sums that the trace keeps serve when everything is read, and are few.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
@@ -140,16 +141,16 @@ def _narrowed(source: Source, extents: Extents, steps: Sequence[int]) -> Source:
     first, last = (steps[0], steps[-1]) if steps else (0, -1)
     wanted = pa.array(steps, pa.int64())
 
-    def may_have(path: str) -> bool:
-        low, high = extents.ranges.get(path, (first, last))
+    def may_have(entry: TableFile) -> bool:
+        low, high = extents.ranges.get(entry.relative, (first, last))
         return low <= last and first <= high
 
-    files, journals = dict(source.files), dict(source.journals)
+    files, journals = dict(source.snapshot.files), dict(source.journals)
     for table in (SEQUENCES, SCORES):
-        files[table] = [path for path in source.files[table] if may_have(path)]
+        files[table] = [entry for entry in files[table] if may_have(entry)]
         if table in journals:
             journals[table] = _batches_with(source.journals[table], wanted)
-    return replace(source, files=files, journals=journals)
+    return replace(source, snapshot=replace(source.snapshot, files=files, journals=journals))
 
 
 def _batches_with(rows: pa.Table, steps: pa.Array) -> pa.Table:

@@ -7,15 +7,13 @@ import shlex
 import socket
 import time
 
-import duckdb
-
 from ...schemas.errors import DamagedTrace, TraceNotFound
-from ...tracer.adopt import is_alive
+from ...tracer.snapshot import Examined
 from ..dynamics.changes import change_points
 from ..dynamics.quantities import Series
 from ..info import LIVE, state_of
 from ..pairs import parse_pair
-from ..source import Examined, Source, open_source
+from ..source import Source, open_source
 from . import pace
 from .alarms import first_alarms, judge_alarms
 from .extent import Extents, Surveyor
@@ -60,7 +58,9 @@ class Watcher:
                 return self._look()
             except TraceNotFound:
                 raise
-            except (OSError, duckdb.IOException) as error:  # a file vanished between listing and reading
+            except (OSError, DamagedTrace) as error:  # a file vanished between listing and reading
+                if attempt == _ATTEMPTS - 1 and isinstance(error, DamagedTrace):
+                    raise
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
                         f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); is the folder being moved or "
@@ -82,7 +82,7 @@ class Watcher:
         source = open_source(self.trace, examined=self._examined)
         if source.manifest.run_id != self._run_id:  # the first look, or the trace was replaced
             self._begin(source.manifest.run_id)
-            self._examined = source.examined
+            self._examined = source.snapshot.examined
         extents = self._surveyor.survey(source)
         if self._memory.is_behind(extents):
             self._memory.read(source, extents)
@@ -138,7 +138,7 @@ class Watcher:
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
             return ""
-        hosts = sorted({writer.host for writer in source.writers if is_alive(writer)})
+        hosts = sorted({writer.host for writer in source.writers if source.snapshot.liveness[writer.writer].is_alive})
         if hosts == [socket.gethostname()]:
             return "nothing was recorded for long, though the process lives: is the training stuck?"
         return f"nothing was recorded for long; whether the process lives can be seen only on {', '.join(hosts)}: look there"

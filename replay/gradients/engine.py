@@ -135,7 +135,8 @@ class _Taken:
         )
         for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):
             stale = arm.forward.weights_version
-            self._held.ready(scorer, update.policy_version if stale is None else stale)
+            version = update.policy_version if stale is None else stale
+            self._held.ready(scorer, version, update.rows[0].row.attempt)
             yield passes.take(arm, scorer, self._loss(arm, update))
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:

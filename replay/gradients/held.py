@@ -13,14 +13,14 @@ class HeldModel:
 
     def __init__(self, weights: Any):
         self._weights = weights
-        self._tensors: tuple[int, dict[str, Tensor]] | None = None
+        self._tensors: tuple[tuple[int, int | None], dict[str, Tensor]] | None = None
         self._model: Any = None
         self._shared: Any = None
         self._key: Any = None
         self._put: Any = None
         self._attached: list[GradientScorer] = []
 
-    def ready(self, scorer: GradientScorer, version: int) -> None:
+    def ready(self, scorer: GradientScorer, version: int, attempt: int | None) -> None:
         """Put a version's weights under an arm's scorer."""
         if self._key != scorer.key:
             self.close()
@@ -28,9 +28,9 @@ class HeldModel:
         if scorer not in self._attached:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)
-        if self._put != version:
-            scorer.put(self._model, self._load(version))
-            self._put = version
+        if self._put != (version, attempt):
+            scorer.put(self._model, self._load(version, attempt))
+            self._put = version, attempt
 
     def close(self) -> None:
         """Let go of the model, so that the next fits into memory."""
@@ -39,8 +39,8 @@ class HeldModel:
         self._model = self._shared = self._key = self._put = None
         self._attached = []
 
-    def _load(self, version: int) -> dict[str, Tensor]:
-        if self._tensors is None or self._tensors[0] != version:
+    def _load(self, version: int, attempt: int | None) -> dict[str, Tensor]:
+        if self._tensors is None or self._tensors[0] != (version, attempt):
             self._tensors = None
-            self._tensors = version, self._weights.load(version)
+            self._tensors = (version, attempt), self._weights.load(version, attempt)
         return self._tensors[1]

@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.loss import CISPO, REINFORCE, SEQUENCE_MEAN, SEQUENCE_SUM, Loss
+from ...schemas.loss import (
+    CISPO,
+    REINFORCE,
+    SAPO,
+    SEQUENCE_MEAN,
+    SEQUENCE_SUM,
+    VESPO,
+    VESPO_LEAST_LAMBDA,
+    VESPO_LOG_RATIO,
+    Loss,
+)
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from .arm import GradientArm, corrected
 from .divisors import Divisors, key_of
@@ -48,10 +58,17 @@ class StepLoss:
         below_BT = cells.logprobs(self.below)
         # A token that the pass below gave nothing has a ratio of 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
-        ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
+        ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
         divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
+        if loss.kl_level is not None:
+            ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
         if loss.kind == CISPO:
             term = -ratio.clamp(max=loss.clip_high).detach() * advantage * current_BT
+        elif loss.kind == VESPO:
+            term = -self._phi(cells, below_BT) * advantage * current_BT
+        elif loss.kind == SAPO:
+            tau = torch.where(advantage > 0, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+            term = -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantage
         elif loss.kind == REINFORCE:
             term = -(ratio * advantage)
         else:
@@ -59,9 +76,26 @@ class StepLoss:
             if loss.clip_hard is not None:
                 ratio = torch.clamp(ratio, max=loss.clip_hard)
             term = -torch.min(ratio * advantage, clipped * advantage)
-        if loss.correction != "none":
+        if loss.correction != "none" and loss.kind != VESPO:
             term = term * self._weights(cells)
         return term if divergence is None else term + loss.kl_coefficient * divergence
+
+    def _phi(self, cells: _Cells, below_BT: Any) -> Any:
+        """[B, 1], or [B, T] as the advantage is: vespo's weight, of the sequence's ratio with the correction in it."""
+        import torch
+
+        loss, (low, high) = self.loss, VESPO_LOG_RATIO
+        log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
+        log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
+        if loss.correction != "none":
+            log_weight = torch.clamp(torch.log(self._weights(cells)), low, high)
+            log_ratio_B1 = log_ratio_B1 + torch.sum(log_weight, dim=-1, keepdim=True)
+        log_ratio_B1 = torch.clamp(log_ratio_B1, low, high)
+        is_positive = cells.advantage >= 0
+        k = torch.where(is_positive, loss.vespo_k_pos, loss.vespo_k_neg)
+        decay = torch.where(is_positive, loss.vespo_lambda_pos, loss.vespo_lambda_neg).clamp(min=VESPO_LEAST_LAMBDA)
+        phi = torch.exp(decay + k * log_ratio_B1 - decay * torch.exp(log_ratio_B1))
+        return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _divergence(self, cells: _Cells, ratio: Any) -> Any:
         """[B, T] k3 against the reference, exp(d) - d - 1; 0 for a token that it gave nothing."""
@@ -95,7 +129,8 @@ class StepLoss:
         if self.loss.aggregation == "sequence" and term.shape[1] == 1:
             return term.squeeze(-1)
         sums_B = (term * mask_BT).sum(-1)
-        return sums_B / mask_BT.sum(-1).clamp(min=1.0) if self.loss.aggregation == "sequence_mean" else sums_B
+        is_mean = self.loss.aggregation in ("sequence_mean", "sequence")
+        return sums_B / mask_BT.sum(-1).clamp(min=1.0) if is_mean else sums_B
 
 
 @dataclass(frozen=True, slots=True)

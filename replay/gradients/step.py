@@ -140,8 +140,9 @@ class StepPasses:
             )
         if scorer.has_dropout:
             why.append("the model drops out at random, as it did in the recording")
-        if scorer.run.model["config"].get("output_router_logits"):
-            why.append("the routers' own loss is not part of this")
+        config = scorer.run.model["config"]
+        if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
+            why.append("the routers' own loss, where the trainer added it, is not part of this")
         if scorer.rows_left:
             why.append(f"memory was short, with {scorer.rows_left} rows a forward")
         why += list(differences(scorer.contract, scorer.made_by()))

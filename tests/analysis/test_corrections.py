@@ -261,6 +261,15 @@ def test_numbers_worked_by_hand(tmp_path):
     assert rows["none"]["bias_token"] == near((1 + 1 + 0.75 + 2) / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-50, 0.1, 1e300])
+def test_advantages_of_whole_responses_keep_their_sign_and_size(tmp_path, size):
+    # The ratio 6 is cut, whatever the unit of the advantage.
+    there, rollout = np.ones((2, 1), bool), np.full((2, 1), -2.0)
+    write(tmp_path / "run", [(there, there, rollout, rollout + np.log(6), np.array([size, -size]))])
+    rows = {row["correction"]: row for row in corrections(tmp_path / "run", by="run").dicts()}
+    assert rows["icepop"]["advantage_cut_positive"] == rows["sequence-mis"]["advantage_cut_negative"] == size
+
+
 @pytest.mark.parametrize(
     ("mean_ratio", "verl", "nemo"), [(1.0005, True, True), (1.0015, False, True), (0.9985, False, False)]
 )

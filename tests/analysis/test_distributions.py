@@ -13,7 +13,7 @@ from tim_trace.analysis.distributions.divergence import Full, compare_full
 from tim_trace.analysis.distributions.summary import distributions
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
-from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, NothingToCompare
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, NothingToCompare
 from tim_trace.tracer.dense import Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
@@ -133,7 +133,7 @@ def test_what_is_not_sealed_yet_is_compared_too(tmp_path):
             added = recorder.add_sequences(step=step, response_ids=[[0] * n for n in LENGTHS], policy_version=0)
             add(recorder, added, "train", Logits(logits=logits(step)))
             add(recorder, added, "rollout", Logits(logits=logits(3)))
-        recorder.writer.drain()
+        recorder.flush()
         assert not (path / "dense").exists() or not any((path / "dense").iterdir())
         live = connect(path).sql(
             "SELECT step, sum(tv) FROM pair_distributions('train', 'rollout') GROUP BY step ORDER BY step"
@@ -221,7 +221,7 @@ def test_stats_of_top_k_says_bounds(tmp_path):
 def test_a_group_that_is_gone_is_named(tmp_path):
     trace = record(tmp_path / "run", Logits(logits=logits(0)), Logits(logits=logits(1)))
     (trace / "dense").rename(tmp_path / "gone")
-    with pytest.raises(InvalidQuery, match="is not there; scores name it"):
+    with pytest.warns(DamageWarning), pytest.raises(InvalidQuery, match="is not there; scores name it"):
         ask(trace)
-    with pytest.raises(DamagedTrace, match="is not there; scores name it"):
+    with pytest.warns(DamageWarning), pytest.raises(DamagedTrace, match="is not there; scores name it"):
         distributions(trace)

@@ -1,10 +1,17 @@
-"""slime's, NeMo-RL's, prime-rl's and OpenRLHF's numbers, against renderings of their definitions in torch.
+"""slime's, NeMo-RL's, prime-rl's and OpenRLHF's numbers, in float64.
 
-The renderings follow what each framework's source says of padded or packed batches; these frameworks cannot be installed
-here. Shapes: B sequences, T positions.
+OpenRLHF's are held against the loss of its published wheel. slime, NeMo-RL and prime-rl have no wheel with their code: these
+are held against renderings in torch, written from the formulas in their sources. Tokens that do not count have logprobs and
+advantages like the others, unless a test says otherwise. Shapes: B sequences, T positions.
 """
 
+import importlib
 import math
+import re
+import sys
+import warnings
+from importlib.metadata import distributions
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,7 +20,7 @@ from builders import make_trace
 from tim_trace.analysis.database import FRAMEWORK_MACROS, Database, connect
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
-from tim_trace.analysis.stats import stats
+from tim_trace.analysis.stats import likeness, stats
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer.recorder import Recorder
 
@@ -21,7 +28,7 @@ WIDTH = 8
 
 
 def batch(seed, spread, rows=25):
-    """there, mask, rollout, train, current and advantages, all [B, T]; one row has no token that counts."""
+    """there, mask, rollout, train, current, advantages and entropies, all [B, T]; one row has no token that counts."""
     draw = np.random.default_rng(seed)
     there = np.arange(WIDTH) < draw.integers(1, WIDTH + 1, rows)[:, None]
     mask = there & (draw.random(there.shape) > 0.2)
@@ -29,23 +36,30 @@ def batch(seed, spread, rows=25):
     rollout = -draw.exponential(1.5, there.shape)
     train, current = (np.minimum(rollout + draw.normal(0, spread, there.shape), 0) for _ in range(2))
     advantages = draw.choice([-1.0, 0.0, 0.5], there.shape)
-    return there, mask, *(values.astype(np.float32) for values in (rollout, train, current, advantages))
+    values = (rollout, train, current, advantages, draw.exponential(1.0, there.shape))
+    return there, mask, *(each.astype(np.float32) for each in values)
 
 
-def record(path, batches, passes=("rollout", "train", "current")):
+def record(path, batches, passes=("rollout", "train", "current"), entropies=True):
     with Recorder(path) as recorder:
-        for step, (there, mask, *values, advantages) in enumerate(batches, 1):
+        for step, (there, mask, *values, advantages, entropy) in enumerate(batches, 1):
 
             def cut(values, there=there):
                 return [row[kept].tolist() for row, kept in zip(values, there, strict=True)]
 
             added = recorder.add_sequences(
                 step=step, prompt_ids=[[1]] * len(there), response_ids=cut(there.astype(int)),
-                response_mask=cut(mask), advantage=cut(advantages),
+                response_mask=cut(mask), advantage=cut(advantages), reward=rewards(len(there)),
             )  # fmt: skip
             for name, logprobs in zip(("rollout", "train", "current"), values, strict=True):
                 if name in passes:
-                    recorder.add_scores(name, added, logprobs=cut(logprobs))
+                    own = {"entropy": cut(entropy)} if name == "train" and entropies else {}
+                    recorder.add_scores(name, added, logprobs=cut(logprobs), **own)
+
+
+def rewards(rows):
+    """[B] every third response is right."""
+    return (np.arange(rows) % 3 == 0).astype(float)
 
 
 @pytest.fixture(scope="module")
@@ -60,33 +74,103 @@ def tensors(given):
     return [torch.from_numpy(np.asarray(values)).double() for values in given[1:]]
 
 
-def agree(steps, framework, rendering, **options):
+def agree(steps, framework, rendering, rel=1e-9, **options):
     path, batches = steps
     found = stats(path, by="step", like=framework, **options).dicts()
     for row, given in zip(found, batches, strict=True):
         expected = rendering(*tensors(given), **options)
         assert set(row) == {"run", "step", *expected}
         for name, value in expected.items():
-            assert row[name] == pytest.approx(float(value), rel=1e-9, abs=1e-13, nan_ok=True), name
+            assert row[name] == pytest.approx(float(value), rel=rel, abs=1e-13, nan_ok=True), name
 
 
-def slime(mask, rollout, train, current, _, tis_clip=2.0, tis_clip_low=0.0, calculate_per_token_loss=False):
+def slime(
+    mask, rollout, train, current, *_, tis_clip=2.0, tis_clip_low=0.0, calculate_per_token_loss=False, **of_weights
+):
     """Every metric goes through the reducer: sums of samples over their own count, by the batch's size."""
+    counts = mask.sum(1).clamp_min(1)
 
-    def reduced(values):
-        if calculate_per_token_loss:
-            return sum((v * m).sum() for v, m in zip(values, mask, strict=True)) / mask.sum(1).clamp_min(1).sum()
-        return sum((v * m).sum() / m.sum().clamp_min(1) for v, m in zip(values, mask, strict=True)) / len(mask)
+    def reduced(values, kept=True):
+        sums = torch.where(mask.bool() & torch.as_tensor(kept), values, 0.0).sum(1)
+        return sums.sum() / counts.sum() if calculate_per_token_loss else (sums / counts).mean()
 
     ratio = (train - rollout).exp()
-    return {
-        "train_rollout_logprob_abs_diff": reduced((train - rollout).abs()),
+    of_mis, kept = mis(mask.bool(), train, rollout, reduced, **of_weights)
+    return of_mis | {
+        "train_rollout_logprob_abs_diff": reduced((train - rollout).abs(), kept),
         "tis": reduced(ratio),
         "tis_clipfrac": reduced((ratio.clamp(tis_clip_low, tis_clip) != ratio).double()),
         "tis_abs": reduced((ratio - 1).abs()),
-        "ppo_kl": reduced(train - current),
+        "ppo_kl": reduced(train - current, kept),
         "ois": reduced((current - train).exp()),
     }
+
+
+def mis(
+    mask, train, rollout, reduced, use_tis=False, tis_level="token", tis_mode="truncate", tis_lower_bound=None,
+    tis_upper_bound=2.0, tis_batch_normalize=True, use_rs=True, rs_level="token", rs_lower_bound=None,
+    rs_upper_bound=None, rs_veto_threshold=1e-4,
+):  # fmt: skip
+    """The measures of slime's example mis.py, and which tokens it keeps, [B, T]. `reduced` is what takes means of [B, T]."""
+    counts = mask.sum(1, keepdim=True).clamp_min(1)
+
+    def mean(values):
+        return (torch.where(mask, values, 0.0).sum(1, keepdim=True) / counts).expand_as(train)
+
+    d = torch.where(mask, train - rollout, 0.0)
+    found = {}
+    for side, logprobs in {"training": train, "rollout": rollout}.items():
+        found |= {f"mis_{side}_log_ppl": -mean(logprobs), f"mis_{side}_ppl": (-mean(logprobs)).exp()}
+    difference = mean(rollout) - mean(train)
+    found |= {
+        "mis_kl": -d,
+        "mis_k3_kl": torch.expm1(d) - d,
+        "mis_log_ppl_diff": difference,
+        "mis_log_ppl_abs_diff": difference.abs(),
+        "mis_ppl_ratio": difference.exp(),
+        "mis_chi2_token": mean(torch.expm1(2 * d.clamp(-20, 20))),
+        "mis_chi2_seq": torch.expm1(2 * d.sum(1, keepdim=True).clamp(-20, 20)).expand_as(d),
+    }
+    if not use_tis:
+        return {name: reduced(values) for name, values in found.items()}, True
+    sums = d.sum(1, keepdim=True)
+    levels = {"token": d, "sequence": sums.expand_as(d), "geometric": (sums / counts).expand_as(d)}
+    ratios = {level: values.clamp(-20, 20).exp() for level, values in levels.items()}
+    lower = 1 / tis_upper_bound if tis_lower_bound is None else tis_lower_bound
+    weights, low, high = ratios[tis_level], ratios[tis_level] < lower, ratios[tis_level] > tis_upper_bound
+    found["mis_tis_weight_before_bound"] = weights
+    if tis_mode == "truncate":
+        found["mis_tis_truncate_fraction"] = high
+        weights = weights.clamp(0, tis_upper_bound)
+    else:
+        found |= {f"mis_tis_{tis_mode}_fraction_low": low, f"mis_tis_{tis_mode}_fraction_high": high}
+    kept = torch.ones_like(mask)
+    if tis_mode == "clip":
+        weights = weights.clamp(lower, tis_upper_bound)
+    if tis_mode == "mask":
+        kept = (weights >= lower) & (weights <= tis_upper_bound)
+    found["mis_tis_weight_after_bound"] = weights
+    if use_rs:
+        rs_lower = lower if rs_lower_bound is None else rs_lower_bound
+        rs_upper = tis_upper_bound if rs_upper_bound is None else rs_upper_bound
+        rejecting = ratios[rs_level]
+        found |= {"mis_rs_mask_fraction_low": rejecting < rs_lower, "mis_rs_mask_fraction_high": rejecting > rs_upper}
+        catastrophic = mask & (d < torch.tensor(rs_veto_threshold).log())
+        of_sequence = catastrophic.any(1, keepdim=True).expand_as(d)
+        found["mis_rs_catastrophic_token_fraction"] = catastrophic
+        found["mis_rs_catastrophic_seq_fraction"] = of_sequence
+        kept = kept & (rejecting >= rs_lower) & (rejecting <= rs_upper) & ~of_sequence
+    found["mis_is_ratio_mean_after_tis_rs"] = weights
+    if tis_batch_normalize:
+        factor = weights[mask].mean() if tis_level == "token" else mean(weights)[:, 0].mean()
+        factor = factor if factor > 1e-8 else torch.tensor(1.0)
+        found["mis_batch_norm_factor"] = factor.expand_as(d)
+        weights = weights / factor
+    found["mis_is_ratio_mean_final"] = mean(weights)
+    for name, fill in {"min": math.inf, "max": -math.inf}.items():
+        ends = getattr(torch.where(mask, weights, fill), f"a{name}")(1, keepdim=True)
+        found[f"mis_is_ratio_{name}_final"] = ends.expand_as(d)
+    return {name: reduced(values.double()) for name, values in found.items()}, kept
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -96,12 +180,44 @@ def test_slime(steps, per_token, bounds):
     agree(steps, "slime", slime, **options)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rs": False, "tis_batch_normalize": False},
+        {"tis_mode": "clip", "tis_upper_bound": 1.1, "rs_veto_threshold": 0.4},
+        {"tis_mode": "mask", "tis_lower_bound": 0.9, "tis_upper_bound": 1.2, "use_rs": False},
+        {"tis_mode": "mask", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "rs_level": "geometric"},
+        {"tis_level": "sequence", "tis_upper_bound": 5.0, "rs_level": "sequence", "rs_veto_threshold": 0.0},
+        {"tis_level": "geometric", "tis_batch_normalize": False, "tis_lower_bound": 0.99, "tis_upper_bound": 1.02},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()) or "defaults",
+)
+def test_slime_s_example_mis(steps, per_token, options):
+    agree(steps, "slime", slime, use_tis=True, calculate_per_token_loss=per_token, **options)
+
+
+def test_weights_of_mean_0_are_not_divided_by_it(tmp_path):
+    # exp(-20) is the smallest weight: its mean is above 0, and below slime's bound of 1e-8.
+    there, mask, rollout, _, *rest = batch(3, 0.1)
+    given = (there, mask, rollout, rollout - np.float32(30), *rest)
+    record(tmp_path / "run", [given])
+    agree((tmp_path / "run", [given]), "slime", slime, use_tis=True)
+    (row,) = stats(tmp_path / "run", like="slime", use_tis=True, calculate_per_token_loss=True).dicts()
+    assert row["mis_is_ratio_mean_final"] == pytest.approx(row["mis_tis_weight_before_bound"], rel=1e-12)
+
+
 def nemo_rl(
-    mask, rollout, train, current, _, reference_policy_kl_type="k3", sequence_level_importance_ratios=False,
+    mask, rollout, train, current, *_, reference_policy_kl_type="k3", sequence_level_importance_ratios=False,
     truncated_importance_sampling_type=None, truncated_importance_sampling_ratio=None,
-    truncated_importance_sampling_ratio_min=None, train_micro_batch_size=1,
+    truncated_importance_sampling_ratio_min=None, train_micro_batch_size=1, seq_logprob_error_threshold=None,
+    ratio_clip_min=0.2, ratio_clip_max=0.2, disable_ppo_ratio=False,
 ):  # fmt: skip
-    """A micro-batch adds its sums over the batch's counts of tokens or of sequences."""
+    """A micro-batch adds its sums over the batch's counts of tokens or of sequences; masked sequences are in no sum."""
+    given, of_all = mask, train - rollout
+    mask, is_kept = kept_by_error(mask, of_all, seq_logprob_error_threshold)
+    rollout, train, current = rollout[is_kept], train[is_kept], current[is_kept]
     num_tokens, num_sequences = mask.sum(), len(mask)
     lower, upper = truncated_importance_sampling_ratio_min, truncated_importance_sampling_ratio
     kind, of_sequences = truncated_importance_sampling_type, sequence_level_importance_ratios
@@ -135,7 +251,26 @@ def nemo_rl(
         )
     else:
         importance = mean(weights)
-    errors = (difference.abs().exp() * mask).sum(1)[mask.sum(1) > 0] / mask.sum(1)[mask.sum(1) > 0]
+    policy = current - train
+    if sequence_level_importance_ratios:
+        policy = (torch.where(mask.bool(), policy, 0.0).sum(1) / mask.sum(1).clamp_min(1))[:, None].expand_as(train)
+    ratios = current if disable_ppo_ratio else policy.exp()
+    clamped = ratios if disable_ppo_ratio else ratios.clamp(1 - ratio_clip_min, 1 + ratio_clip_max)
+    for name, values in {"probs_ratio": ratios, "probs_ratio_clamped": clamped}.items():
+        found[name] = mean(values)
+        of_rows = [row[counts.bool()] for row, counts in zip(values, mask, strict=True) if counts.any()]
+        for end in ("min", "max"):
+            ends = [value for value in (getattr(row, end)() for row in of_rows) if not value.isinf()]
+            found[f"{name}_{end}"] = getattr(torch.stack(ends), end)() if ends else -1
+    whole, kept = sequence_errors(given, of_all), sequence_errors(mask, difference)
+    num_masked = int((~is_kept).sum())
+    found |= {
+        "num_masked_seqs_by_logprob_error": num_masked,
+        "masked_correct_pct": rewards(len(given))[~is_kept.numpy()].sum() / max(num_masked, 1),
+    }
+    for end in ("max", "mean", "min"):
+        found[f"{end}_seq_mult_prob_error"] = getattr(whole, end)()
+        found[f"{end}_seq_mult_prob_error_after_mask"] = getattr(kept, end)()
     return found | {
         "token_mult_prob_error": mean(difference.abs().exp()),
         "gen_kl_error": kl(rollout, train),
@@ -143,10 +278,21 @@ def nemo_rl(
         "js_divergence_error": mean((halves[0] + halves[1]) / 2),
         "sampling_importance_ratio": importance,
         "approx_entropy": -mean((current - rollout).exp() * current),
-        "max_seq_mult_prob_error": errors.max(),
-        "mean_seq_mult_prob_error": errors.mean(),
-        "min_seq_mult_prob_error": errors.min(),
     }
+
+
+def sequence_errors(mask, difference):
+    """mean(exp(|d|)) of the sequences that have a token."""
+    sums, counts = torch.where(mask.bool(), difference.abs().exp(), 0.0).sum(1), mask.sum(1)
+    return sums[counts > 0] / counts[counts > 0]
+
+
+def kept_by_error(mask, difference, threshold):
+    """The mask less the sequences whose error is above the threshold, and which sequences are kept, [B]."""
+    is_kept = torch.ones(len(mask), dtype=torch.bool)
+    if threshold is not None:
+        is_kept[mask.sum(1) > 0] = sequence_errors(mask, difference) <= threshold
+    return mask[is_kept], is_kept
 
 
 @pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
@@ -172,7 +318,59 @@ def test_nemo_rl_s_truncations(steps, kind, lower, upper, of_sequences, micro_ba
     agree(steps, "nemo-rl", nemo_rl, train_micro_batch_size=micro_batch, **options)
 
 
-def prime_rl(mask, rollout, train, _, advantages, dppo_mask_low=0.2, dppo_mask_high=0.2, ipo_threshold=None):
+@pytest.mark.parametrize("options", [{"ratio_clip_min": 0.05, "ratio_clip_max": 0.01}, {"disable_ppo_ratio": True}])
+@pytest.mark.parametrize("of_sequences", [False, True])
+def test_nemo_rl_s_ratios(steps, options, of_sequences):
+    agree(steps, "nemo-rl", nemo_rl, sequence_level_importance_ratios=of_sequences, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 1.1,
+         "truncated_importance_sampling_ratio_min": 0.9},
+        {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.05,
+         "truncated_importance_sampling_ratio_min": 0.95},
+        {"sequence_level_importance_ratios": True},
+    ],
+    ids=["", "icepop", "seq-mask-tis", "sequences"],
+)  # fmt: skip
+def test_nemo_rl_masks_sequences_that_lie_too_far_off(tmp_path, options):
+    batches = [batch(seed, spread) for seed, spread in enumerate([0.01, 0.05, 0.08])]
+    record(tmp_path / "run", batches)
+    agree((tmp_path / "run", batches), "nemo-rl", nemo_rl, seq_logprob_error_threshold=1.05, **options)
+    masked = [
+        row["num_masked_seqs_by_logprob_error"]
+        for row in stats(tmp_path / "run", by="step", like="nemo-rl", seq_logprob_error_threshold=1.05).dicts()
+    ]
+    assert masked[0] == 0 < masked[1] < masked[2] < 24
+
+
+def test_nemo_rl_has_no_numbers_of_a_step_that_is_masked_as_a_whole(tmp_path):
+    given = batch(5, 0.5)
+    record(tmp_path / "run", [given])
+    (row,) = stats(tmp_path / "run", like="nemo-rl", seq_logprob_error_threshold=0.5).dicts()
+    has_token = given[1].any(axis=1)
+    assert row["num_masked_seqs_by_logprob_error"] == has_token.sum() < 25
+    assert row["masked_correct_pct"] == rewards(25)[has_token].sum() / has_token.sum()
+    assert row["max_seq_mult_prob_error"] > 1
+    assert row["max_seq_mult_prob_error_after_mask"] == 0.0  # as NeMo-RL writes it
+    assert {row[name] for name in ("token_mult_prob_error", "sampling_importance_ratio", "probs_ratio")} == {None}
+
+
+def test_nemo_rl_leaves_infinite_ratios_out_of_the_largest(tmp_path):
+    given = batch(5, 0.1)
+    given[3][0, 0] = -math.inf
+    record(tmp_path / "run", [given])
+    agree((tmp_path / "run", [given]), "nemo-rl", nemo_rl)
+    assert 1 < stats(tmp_path / "run", like="nemo-rl").dicts()[0]["probs_ratio_max"] < math.inf
+    given[3][:] = -math.inf
+    record(tmp_path / "all", [given])
+    assert stats(tmp_path / "all", like="nemo-rl").dicts()[0]["probs_ratio_max"] == -1
+
+
+def prime_rl(mask, rollout, train, _, advantages, entropy, dppo_mask_low=0.2, dppo_mask_high=0.2, ipo_threshold=None):
     """Statistics of a value a token, and of values a sequence."""
     mask = mask.bool()
     ratio = train - rollout
@@ -196,12 +394,13 @@ def prime_rl(mask, rollout, train, _, advantages, dppo_mask_low=0.2, dppo_mask_h
             "masked_advantage_positive": means(advantages > 0, mask & masked),
             "masked_advantage_negative": means(advantages < 0, mask & masked),
         }
-    found = {"mismatch_kl/all": mismatch[mask]} | {name: torch.stack(v) for name, v in of_sequences.items()}
+    found = {"mismatch_kl/all": mismatch[mask], "entropy/all": entropy[mask]}
+    found |= {name: torch.stack(v) for name, v in of_sequences.items()}
     return {
         f"{name}/{statistic}": getattr(values, statistic)()
         for name, values in found.items()
         for statistic in ("mean", "median", "std", "min", "max")
-    }
+    } | {"kl_ent_ratio/mean": mismatch[mask].mean() / entropy[mask].mean()}
 
 
 @pytest.mark.parametrize(
@@ -226,24 +425,143 @@ def test_prime_rl_masks_nothing_that_it_does_not_know(tmp_path):
     assert row["is_masked/mean"] == 0.5
 
 
-def openrlhf(mask, rollout, train, current, _):
-    return {
-        "vllm_kl": ((rollout - train) * mask).sum() / mask.sum(),
-        "ppo_kl": ((train - current) * mask).sum() / mask.sum(),
-    }
+@pytest.fixture(scope="module")
+def policy_loss():
+    """The class PolicyLoss of OpenRLHF's wheel; what it imports and does not use here is left out."""
+    installed = next(distributions(name="openrlhf", path=[*sys.path, f"{sys.prefix}/frameworks"]), None)
+    assert installed, "openrlhf is not installed: `make test` does it"
+    before = dict(sys.modules)
+    try:
+        for name in ("openrlhf", "openrlhf.models"):  # whose __init__ would import all of it
+            package = sys.modules[name] = ModuleType(name)
+            package.__path__ = [str(installed.locate_file(name.replace(".", "/")))]
+        sys.modules["deepspeed"] = ModuleType("deepspeed")
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a decorator of its own imports parts of torch that warn
+            loss = importlib.import_module("openrlhf.models.loss")
+        yield loss.PolicyLoss
+    finally:
+        for name in set(sys.modules) - set(before):
+            if name.split(".")[0] in ("openrlhf", "deepspeed"):
+                del sys.modules[name]
 
 
-def test_openrlhf(steps):
-    agree(steps, "openrlhf", openrlhf)
+@pytest.fixture
+def openrlhf(policy_loss):
+    """What OpenRLHF's loss gives of a batch."""
+
+    def of(mask, rollout, train, current, advantages, *_, policy_loss_type="ppo", eps_clip_low_high=(0.2, 0.2),
+           is_correction_enable=False):  # fmt: skip
+        # It gives vllm_kl where it corrects.
+        loss = policy_loss(
+            *eps_clip_low_high, policy_loss_type=policy_loss_type, vllm_is_truncated_threshold=[0.5, 2.0],
+            enable_vllm_is_correction=is_correction_enable or policy_loss_type == "ppo",
+        )  # fmt: skip
+        _, clip_ratio, ppo_kl, vllm_kl = loss(current, train, advantages, mask, rollout)
+        found = {"ppo_clip_ratio": clip_ratio, "ppo_kl": ppo_kl}
+        return found if vllm_kl is None else found | {"vllm_kl": vllm_kl}
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eps_clip_low_high": (0.05, 0.01)},
+        {"policy_loss_type": "gspo", "eps_clip_low_high": (0.001, 0.03)},
+        {"policy_loss_type": "gspo", "is_correction_enable": True},
+    ],
+    ids=["", "tight", "gspo", "corrected"],
+)
+def test_openrlhf(steps, openrlhf, options):
+    # OpenRLHF rounds what is clipped to float32.
+    agree(steps, "openrlhf", openrlhf, rel=1e-7, **options)
 
 
 @pytest.mark.parametrize("odd", [math.nan, -math.inf], ids=["nan", "cut"])
-def test_what_is_odd_passes_through(tmp_path, odd):
+def test_what_is_odd_passes_through(tmp_path, openrlhf, odd):
     given = batch(9, 0.1)
     given[3][0, 0] = odd
+    given[5][0, 1], given[1][0, 1] = math.nan, True
+    given[5][2, 0], given[1][2, 0] = math.inf, True
     record(tmp_path / "run", [given])
+    for name, expected in {"slime": slime, "nemo-rl": nemo_rl, "prime-rl": prime_rl, "openrlhf": openrlhf}.items():
+        agree((tmp_path / "run", [given]), name, expected, rel=1e-7 if name == "openrlhf" else 1e-9)
+
+
+@pytest.fixture
+def masked_out(tmp_path):
+    """A batch, and a trace of it with NaN and infinities on two tokens that do not count."""
+    sound, given = batch(9, 0.1), batch(9, 0.1)
+    out = np.argwhere(given[0] & ~given[1])
+    for values, (row, position) in zip(given[2:4], out, strict=False):
+        values[row, position] = math.nan
+    given[4][tuple(out[1])] = -math.inf
+    given[5][tuple(out[0])] = math.nan
+    record(tmp_path / "run", [sound, given])
+    return sound, given, tmp_path / "run"
+
+
+def test_what_lies_on_a_token_that_does_not_count_is_left_out(masked_out, openrlhf):
+    sound, given, path = masked_out
     for name, rendering in {"slime": slime, "nemo-rl": nemo_rl, "prime-rl": prime_rl, "openrlhf": openrlhf}.items():
-        agree((tmp_path / "run", [given]), name, rendering)
+        agree((path, [sound, sound]), name, rendering, rel=1e-7 if name == "openrlhf" else 1e-9)
+    assert all(openrlhf(*tensors(given))[name].isnan() for name in ("ppo_kl", "vllm_kl"))  # and so it logs
+
+
+def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_out, tmp_path):
+    *_, path = masked_out
+    for name in ("slime", "nemo-rl", "openrlhf"):
+        (told,) = likeness(path, like=name)[1:]
+        assert told.startswith("3 logprobs at 1 steps are NaN or infinite on tokens that do not count: ")
+        assert told.endswith("can be NaN; here such tokens are left out")
+    assert "do not count" not in " ".join(likeness(path, like="prime-rl"))  # which selects
+    given = batch(9, 0.1)
+    record(tmp_path / "sound", [given])
+    given[3][0, 0] = math.nan  # which counts, unless it is rejected
+    record(tmp_path / "odd", [given])
+    for name, options in {"slime": {"use_tis": True}, "nemo-rl": {"seq_logprob_error_threshold": 1.1}}.items():
+        assert likeness(tmp_path / "odd", like=name)[1:] == []
+        (told,) = likeness(tmp_path / "odd", like=name, **options)[1:]
+        assert told.startswith(
+            "1 logprobs at 1 steps are NaN or infinite on tokens that do not count or may be rejected"
+        )
+    assert [likeness(tmp_path / "sound", like=name)[1:] for name in ("slime", "nemo-rl", "openrlhf")] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("framework", "names"),
+    [("slime", "ppo_kl, ois"), ("openrlhf", "ppo_kl, ppo_clip_ratio"), ("nemo-rl", "approx_entropy, probs_ratio, ")],
+)
+def test_which_numbers_need_the_pass_inside_the_loss_is_said(tmp_path, framework, names):
+    record(tmp_path / "run", [batch(9, 0.1)], passes=("rollout", "train"))
+    (row,) = stats(tmp_path / "run", like=framework).dicts()
+    told = likeness(tmp_path / "run", like=framework)[1]
+    assert told.startswith(f"run: has no pass 'current', without which {names}")
+    null = told.removeprefix("run: has no pass 'current', without which ").removesuffix(" are NULL").split(", ")
+    assert {name for name, value in row.items() if value is None} == set(null)
+
+
+def test_without_the_trainer_s_entropies_their_ratio_to_the_mismatch_is_not_known(tmp_path):
+    record(tmp_path / "run", [batch(9, 0.1)], entropies=False)
+    (row,) = stats(tmp_path / "run", like="prime-rl").dicts()
+    assert {row["kl_ent_ratio/mean"], row["entropy/all/mean"], row["entropy/all/max"]} == {None}
+    assert likeness(tmp_path / "run", like="prime-rl")[2] == (
+        "run: has no entropy of pass 'train', without which entropy/all, kl_ent_ratio are NULL"
+    )
+
+
+def test_clips_without_advantages_are_not_known(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        added = recorder.add_sequences(step=1, prompt_ids=[[1]] * 2, response_ids=[[2, 3]] * 2, advantage=[1.0, None])
+        for name, logprob in {"rollout": -1.0, "train": -1.0, "current": -0.1}.items():
+            recorder.add_scores(name, added, logprobs=[[logprob] * 2] * 2)
+    (row,) = stats(tmp_path / "run", like="openrlhf").dicts()
+    assert row["ppo_clip_ratio"] is None
+    assert row["ppo_kl"] == pytest.approx(-0.9)
 
 
 def two_sequences(path):
@@ -251,7 +569,8 @@ def two_sequences(path):
     there = np.array([[True, True], [True, False]])
     rollout = np.full(there.shape, -1.0)
     train = rollout + np.log([[2.0, 2.0], [0.5, 1.0]])
-    record(path, [(there, there, rollout, train, train, np.ones(there.shape))], passes=("rollout", "train"))
+    ones = np.ones(there.shape)
+    record(path, [(there, there, rollout, train, train, ones, ones)], passes=("rollout", "train"))
     return path
 
 
@@ -313,7 +632,8 @@ def test_the_macros_give_the_same(steps):
     for name in FRAMEWORK_MACROS:
         query = f"SELECT * FROM {name.replace('-', '_')}_steps('train', 'rollout')"
         shown = stats(path, by="step", like=name)
-        assert sql(path, query).columns == shown.columns or name == "nemo-rl"  # which leaves is_oob_ratio away
+        whole = sql(path, query)  # with what the options do not ask for
+        assert whole.without(set(whole.columns) - set(shown.columns)).columns == shown.columns
         assert len(connection.execute(query).fetchall()) == len(shown)
     assert set(FRAMEWORK_MACROS) == set(FRAMEWORKS)
     with pytest.raises(InvalidOption, match="like: got 'other'; use verl"):
@@ -345,11 +665,35 @@ def test_the_macros_give_the_same(steps):
             {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
             "icepop needs truncated_importance_sampling_ratio_min",
         ),
+        ("slime", {"tis_mode": "mask"}, "tis_mode needs use_tis"),
+        ("slime", {"use_rs": False}, "use_rs needs use_tis"),
+        ("slime", {"use_tis": True, "rs_level": "row"}, "got 'row'; slime has token, sequence, geometric"),
+        ("slime", {"use_tis": True, "tis_level": "geometric"}, "slime has none of tis_level geometric; turn it off"),
+        (
+            "slime",
+            {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
+            "got 3; it lies below tis_upper_bound",
+        ),
+        ("slime", {"use_tis": True, "rs_lower_bound": 3.0}, "rs_lower_bound: got 3; it lies below rs_upper_bound, 2"),
+        ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; give a number above 0"),
+        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; give a ratio, or 0 for none"),
         ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; it is 1 or more"),
+        ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; give a number from 0 on"),
+        (
+            "nemo-rl",
+            {
+                "seq_logprob_error_threshold": 1.1,
+                "sequence_level_importance_ratios": True,
+                "train_micro_batch_size": 4,
+            },
+            "depends on which sequences shared a micro-batch",
+        ),
+        ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
+        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); give two numbers"),
         ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; give a difference of probabilities"),
     ],
 )
 def test_options_of_another_framework_or_without_sense_are_refused(tmp_path, framework, options, message):
     make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match=message):
+    with pytest.raises(InvalidOption, match=re.escape(message)):
         stats(tmp_path / "run", like=framework, **options)

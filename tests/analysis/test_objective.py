@@ -33,7 +33,25 @@ LOSSES = {
     ),
     "rloo": Loss(level="sequence_sum", aggregation="sequence", correction="sequence_truncate", correction_high=1.2),
     "cispo": Loss(kind="cispo", clip_high=1.15),
+    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0, aggregation="sequence_mean"),
+    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_k_neg=1.5),
+    "vespo_masked": Loss(
+        kind="vespo", level="sequence_sum", correction="token_mask", correction_high=1.2, correction_low=0.8
+    ),
+    "vespo_truncated": Loss(
+        kind="vespo", level="sequence_sum", correction="sequence_truncate", correction_high=1.2, denominator="current"
+    ),
 }
+
+
+SMOOTH = (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 
 
 def make(seed, rows=12, width=9, spread=0.15, by_token=False, holes=True):
@@ -80,6 +98,8 @@ def write(path, steps, loss=None, passes=("rollout", "train", "current"), advant
 def options_of(loss):
     """A loss as options of `objective`."""
     name = {"sequence_mean": "gspo", "sequence_sum": "rloo"}.get(loss.level, loss.kind)
+    if loss.kind == "vespo":
+        name = "vespo"
     names = (
         "clip_low",
         "clip_high",
@@ -89,6 +109,7 @@ def options_of(loss):
         "correction",
         "correction_low",
         "correction_high",
+        *SMOOTH,
     )
     return {"loss": name} | {option: getattr(loss, option) for option in names}
 
@@ -115,12 +136,23 @@ def f(loss, ratio, advantage):
         return ratio * advantage
     if loss.kind == "cispo":
         return min(ratio, loss.clip_high) * advantage
+    if loss.kind == "sapo":
+        tau = loss.sapo_temperature_pos if advantage > 0 else loss.sapo_temperature_neg
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    if loss.kind == "vespo":
+        power, decay = (
+            (loss.vespo_k_pos, loss.vespo_lambda_pos) if advantage >= 0 else (loss.vespo_k_neg, loss.vespo_lambda_neg)
+        )
+        w = min(max(ratio, 1e-8), math.exp(20))
+        return math.exp(decay) * w**power * math.exp(-decay * w) * advantage
     free = min(ratio, loss.clip_hard or math.inf)
     return min(free * advantage, max(min(ratio, 1 + loss.clip_high), 1 - loss.clip_low) * advantage)
 
 
 def clips(loss, ratio, advantage):
     """Whether a small change of the ratio changes nothing, or for cispo not the weight."""
+    if loss.kind in ("sapo", "vespo"):
+        return False
     steps = [f(loss, ratio * factor, advantage) for factor in (1 - 1e-7, 1 + 1e-7)]
     return advantage != 0 and abs(steps[0] - steps[1]) < 1e-12 * abs(advantage)
 
@@ -154,29 +186,38 @@ def plain_sequence(loss, batch, row, iteration):
     used = {"train": used, "rollout": true, "current": np.ones_like(true)}[loss.denominator]
     ratio = np.exp(d) if loss.correction.startswith("token") else np.full(len(d), np.exp(d.sum()))
     weights = [weight_of(loss, one) for one in ratio]
+    if loss.kind == "vespo" and loss.correction != "none" and len(d):  # in the ratio
+        product = math.prod(max(one, 1e-8) for one in (weights if loss.correction.startswith("token") else weights[:1]))
+        weights = [f(loss, used[0] * product, a) / f(loss, used[0], a) if a else 1.0 for a in advantage]
     return list(zip(advantage, d, drift, true, used, weights, rollout, train, current, strict=True))
 
 
 def expected(loss, batch, iteration):
-    """The figures of one update, token by token."""
-    sequences = [plain_sequence(loss, batch, row, iteration) for row in range(len(batch["mask"]))]
+    """The figures of one update, token by token; the loss divides by every row, and by every token that its mask counts."""
+    num_rows = len(batch["mask"])
+    num_counted = sum(mask.sum() for mask in batch["mask"])
+    sequences = [plain_sequence(loss, batch, row, iteration) for row in range(num_rows)]
+    counted = [mask.sum() for mask, tokens in zip(batch["mask"], sequences, strict=True) if tokens]
     sequences = [tokens for tokens in sequences if tokens]
     num_tokens = sum(len(tokens) for tokens in sequences)
-    found = dict.fromkeys(("bias", "bias_positive", "bias_negative", "abs_bias", "size", "uncorrected_bias"), 0.0)
-    for rows in sequences:
+    found = dict.fromkeys(
+        ("bias", "bias_positive", "bias_negative", "abs_bias", "size", "used", "uncorrected_bias"), 0.0
+    )
+    for rows, num_own in zip(sequences, counted, strict=True):
         each = {
-            "token_mean": 1 / num_tokens, "sequence_mean": 1 / len(rows) / len(sequences), "sequence_sum": 1 / len(sequences),
-            "sequence": 1 / len(rows) / len(sequences), "constant": 1 / len(sequences) / (loss.max_tokens or 1),
+            "token_mean": 1 / num_counted, "sequence_mean": 1 / num_own / num_rows, "sequence_sum": 1 / num_rows,
+            "sequence": 1 / len(rows) / num_rows, "constant": 1 / num_rows / (loss.max_tokens or 1),
         }[loss.aggregation]  # fmt: skip
         terms = []
         for advantage, _, _, true, used, weight, *_ in rows:
             if math.isfinite(advantage):
                 true_term, used_term = f(loss, true, advantage), f(loss, used, advantage)
-                terms.append((advantage, true_term, used_term, weight * used_term - true_term))
+                terms.append((advantage, true_term, used_term, weight * used_term - true_term, weight * used_term))
         if loss.level != "token" and terms:  # one term a sequence: its tokens share everything
-            mean = [np.mean([term[i] for term in terms]) for i in range(4)]
+            mean = [np.mean([term[i] for term in terms]) for i in range(5)]
             terms = [tuple(mean)] * len(terms)
-        for advantage, true_term, used_term, b in terms:
+        for advantage, true_term, used_term, b, applied in terms:
+            found["used"] += each * applied
             found["bias"] += each * b
             found["abs_bias"] += each * abs(b)
             found["size"] += each * abs(true_term)
@@ -187,7 +228,7 @@ def expected(loss, batch, iteration):
     tokens = [token for rows in sequences for token in rows]
     d, drift = (np.array([token[i] for token in tokens]) for i in (1, 2))
     found |= {
-        "num_tokens": num_tokens, "num_sequences": len(sequences), "mean_d": d.mean(), "mean_abs_d": np.abs(d).mean(),
+        "num_tokens": num_tokens, "num_sequences": len(sequences), "num_rows": num_rows, "mean_d": d.mean(), "mean_abs_d": np.abs(d).mean(),
         "var_d": d.var(), "var_drift": drift.var(), "cov_d_drift": np.mean(d * drift) - d.mean() * drift.mean(),
         "var_total": (d + drift).var(), "share_mismatch": (d**2).sum() / ((d**2).sum() + (drift**2).sum()),
         "mean_abs_sum_d": np.mean([abs(sum(token[1] for token in rows)) for rows in sequences]),
@@ -243,7 +284,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
     if loss.kind == "ppo_clip":
         held = np.minimum(ratio, loss.clip_hard or np.inf) * a
         assert contribution(loss, ratio, a)[0] <= held[0]
-    if not is_clipped(loss, ratio, a)[0] and loss.kind != "reinforce":
+    if not is_clipped(loss, ratio, a)[0] and loss.kind in ("ppo_clip", "cispo"):
         assert contribution(loss, ratio, a)[0] == pytest.approx(free[0], rel=1e-12)
     # REINFORCE: b = A (rho_used - rho*), and the full weight takes it away.
     plain = Loss(kind="reinforce", correction="token_truncate")
@@ -258,7 +299,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
 def test_without_mismatch_nothing_is_bent(exact, name):
     found = objective(exact, **options_of(LOSSES[name]) | {"denominator": "train", "correction": "none"})
     assert {found.value(figure) for figure in ("bias", "abs_bias", "cov_weighed_d")} == {0.0}
-    assert found.value("flipped") == (None if LOSSES[name].kind == "reinforce" else 0)
+    assert found.value("flipped") == (0 if LOSSES[name].has_clip else None)
     assert found.value("var_d") == 0
     assert found.value("var_drift") > 0
     assert found.concentration is None
@@ -340,7 +381,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_sql_gives_the_same(opened, name):
-    loss, (_, database) = LOSSES[name], opened[False]
+    loss, (steps, database) = LOSSES[name], opened[False]
     # SQL counts tokens alike, so that is asked of both.
     rows = objective(database, **options_of(loss) | {"aggregation": "token_mean"}).steps.dicts()
     names = (
@@ -353,6 +394,7 @@ def test_sql_gives_the_same(opened, name):
         "correction",
         "correction_low",
         "correction_high",
+        *SMOOTH,
     )
     options = ", ".join(
         f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
@@ -361,7 +403,8 @@ def test_sql_gives_the_same(opened, name):
     found = database.ask(f"FROM objective_steps('train', 'rollout', 'current', {options})").dicts()
     assert len(found) == len(rows) == 4
     for row, of_sql in zip(rows, found, strict=True):
-        share = of_sql["num_tokens"] / row["num_tokens"]  # the loss's mean is over tokens without an advantage, too
+        # The loss's mean is over every token that its mask counts, also those without an advantage or a finite logprob.
+        share = of_sql["num_tokens"] / sum(mask.sum() for mask in steps[row["step"] - 1]["mask"])
         assert row["bias"] == pytest.approx(of_sql["mean_bias"] * share, rel=1e-9, abs=1e-14)
         assert row["bias_positive"] == pytest.approx(of_sql["mean_bias_positive"] * share, rel=1e-9, abs=1e-14)
         assert row["relative_bias"] == pytest.approx(of_sql["relative_bias"], rel=1e-9, abs=1e-14)
@@ -371,6 +414,82 @@ def test_sql_gives_the_same(opened, name):
             flipped = of_sql["flipped_to_clipped"] + of_sql["flipped_to_free"]
             assert row.get("flipped", 0.0) == pytest.approx(flipped, rel=1e-9)
             assert row["cov_weighed_d"] == pytest.approx(of_sql["cov_weighed_d"], rel=1e-9, abs=1e-14)
+
+
+HARD = [Loss(clip_low=0.1, clip_high=0.3, clip_hard=hard) for hard in (0.5, 1.05, 1.3, 1.6)]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), *HARD])
+def test_terms_and_the_clip_rule_are_the_same_in_sql(opened, loss):
+    database = opened[False][1]
+    database.define_objective()
+    ratio, advantage = (grid.ravel() for grid in np.meshgrid(np.arange(1, 400) / 150, [-1.5, 0.0, 0.5]))
+    clip = {"kind": loss.kind} | {name: getattr(loss, name) for name in ("clip_low", "clip_high", "clip_hard")}
+    texts = [
+        ", ".join(f"{name} := {'NULL' if value is None else repr(value)}" for name, value in options.items())
+        for options in (clip | {name: getattr(loss, name) for name in SMOOTH}, clip)
+    ]
+    rows = ", ".join(f"({r!r}::DOUBLE, {a!r}::DOUBLE)" for r, a in zip(ratio.tolist(), advantage.tolist(), strict=True))
+    found = database.ask(
+        f"SELECT loss_term(r, a, {texts[0]}) AS term, loss_clips(r, a, {texts[1]}) AS clips FROM (VALUES {rows}) AS t(r, a)"
+    ).rows
+    terms = contribution(loss, ratio, advantage)
+    assert [term for term, _ in found] == pytest.approx(terms, rel=1e-12, abs=1e-300)
+    clipped = is_clipped(loss, ratio, advantage)
+    assert [clips for _, clips in found] == clipped.tolist()
+    if loss.kind == "ppo_clip":
+        # The rule is that the term stands still; away from the bounds themselves, where it turns.
+        moved = [contribution(loss, ratio * factor, advantage) for factor in (1 - 1e-6, 1 + 1e-6)]
+        bounds = [1 - loss.clip_low, 1 + loss.clip_high, loss.clip_hard or 1.0]
+        inside = np.min(np.abs(ratio[:, None] - bounds), axis=1) > 1e-5
+        still = (moved[0] == moved[1]) & (advantage != 0)
+        assert np.array_equal(clipped[inside], still[inside])
+
+
+def test_sapo_and_vespo_by_hand(tmp_path):
+    # rho* = 0.55 / 0.4 = 1.375, used 1.1; tau = 1: 4 sigmoid(0.375) = 2.3706664, 4 sigmoid(0.1) = 2.0999167
+    logprobs = [math.log(0.4)], [math.log(0.5)], [math.log(0.55)]
+    found = objective(one_sequence(tmp_path / "sapo", *logprobs, loss=Loss(kind="sapo")))
+    assert found.value("used") == pytest.approx(2.0999167, abs=1e-6)
+    assert found.value("bias") == pytest.approx(2.0999167 - 2.3706664, abs=1e-6)
+    # A < 0: k = 3, lambda = 2: phi(1.1) = 1.331 exp(-0.2) = 1.0897306, phi(1.375) = 1.375^3 exp(-0.75) = 1.2279685.
+    vespo = Loss(kind="vespo", level="sequence_sum")
+    found = objective(one_sequence(tmp_path / "vespo", *logprobs, advantage=-2.0, loss=vespo))
+    assert found.value("used") == pytest.approx(-2 * 1.0897306, abs=1e-6)
+    assert found.value("bias") == pytest.approx(-2 * (1.0897306 - 1.2279685), abs=1e-6)
+    assert "clipped" not in found.figures
+    assert "first_order" not in found.figures
+    assert "vespo has no clip: its weight falls without a bound, so that nothing counts as clipped" in found.notes
+    assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
+
+
+def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
+    """Five rows went through the loss: one masked, one without a token, one without the engine's logprobs. A sixth did not."""
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_loss(Loss(kind="reinforce", aggregation="sequence_mean"))
+        ids = [[1, 1], [1, 1], [1], [], [1, 1], [1]]
+        mask = [[1, 1], [1, 0], [0], [], [1, 1], [1]]
+        batch = recorder.add_sequences(step=1, response_ids=ids, response_mask=mask, advantage=[1.0] * 6)
+        values = [[-1.0] * len(row) for row in ids]
+        recorder.add_scores("rollout", batch, rows=[0, 1, 2, 3, 5], logprobs=[values[row] for row in (0, 1, 2, 3, 5)])
+        recorder.add_scores("train", batch, rows=range(5), logprobs=[[-1.5] * len(row) for row in ids[:5]])
+    found = objective(tmp_path / "run")
+    bias = 1 - math.exp(-0.5)
+    assert found.value("bias") == pytest.approx(2 * bias / 5)
+    assert (found.num_rows, found.num_sequences, found.num_tokens) == (5, 2, 3)
+    # Of a mean over tokens the five that the mask counts.
+    assert objective(tmp_path / "run", aggregation="token_mean").value("bias") == pytest.approx(3 * bias / 5)
+    shares = connect(tmp_path / "run").sql(
+        "SELECT num_tokens, num_rows, share FROM loss_shares('train') ORDER BY seq_id"
+    )
+    assert shares.fetchall() == [(2, 5, 0.2), (1, 5, 0.2), (0, 5, 0.2), (0, 5, 0.2), (2, 5, 0.2)]
+
+
+def test_micro_batches_that_were_not_recorded_are_said(tmp_path):
+    trace = write(tmp_path / "run", [make(19)], Loss(aggregation="micro_token_mean"))
+    found = objective(trace)
+    assert any("does not say which rows were one micro-batch" in note for note in found.notes)
+    assert found.value("bias") == objective(trace, aggregation="token_mean").value("bias")
 
 
 def test_the_named_query_is_the_same_with_a_clip_of_a_fifth(tmp_path):
@@ -523,7 +642,9 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "sapo"}, "loss: got 'sapo'; use ppo_clip, reinforce, gspo, rloo, cispo"),
+        ({"loss": "ipo"}, "loss: got 'ipo'; use ppo_clip, reinforce, gspo, rloo, cispo, sapo, vespo"),
+        ({"vespo_k_pos": -1.0}, "vespo-k-pos: got -1.0"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg 0.0; give a number above 0"),
         ({"denominator": "old"}, "denominator 'old' is unknown; use train, rollout, current"),
         ({"correction": "tis"}, "correction 'tis' is unknown; use none, token_truncate"),
         ({"clip_low": -0.1}, "clip-low: got -0.1"),
@@ -537,12 +658,12 @@ def test_options_that_cannot_be_are_refused(opened, options, message):
 
 def test_a_recorded_loss_that_cannot_be_read_is_said(tmp_path):
     with Recorder(tmp_path / "strange") as recorder:
-        recorder.add_hyperparameters({"loss/kind": "sapo"})
+        recorder.add_hyperparameters({"loss/kind": "ipo"})
         recorder.add_scores(
             "train", recorder.add_sequences(step=1, response_ids=[[1]], advantage=[1.0]), logprobs=[[-1.0]]
         )
     found = objective(tmp_path / "strange")
-    assert "cannot be read (loss: kind 'sapo' is unknown" in found.loss_from
+    assert "cannot be read (loss: kind 'ipo' is unknown" in found.loss_from
     assert found.loss == Loss()
 
 
@@ -639,6 +760,8 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path):
         (step, iteration) for step in (1, 2, 3) for iteration in (0, 1)
     ]
     assert told["loss"]["clip_high"] == 0.3
+    soft = tim_trace("objective", trace, "--loss", "sapo", "--sapo-temperature-pos", "2.5", "--json").json()
+    assert soft["figures"]["used"]["value"] == objective(trace, loss="sapo", sapo_temperature_pos=2.5).value("used")
     by_step = objective_text(objective(trace, loss="reinforce"), by="step")
     assert "Worst steps" not in by_step
     assert "what it is" not in by_step

@@ -104,7 +104,7 @@ def test_a_session_answers_several_queries(trace):
 def test_a_live_trace_s_journal_is_read_in_a_confined_session(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2]])
-        recorder.writer.drain()
+        recorder.flush()
         assert sql(tmp_path / "run", "SELECT count(*) FROM tokens").rows == [(2,)]
 
 

@@ -61,7 +61,7 @@ def test_a_trace_whose_journal_was_copied_too_is_read_whole(tmp_path):
     memory = fsspec.filesystem("memory")
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
-        recorder.writer.drain()
+        recorder.flush()
         memory.put(str(tmp_path / "run"), "/live", recursive=True)
     try:
         assert info("memory://live").num_response_tokens == 3

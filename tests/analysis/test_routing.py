@@ -3,13 +3,13 @@
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from builders import make_trace
+from builders import as_first_format, make_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
-from tim_trace.schemas.errors import DamagedTrace, InvalidQuery, InvalidRecord
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing, read_routing
 from tim_trace.tracer.store import Store
@@ -47,7 +47,7 @@ def rows(trace, query):
 @pytest.mark.parametrize("close", [True, False], ids=["sealed", "journal"])
 def test_agreement_worked_by_hand(tmp_path, close):
     recorder = make_routed(tmp_path / "run", close=close)
-    recorder.writer.drain()
+    recorder.flush()
     # Layer 3: the same experts for all four tokens, in one of them in other slots; their weights differ there by 0.25
     # each: |0.5 - 0.25| of expert 0 and |0.5 - 0.75| of expert 1, over eight common experts.
     # Layer 7: three tokens that both routed: all, one and none of two experts in common. |0.5 - 0.25|, |0.5 - 0.75| and
@@ -82,7 +82,7 @@ def test_rows_of_many_batches_come_back_each_by_itself(tmp_path, close):
         recorder.add_scores("train", batch, logprobs=logprobs, routing=Routing(expert_ids=ids, expert_weights=weights))
         cuts = np.cumsum(lengths.sum(axis=1))[:-1]
         given |= dict(zip(names, zip(np.split(ids, cuts), np.split(weights, cuts), strict=True), strict=True))
-    recorder.close() if close else recorder.writer.drain()
+    recorder.close() if close else recorder.flush()
     query = """SELECT seq_id, routing, routing_start, num_prompt_tokens + num_response_tokens
         FROM scores JOIN sequences USING (step, seq_id) ORDER BY hash(seq_id)"""
     found = rows(tmp_path / "run", query)
@@ -107,7 +107,7 @@ def test_a_confined_query_may_compare_routing_and_reads_nothing_else(tmp_path):
     for run, wrong in (("run", f"{group}/../../../../other"), ("other", group)):
         with pytest.raises(InvalidQuery, match="has no such rows"):
             sql(tmp_path / "run", f"SELECT routing_sums_of('{run}', '{wrong}', {start}, '{group}', {start}, 4)")
-    with pytest.raises(InvalidQuery, match="holds no routing of rows 2 to 6"):
+    with pytest.raises(InvalidQuery, match="has 4 rows, and scores name rows 2 to 6"):
         sql(tmp_path / "run", f"SELECT routing_sums_of('run', '{group}', 2, '{group}', 2, 4)")
 
 
@@ -116,7 +116,10 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
 
     make_routed(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "dense")
-    with pytest.raises(DamagedTrace, match="is not there; scores name it"):
+    with (
+        pytest.warns(DamageWarning, match="is missing"),
+        pytest.raises(DamagedTrace, match="is not there; scores name it"),
+    ):
         stats(tmp_path / "run")
 
 
@@ -146,6 +149,7 @@ def test_a_pass_has_one_form_of_routing(tmp_path):
 
 def test_files_of_before_routing_are_read_beside_new_ones(tmp_path):
     make_trace(tmp_path / "run")
+    as_first_format(tmp_path / "run")
     (path,) = (tmp_path / "run" / "scores").iterdir()
     old = path.with_name("old-000000.parquet")
     table = pq.read_table(path)

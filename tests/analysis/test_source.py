@@ -1,56 +1,106 @@
+import json
 import shutil
+import warnings
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import make_trace, tim_trace
+from builders import add_step, make_batch, tim_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.source import open_source
-from tim_trace.schemas.errors import DamagedTrace, NewerTrace, TraceNotFound
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, NewerTrace, TraceNotFound
+from tim_trace.tracer.recorder import Recorder
 
 
 @pytest.fixture
 def trace(tmp_path):
-    make_trace(tmp_path / "run", steps=2)
-    make_trace(tmp_path / "other", steps=3, first=11)
-    # Two writers' files in one trace.
-    for table in ("sequences", "scores", "metrics"):
-        (file,) = (tmp_path / "other" / table).glob("*.parquet")
-        shutil.copy(file, tmp_path / "run" / table / "other-000000.parquet")
+    """A trace of two writers: one recorded steps 1 and 2, the other steps 11 to 13, four sequences each."""
+    for steps in ((1, 2), (11, 12, 13)):
+        with Recorder(tmp_path / "run", resume=True) as recorder:
+            for step in steps:
+                add_step(recorder, step, make_batch(seed=step), seq_ids=[f"{step}-{row}" for row in range(4)])
+                recorder.add_metrics(step, {"loss": 0.5})
     return tmp_path / "run"
 
 
-def check_readable(trace, rows):
-    assert connect(trace).execute("SELECT count(*) FROM scores").fetchone() == (rows,)
+def file_of(trace, table, steps):
+    """The file of a table that the writer of so many steps wrote."""
+    files = {
+        pq.read_table(file, columns=["step"])["step"].unique().to_pylist()[0]: file
+        for file in (trace / table).glob("*.parquet")
+    }
+    return files[1 if steps == 2 else 11]
+
+
+def check_readable(trace, rows, *, damaged=False):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert connect(trace).execute("SELECT count(*) FROM scores").fetchone() == (rows,)
+    assert any(issubclass(one.category, DamageWarning) for one in told) == damaged
+    done = tim_trace("stats", trace, "--json")
+    assert done.code == 0
+    found = json.loads(done.stdout)
+    assert bool(found["damaged"]) == damaged
+    assert all(sentence in done.stderr for sentence in found["damaged"])
+    for command, sound in (("check", (0, 1)), ("gate", (0,))):  # whether the comparison is valid matters not here
+        options = ["--fail-on", "tim.k3>1e9"] if command == "gate" else []
+        refused = tim_trace(command, trace, *options)
+        assert refused.code in ((2,) if damaged else sound), refused.stderr
+        assert ("--partial" in refused.stderr) == damaged
+        assert tim_trace(command, trace, *options, "--partial").code in sound
     assert tim_trace("info", trace).code == 0
-    assert tim_trace("stats", trace).code == 0
+    assert tim_trace("verify", trace).code == (2 if damaged else 0)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 50, -1])
 def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
-    (file,) = (trace / "scores").glob("p*.parquet")
+    file = file_of(trace, "scores", 2)
     file.write_bytes(file.read_bytes()[:cut])
     (sentence,) = info(str(trace)).damaged
-    assert f"scores/{file.name}: not readable as Parquet" in sentence
+    assert f"scores/{file.name}: has" in sentence
+    assert "bytes where its writer wrote" in sentence
     assert "restore the file from a copy" in sentence
-    check_readable(trace, 24)
+    assert "(16 rows of steps 1 to 2)" in sentence
+    check_readable(trace, 24, damaged=True)
 
 
-def test_a_foreign_parquet_file_is_named_and_the_rest_is_read(trace):
-    pq.write_table(pa.table({"a": [1]}), trace / "scores" / "x-000000.parquet")
+def test_a_file_that_is_gone_is_named_with_what_is_lost(trace):
+    file = file_of(trace, "scores", 2)
+    file.unlink()
     (sentence,) = info(str(trace)).damaged
-    assert "scores/x-000000.parquet: lacks the columns pass, step" in sentence
+    assert f"scores/{file.name}: is missing (16 rows of steps 1 to 2)" in sentence
+    check_readable(trace, 24, damaged=True)
+
+
+def test_a_copy_under_another_name_does_not_count(trace):
+    for table in ("sequences", "scores"):
+        file = file_of(trace, table, 2)
+        shutil.copy(file, trace / table / f"{file.name[:-14]}000007.parquet")
+        shutil.copy(file, trace / table / "other-000000.parquet")
+    check_readable(trace, 40, damaged=True)  # of the writer `other` nobody knows what it wrote
+    for table in ("sequences", "scores"):
+        (trace / table / "other-000000.parquet").unlink()
+    assert len(info(str(trace)).ignored) == 2
     check_readable(trace, 40)
 
 
-def test_a_file_with_columns_of_another_type_is_named(trace):
-    (file,) = (trace / "scores").glob("other*.parquet")
-    table = pq.read_table(file)
-    changed = table.set_column(table.schema.get_field_index("step"), "step", table["step"].cast(pa.string()))
-    pq.write_table(changed, file)
+def test_two_files_that_were_exchanged_are_named(trace):
+    one, other = file_of(trace, "scores", 2), file_of(trace, "scores", 3)
+    a, b = one.read_bytes(), other.read_bytes()
+    one.write_bytes(b)
+    other.write_bytes(a)
+    assert len(info(str(trace)).damaged) == 2
+    with pytest.warns(DamageWarning):
+        assert connect(trace).execute("SELECT count(*) FROM scores").fetchone() == (0,)
+
+
+def test_without_its_state_a_writer_s_files_are_read_and_that_is_said(trace):
+    writer = file_of(trace, "scores", 2).name[:-15]
+    (trace / "writers" / f"{writer}.json").unlink()
     (sentence,) = info(str(trace)).damaged
-    assert "has columns of other types: step" in sentence
+    assert f"writers/{writer}.json: is missing or damaged" in sentence
+    check_readable(trace, 40, damaged=True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +110,7 @@ def test_foreign_files_do_no_harm(trace, name):
     (trace / name).parent.mkdir(exist_ok=True)
     (trace / name).write_text("hello")
     check_readable(trace, 40)
-    assert all(name in sentence for sentence in info(str(trace)).damaged)
+    assert all(name in sentence for sentence in info(str(trace)).ignored)
 
 
 def test_a_foreign_journal_is_named_and_the_rest_is_read(trace):
@@ -68,31 +118,32 @@ def test_a_foreign_journal_is_named_and_the_rest_is_read(trace):
     (trace / "journal" / "w-000000.scores.arrows").write_bytes(b"not Arrow at all" * 9)
     (sentence,) = info(str(trace)).damaged
     assert "journal/w-000000.scores.arrows" in sentence
-    check_readable(trace, 40)
+    check_readable(trace, 40, damaged=True)
 
 
 def test_a_broken_writer_state_or_contract_is_named(trace):
+    with Recorder(trace, resume=True) as recorder:
+        recorder.add_contract("train", {"engine": "trl"})
     (trace / "writers" / "x.json").write_text("{")
-    (trace / "passes" / "train" / "x.json").write_text("{}")
+    (contract,) = (trace / "passes" / "train").iterdir()
+    contract.write_text(contract.read_text().replace("trl", "mrl"))
     damaged = info(str(trace)).damaged
-    assert [any(name in sentence for sentence in damaged) for name in ("writers/x.json", "passes/train/x.json")] == [
-        True
-    ] * 2
-    check_readable(trace, 40)
+    assert ["writers/x.json" in damaged[0], "is not the contract that its name stands for" in damaged[1]] == [True] * 2
+    check_readable(trace, 40, damaged=True)
 
 
 def test_damaged_sums_are_passed_over_and_made_anew(trace):
     wanted = tim_trace("stats", trace, "--json").json()
     for file in (trace / "sums").iterdir():
         file.write_bytes(b"x")
+    assert len(info(str(trace)).ignored) == 3
     assert tim_trace("stats", trace, "--json").json() == wanted
-    assert len(info(str(trace)).damaged) == 3
+    assert info(str(trace)).ignored == ()
 
 
 def test_sums_of_files_that_are_gone_are_not_used(trace):
     tim_trace("stats", trace)
-    (file,) = (trace / "scores").glob("other*.parquet")
-    file.unlink()
+    file_of(trace, "scores", 3).unlink()
     (row,) = tim_trace("stats", trace, "--json").json()
     assert row["num_sequences"] == 8
 
@@ -100,6 +151,21 @@ def test_sums_of_files_that_are_gone_are_not_used(trace):
 def test_half_written_files_are_not_seen(trace):
     (trace / "scores" / ".tmp-1234-x-000000.parquet").write_bytes(b"half")
     assert info(str(trace)).damaged == ()
+
+
+def test_files_of_the_first_format_are_checked_as_far_as_they_go(trace_v1):
+    found = info(str(trace_v1))
+    assert not found.has_checksums
+    (file,) = (trace_v1 / "scores").glob("*.parquet")
+    table = pq.read_table(file)
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("step"), "step", table["step"].cast(pa.string())), file
+    )
+    (sentence,) = info(str(trace_v1)).damaged
+    assert "has columns of other types: step" in sentence
+    pq.write_table(pa.table({"a": [1]}), file)
+    (sentence,) = info(str(trace_v1)).damaged
+    assert "lacks the columns pass, step" in sentence
 
 
 def test_no_trace_is_told_apart_from_nothing(tmp_path):

@@ -24,6 +24,8 @@ LOSSES = {
     "current": Loss(denominator="current"),
     "reinforce": Loss(kind="reinforce"),
     "cispo": Loss(kind="cispo", clip_high=1.05),
+    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0),
+    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_lambda_pos=1.5),
     "gspo": Loss(level="sequence_mean", clip_low=0.02, clip_high=0.03),
     "rloo": Loss(level="sequence_sum", aggregation="sequence"),
 }

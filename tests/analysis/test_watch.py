@@ -71,7 +71,7 @@ def test_what_is_kept_of_steps_is_what_a_whole_reading_gives(tmp_path, seal_byte
                 recorder.add_metrics(step, {"entropy": 1.5})
             add(recorder, step, passes=("rollout", "train", "current") if step > 2 else ("rollout", "train"))
             recorder.add_metrics(step, {"grad_norm": math.inf if step == 5 else 0.5 * step})
-            recorder.writer.drain()
+            recorder.flush()
             while (seen := watcher.look()).num_unread_steps:
                 pass
             if step in (3, 4, 5):
@@ -97,16 +97,16 @@ def test_only_steps_that_have_grown_are_read_again(tmp_path):
     with Recorder(tmp_path / "run", join=True) as recorder, Recorder(tmp_path / "run", join=True) as late:
         for step in (1, 2, 3):
             add(recorder, step)
-        recorder.writer.drain()
+        recorder.flush()
         assert pending() == [3, 2, 1]
         assert pending() == []
         added = add(recorder, 4, passes=("rollout",))
         late.add_sequences(step=2, response_ids=[[1, 2]], seq_ids=["late"], reward=[1.0])
-        recorder.writer.drain()
-        late.writer.drain()
+        recorder.flush()
+        late.flush()
         assert pending() == [4, 2]
         recorder.add_scores("train", added, logprobs=make_batch(8, seed=4)["train"])
-        recorder.writer.drain()
+        recorder.flush()
         assert pending() == [4]
     assert pending() == []
     whole = read_series(tmp_path / "run")
@@ -189,7 +189,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
         seen = next(views)
         assert (seen.state, seen.notes) == ("live", ("no sequence is recorded yet",))
         add(recorder, 1)
-        recorder.writer.drain()
+        recorder.flush()
         assert next(views).last_step == 1
     *_, last = views
     assert last.is_over
@@ -441,7 +441,7 @@ def test_json_has_every_digit_of_the_latest_steps(collapsing, seen):
 def test_without_a_terminal_one_view_is_printed(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add(recorder, 1)
-        recorder.writer.drain()
+        recorder.flush()
         done = tim_trace("watch", tmp_path / "run")
     assert done.code == 0
     assert "LIVE" in done.stdout
@@ -487,7 +487,7 @@ def test_on_a_terminal_it_ends_with_the_recording_and_leaves_the_last_view(tmp_p
 def test_ctrl_c_ends_the_view_and_not_the_recording(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add(recorder, 1)
-        recorder.writer.drain()
+        recorder.flush()
         code, output = on_terminal("watch", tmp_path / "run", "--every", "0.2", interrupt_when=b"LATEST STEPS")
         assert code == 0
         assert "LIVE" in output.split("\x1b[?1049l")[1]

@@ -27,5 +27,5 @@ while True:
     dense = {"distribution": top, "captured_rows": range(16)} if capture != "logprobs" else {}
     recorder.add_scores("train", added, logprobs=batch["train"], **dense)
     recorder.add_metrics(step, {"loss": step})
-    recorder.writer.drain()
+    recorder.flush()
     print(step, flush=True)

@@ -11,10 +11,10 @@ from tim_trace.tracer.recorder import Recorder
 
 path, limit = sys.argv[1], int(sys.argv[2])
 with Recorder(path) as recorder:
-    recorder.writer.drain()
+    recorder.flush()
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     for step in range(1, 2001):
         add_step(recorder, step, make_batch(rows=8, seed=step))
-    recorder.writer.drain()
+    recorder.flush()
 print("trained to the end")

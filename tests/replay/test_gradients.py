@@ -31,6 +31,8 @@ OF_CISPO = {
     "loss_type": "cispo", "epsilon_high": 5.0, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
     "per_device_train_batch_size": 4,
 }  # fmt: skip
+OF_SAPO = {"loss_type": "sapo", "num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+OF_VESPO = OF_SAPO | {"loss_type": "vespo", "beta": 0.1, "use_bias_correction_kl": True}
 OF_RLOO = {
     "beta": 0.05, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 4,
 }  # fmt: skip
@@ -44,10 +46,12 @@ OF_RLOO = {
         (("--steps", "4"), OFF_POLICY, [(1, 0), (1, 1), (3, 2), (3, 3)]),
         ((), OF_GRPO, [(1, 0), (2, 1), (3, 2)]),
         (("--steps", "4"), OF_CISPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
+        (("--steps", "4"), OF_SAPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
+        (("--steps", "4"), OF_VESPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
         (("--trainer", "rloo"), OF_RLOO, [(1, 0), (1, 1), (3, 2)]),
         ((), {"bf16": True}, [(1, 0), (2, 1), (3, 2)]),
     ],
-    ids=["dapo", "off-policy-kl", "grpo-accumulation", "cispo", "rloo", "mixed-precision"],
+    ids=["dapo", "off-policy-kl", "grpo-accumulation", "cispo", "sapo", "vespo", "rloo", "mixed-precision"],
 )
 def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config, updates):
     run = train(*arguments, capture="logprobs", **({"config": config} if config else {}))

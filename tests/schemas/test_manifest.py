@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from tim_trace.schemas.documents import to_document
 from tim_trace.schemas.errors import DamagedTrace, NewerTrace
 from tim_trace.schemas.manifest import FORMAT_VERSION, Manifest, parse_manifest
 
@@ -10,13 +11,13 @@ MANIFEST = Manifest(
 
 
 def test_a_manifest_reads_back_as_it_was_written():
-    assert parse_manifest(MANIFEST.to_json(), "x") == MANIFEST
+    assert parse_manifest(MANIFEST.to_json().encode(), "x") == MANIFEST
 
 
 def test_a_newer_format_says_how_to_get_on():
     content = json.loads(MANIFEST.to_json()) | {"format_version": FORMAT_VERSION + 1}
     with pytest.raises(NewerTrace, match=f"run/trace.json: trace format {FORMAT_VERSION + 1}.*pip install --upgrade"):
-        parse_manifest(json.dumps(content), "run/trace.json")
+        parse_manifest(json.dumps(content).encode(), "run/trace.json")
 
 
 @pytest.mark.parametrize(
@@ -24,9 +25,25 @@ def test_a_newer_format_says_how_to_get_on():
 )
 def test_another_file_is_named(text):
     with pytest.raises(DamagedTrace, match="some/where"):
-        parse_manifest(text, "some/where")
+        parse_manifest(text.encode(), "some/where")
 
 
 def test_fields_of_a_later_minor_release_are_passed_over():
     content = json.loads(MANIFEST.to_json()) | {"mood": "good"}
-    assert parse_manifest(json.dumps(content), "x") == MANIFEST
+    del content["checksum"]
+    assert parse_manifest(to_document(content).encode(), "x") == MANIFEST
+
+
+def test_a_manifest_that_was_edited_is_refused():
+    content = json.loads(MANIFEST.to_json()) | {"run_id": "another"}
+    with pytest.raises(DamagedTrace, match="does not fit its checksum"):
+        parse_manifest(json.dumps(content).encode(), "x")
+    del content["checksum"]
+    with pytest.raises(DamagedTrace, match="its checksum is missing"):
+        parse_manifest(json.dumps(content).encode(), "x")
+
+
+def test_the_first_format_had_no_checksum():
+    content = json.loads(MANIFEST.to_json()) | {"format_version": 1}
+    del content["checksum"]
+    assert not parse_manifest(json.dumps(content).encode(), "x").is_checked

@@ -8,7 +8,7 @@ import pytest
 from builders import PROGRAMS, add_step, make_batch, make_trace, run, tim_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
-from tim_trace.schemas.errors import StorageError
+from tim_trace.schemas.errors import DamageWarning, StorageError
 from tim_trace.tracer.recorder import Recorder
 
 
@@ -20,7 +20,9 @@ def check_stopped(done, path):
     found = info(str(path))
     assert found.state == "stopped"
     assert any("stopped recording early: OSError" in sentence for sentence in found.missing)
-    steps = connect(path).execute("SELECT count(DISTINCT step), max(step) FROM sequences").fetchone()
+    with pytest.warns(DamageWarning, match="stopped recording early"):
+        connection = connect(path)
+    steps = connection.execute("SELECT count(DISTINCT step), max(step) FROM sequences").fetchone()
     assert 0 < steps[0] == steps[1] < 2000
 
 

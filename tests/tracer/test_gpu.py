@@ -64,7 +64,7 @@ def test_recording_returns_while_the_device_is_still_busy(tmp_path):
     ids, mask, logprobs = (tensor.cuda() for tensor in draw())
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_scores("train", recorder.add_sequences(step=1, response_ids=ids), logprobs=logprobs)
-        recorder.writer.drain()
+        recorder.flush()
         torch.cuda.synchronize()
         done = torch.cuda.Event()
         torch.cuda._sleep(BUSY_CYCLES)
@@ -113,7 +113,7 @@ def test_values_that_contradict_each_other_are_told_at_the_next_call(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         batch = recorder.add_sequences(step=1, seq_ids="ab", response_ids=[[1], [2]])
         recorder.add_scores("train", batch, logprobs=torch.tensor([[-1.0], [0.5]], device="cuda"))
-        recorder.writer.drain()
+        recorder.flush()
         with pytest.raises(InvalidRecord, match=r"sequence 'b': logprob 0.5 of pass 'train'"):
             recorder.add_metrics(1, {"loss": 1.0})
         recorder.add_scores("rollout", batch, logprobs=torch.tensor([[-1.0], [-0.5]], device="cuda"))

@@ -163,27 +163,259 @@ def test_probabilities_are_imported_and_pointed_at(tmp_path):
     assert "3 logprobs lie above 0 and were kept" in done.stderr
 
 
+NOT_TOKENS = "a list of token ids, whole numbers from 0 to 2147483647"
+NOT_NUMBERS = "a list of numbers"
+NOT_FLAGS = "a list of 0 and 1, or of false and true"
+WRONG = [
+    # column, value, what each row needs, what the message shows of the row
+    ("step", None, "a whole number from 0 on", ": NULL"),
+    ("step", 1.5, "a whole number from 0 on", ": 1.5"),
+    ("step", "3", "a whole number from 0 on", ": '3'"),
+    ("step", float("nan"), "a whole number from 0 on", ": nan"),
+    ("step", 1e300, "a whole number from 0 on", ": 1e+300"),
+    ("step", -1, "a whole number from 0 on", ": -1"),
+    ("step", True, "a whole number from 0 on", ": True"),
+    ("step", [3], "a whole number from 0 on", ": [3]"),
+    ("seq_id", None, "a string or an integer", ": NULL"),
+    ("seq_id", 1.5, "a string or an integer", ": 1.5"),
+    ("seq_id", ["a"], "a string or an integer", ": ['a']"),
+    ("group_id", 1.0, "a string or an integer", ": 1.0"),
+    ("prompt_ids", 5, NOT_TOKENS, ": 5"),
+    ("prompt_ids", [1, -1], NOT_TOKENS, ", element 1: -1"),
+    ("response_ids", None, NOT_TOKENS, ": NULL"),
+    ("response_ids", [1, 2, 2**40], NOT_TOKENS, ", element 2: 1099511627776"),
+    ("response_ids", [1.5, 2.0, 3.0], NOT_TOKENS, ", element 0: 1.5"),
+    ("response_ids", [1, None, 3], NOT_TOKENS, ", element 1: NULL"),
+    ("response_ids", ["1", "2", "3"], NOT_TOKENS, ", element 0: '1'"),
+    ("response_ids", [[1], [2], [3]], NOT_TOKENS, ", element 0: [1]"),
+    ("response_ids", [True, True, False], NOT_TOKENS, ", element 0: True"),
+    ("response_ids", "abc", NOT_TOKENS, ": 'abc'"),
+    ("train_logprobs", "a", NOT_NUMBERS, ": 'a'"),
+    ("train_logprobs", 0.5, NOT_NUMBERS, ": 0.5"),
+    ("train_logprobs", ["a", "b", "c"], NOT_NUMBERS, ", element 0: 'a'"),
+    ("train_logprobs", [[-1.0], [-2.0], [-3.0]], NOT_NUMBERS, ", element 0: [-1.0]"),
+    ("train_logprobs", [True, False, True], NOT_NUMBERS, ", element 0: True"),
+    ("train_logprobs", [-1.0, -1e39, -1.0], NOT_NUMBERS, ", element 1: -1e+39"),
+    ("entropy", ["a", "b", "c"], NOT_NUMBERS, ", element 0: 'a'"),
+    ("response_mask", [1, 2, 0], NOT_FLAGS, ", element 1: 2"),
+    ("response_mask", [0.5, 1.0, 0.0], NOT_FLAGS, ", element 0: 0.5"),
+    ("response_mask", [1, None, 0], NOT_FLAGS, ", element 1: NULL"),
+    ("response_mask", ["true", "true", "false"], NOT_FLAGS, ", element 0: 'true'"),
+    ("response_mask", True, NOT_FLAGS, ": True"),
+    ("reward", "high", "a number", ": 'high'"),
+    ("reward", [1.0], "a number", ": [1.0]"),
+    ("reward", {"right": 1.0}, "a number", ": {'right': 1.0}"),
+    ("advantage", "high", "a number, or each a list of numbers", ": 'high'"),
+    ("advantage", ["x", "y", "z"], "a number, or each a list of numbers", ", element 0: 'x'"),
+    ("temperature", "0.7", "a number", ": '0.7'"),
+    ("temperature", True, "a number", ": True"),
+    ("top_p", [0.9], "a number", ": [0.9]"),
+    ("top_k", 1.5, "a whole number of at most 2147483647", ": 1.5"),
+    ("top_k", 2**31, "a whole number of at most 2147483647", ": 2147483648"),
+    ("policy_version", "2", "a whole number", ": '2'"),
+    ("policy_version", 2.5, "a whole number", ": 2.5"),
+    ("finish_reason", 1, "text", ": 1"),
+    ("finish_reason", ["stop"], "text", ": ['stop']"),
+]
+
+
+@pytest.mark.parametrize("name", ["dump.parquet", "dump.jsonl"])
+@pytest.mark.parametrize(
+    ("column", "value", "needed", "shown"), WRONG, ids=[f"{row[0]}-{row[1]!r:.20}" for row in WRONG]
+)
+def test_a_value_that_a_column_cannot_hold_is_named_with_its_row_and_nothing_is_left(
+    tmp_path, name, column, value, needed, shown
+):
+    rows = [ROW | {"seq_id": "first"}, ROW | {column: value}]
+    if name.endswith("parquet"):
+        write_parquet(tmp_path / name, rows[1:])  # a Parquet column has one type: here that of the wrong value
+    else:
+        write_json(tmp_path / name, rows)
+    with pytest.raises(ImportFailed) as caught:
+        import_parquet(tmp_path / name, output=tmp_path / "run")
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path / name}: column {column!r} holds ")
+    assert f", where each row needs {needed} (" in told
+    assert told.endswith(f"{shown})")
+    assert "\n" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_is_named_by_its_number_and_a_line_by_its_own(tmp_path):
+    rows = [ROW | {"seq_id": str(row)} for row in range(1200)]
+    rows[1000]["reward"] = float("inf")
+    rows[1100]["step"] = -7
+    write_parquet(tmp_path / "dump.parquet", rows)
+    with pytest.raises(ImportFailed, match=r"'step' holds int64, .* \(row 1101: -7\)"):
+        import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+    (tmp_path / "dump.jsonl").write_text("\n\n" + "\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(ImportFailed, match=r"'step' holds int64, .* \(line 1103: -7\)"):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": None}, "a row has no step"),
         (
             {"train_logprobs": [-1.0]},
             "step 3, sequence 'a': 1 values of logprobs of pass 'train' for 3 response tokens",
         ),
         ({"response_mask": [1]}, "'a': 1 values of response_mask for 3 response tokens"),
-        ({"response_ids": [1, 2, 2**40]}, "'response_ids' does not read as lists of int32"),
-        ({"response_ids": [1.5, 2.0, 3.0]}, "'response_ids' does not read as lists of int32"),
-        ({"train_logprobs": "a"}, "'train_logprobs' holds string, where each row needs a list of float"),
+        ({"entropy": [1.0]}, "'a': 1 values of entropy of pass 'train' for 3 response tokens"),
+        ({"advantage": [1.0]}, "'a': 1 values of advantages for 3 response tokens"),
     ],
 )
 @pytest.mark.parametrize("name", ["dump.parquet", "dump.jsonl"])
-def test_a_wrong_row_is_named_and_nothing_is_left(tmp_path, change, message, name):
+def test_a_list_of_another_length_is_named_and_nothing_is_left(tmp_path, change, message, name):
     (write_parquet if name.endswith("parquet") else write_json)(tmp_path / name, [ROW | change])
     with pytest.raises(ImportFailed, match=message) as caught:
         import_parquet(tmp_path / name, output=tmp_path / "run")
     assert str(caught.value).startswith(str(tmp_path / name))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_value_ends_the_command_with_2_in_one_line(tmp_path):
+    write_parquet(tmp_path / "dump.parquet", [ROW | {"reward": "high"}])
+    done = tim_trace("import", "parquet", tmp_path / "dump.parquet", "-o", tmp_path / "run")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"Error: {tmp_path}/dump.parquet: column 'reward' holds string, where each row needs a number (row 1: 'high')\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_writing_thread_is_the_import_s(tmp_path, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_json(tmp_path / "dump.jsonl", [ROW])
+    monkeypatch.setattr("tim_trace.tracer.segments.JournalStream.append", full)
+    with pytest.raises(ImportFailed, match=r"could not be written \(OSError: \[Errno 28\] No space left on device\)"):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    assert "training goes on" not in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_from_the_start_is_the_import_s_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write_json(tmp_path / "dump.jsonl", [ROW])
+    monkeypatch.setattr("tim_trace.tracer.writer.TraceWriter.save_state", full)
+    with pytest.raises(ImportFailed, match=r"run: could not be imported to \(\[Errno 28\] No space left on device\)"):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_import_leaves_the_trace_that_force_would_replace(tmp_path):
+    write_json(tmp_path / "dump.jsonl", [ROW])
+    import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    before = info(str(tmp_path / "run")).run_id
+    write_json(tmp_path / "wrong.jsonl", [ROW | {"reward": "high"}])
+    with pytest.raises(ImportFailed):
+        import_parquet(tmp_path / "wrong.jsonl", output=tmp_path / "run", force=True)
+    assert info(str(tmp_path / "run")).run_id == before
+    write_json(tmp_path / "other.jsonl", [ROW | {"seq_id": "other"}])
+    imported = import_parquet(tmp_path / "other.jsonl", output=tmp_path / "run", force=True)
+    assert imported.folder == tmp_path / "run"
+    assert info(str(tmp_path / "run")).run_id != before
+    assert connect(tmp_path / "run").execute("SELECT seq_id, reward FROM sequences").fetchall() == [("other", 1.0)]
+    assert {path.name for path in tmp_path.iterdir()} == {"dump.jsonl", "wrong.jsonl", "other.jsonl", "run"}
+
+
+@pytest.mark.parametrize(
+    ("type", "values"),
+    [
+        (pa.dictionary(pa.int8(), pa.string()), ["stop", None]),
+        (pa.large_string(), ["stop", None]),
+        (pa.string_view(), ["stop", None]),
+    ],
+)
+def test_text_in_another_encoding_is_text(tmp_path, type, values):
+    rows = [{**ROW, "seq_id": str(row)} for row in range(2)]
+    table = pa.Table.from_pylist(rows).drop_columns(["finish_reason"])
+    array = pa.array(values, pa.string())
+    array = array.dictionary_encode().cast(type) if pa.types.is_dictionary(type) else array.cast(type)
+    pq.write_table(table.append_column("finish_reason", array), tmp_path / "dump.parquet")
+    import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+    found = connect(tmp_path / "run").execute("SELECT finish_reason FROM sequences ORDER BY seq_id").fetchall()
+    assert found == [("stop",), (None,)]
+
+
+def test_integers_and_flags_are_taken_for_what_they_say(tmp_path):
+    row = ROW | {"step": 3.0, "reward": True, "seq_id": 7, "group_id": 8, "train_logprobs": [-1, 0, -2], "top_k": 20.0}
+    write_parquet(tmp_path / "dump.parquet", [row | {"response_mask": [1.0, 0.0, 1.0]}])
+    import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+    connection = connect(tmp_path / "run")
+    query = "SELECT step, reward, seq_id, group_id, top_k, response_mask FROM sequences"
+    assert connection.execute(query).fetchall() == [(3, 1.0, "7", "8", 20, [True, False, True])]
+    found = connection.execute("SELECT logprobs FROM scores WHERE \"pass\" = 'train'").fetchone()
+    assert found == ([-1.0, None, -2.0],)  # 0 outside of the mask is a placeholder
+
+
+def test_kinds_that_json_mixes_are_taken_where_each_is_one(tmp_path):
+    write_json(tmp_path / "dump.jsonl", [ROW | {"seq_id": "a", "reward": True}, ROW | {"seq_id": 1, "reward": 0.5}])
+    import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    found = connect(tmp_path / "run").execute("SELECT seq_id, reward FROM sequences ORDER BY seq_id").fetchall()
+    assert found == [("1", 0.5), ("a", 1.0)]
+
+
+def test_null_cells_are_not_recorded_row_by_row(tmp_path):
+    """NULL is none of: an empty prompt, a mask without tokens, an entropy of another length."""
+    rows = [
+        ROW | {"seq_id": "all"},
+        ROW | {"seq_id": "none", "prompt_ids": None, "response_mask": None, "entropy": None, "group_id": None},
+        ROW | {"seq_id": "entropy", "train_logprobs": None, "advantage": None},
+    ]
+    write_parquet(tmp_path / "dump.parquet", rows)
+    import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+    connection = connect(tmp_path / "run")
+    query = "SELECT seq_id, prompt_ids, response_mask, group_id, advantage FROM sequences ORDER BY seq_id"
+    mask = [True, False, True]
+    assert connection.execute(query).fetchall() == [
+        ("all", [1, 2], mask, "g", -0.5),
+        ("entropy", [1, 2], mask, "g", None),
+        ("none", None, None, None, -0.5),
+    ]
+    query = "SELECT seq_id, logprobs IS NULL OR len(list_filter(logprobs, lambda x: x IS NOT NULL)) = 0, entropy FROM scores"
+    assert connection.execute(f"{query} WHERE \"pass\" = 'train' ORDER BY seq_id").fetchall() == [
+        ("all", False, ROW["entropy"]),
+        ("entropy", True, ROW["entropy"]),
+        ("none", False, None),
+    ]
+
+
+def test_advantages_are_numbers_or_lists_and_not_both(tmp_path):
+    write_json(tmp_path / "dump.jsonl", [ROW, ROW | {"seq_id": "b", "advantage": [0.5, 0.25, -1.0]}])
+    message = "'advantage' holds mixed values, where each row needs a number, or each a list of numbers"
+    with pytest.raises(ImportFailed, match=message):
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+
+
+def test_a_list_of_advantages_may_miss_in_some_rows(tmp_path):
+    write_json(
+        tmp_path / "dump.jsonl",
+        [ROW | {"seq_id": "a", "advantage": [0.5, 0.25, -1.0]}, ROW | {"seq_id": "b", "advantage": None}],
+    )
+    import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    query = "SELECT advantage, advantages FROM sequences ORDER BY seq_id"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(None, [0.5, 0.25, -1.0]), (None, None)]
+
+
+def test_entropy_without_a_pass_of_the_policy_is_passed_over_by_name(tmp_path):
+    keep = ("step", "prompt_ids", "response_ids", "reference_logprobs", "entropy")
+    write_json(tmp_path / "dump.jsonl", [{name: ROW[name] for name in keep} | {"uid": 1}])
+    imported = import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    assert imported.ignored_columns == ("uid", "entropy")
+
+
+def test_a_row_without_a_name_is_called_by_its_number_in_the_import(tmp_path):
+    base = {"prompt_ids": [1], "rollout_logprobs": [-1.0]}
+    write_json(tmp_path / "a.jsonl", [base | {"step": step, "response_ids": [step]} for step in (1, 2, 1)])
+    write_json(tmp_path / "b.jsonl", [base | {"step": 1, "response_ids": [9]}])
+    import_parquet(tmp_path / "*.jsonl", output=tmp_path / "run")
+    found = connect(tmp_path / "run").execute("SELECT seq_id, response_ids[1] FROM sequences ORDER BY seq_id")
+    assert found.fetchall() == [("0", 1), ("1", 2), ("2", 1), ("3", 9)]
 
 
 @pytest.mark.parametrize("make", [pa.large_list, lambda type: pa.list_(type, 3)])
@@ -203,6 +435,14 @@ def test_a_name_that_comes_twice_is_an_error(tmp_path):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
 
+def test_a_name_that_comes_twice_in_two_files_is_an_error_of_the_second(tmp_path):
+    write_json(tmp_path / "a.jsonl", [ROW])
+    write_parquet(tmp_path / "b.parquet", [ROW])
+    with pytest.raises(ImportFailed, match=r"b\.parquet: step 3, sequence 'a': comes a second time"):
+        import_parquet(tmp_path, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -211,6 +451,16 @@ def test_a_name_that_comes_twice_is_an_error(tmp_path):
         ('{"step": 1, "prompt_ids": [], "response_ids": []}\n', "has no logprobs .*rollout_logprobs or train_logprobs"),
         ("{\n", "dump.jsonl, line 1: not JSON"),
         ("[1]\n", "dump.jsonl, line 1: is no object"),
+        (json.dumps(ROW)[:-1] + ', "step": 4}\n', "dump.jsonl, line 1: has the key step twice"),
+        (json.dumps(ROW) + '\n{"": 1}\n', r"'step' holds int64, where .* \(line 2: NULL\)"),
+        ("[" * 100_000 + "\n", "dump.jsonl, line 1: not JSON"),
+        (b"\xff\xfe\n".decode("latin-1"), "dump.jsonl, line 1: not JSON"),
+        (json.dumps(ROW | {"seq_id": "\ud800"}) + "\n", r"'seq_id' holds mixed values, .* \(line 1: '\\ud800'\)"),
+        (
+            json.dumps(ROW | {"step": 2**80}) + "\n",
+            r"'step' holds mixed values, .* \(line 1: 1208925819614629174706176\)",
+        ),
+        ("{}\n{}\n", r"lacks the columns step, .* \(found: none\)"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text, message):
@@ -223,14 +473,86 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
     with pytest.raises(ImportFailed, match="nothing is there"):
         import_parquet(tmp_path / "missing.parquet", output=tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ImportFailed, match=r"holds no .parquet or .jsonl file"):
+    with pytest.raises(ImportFailed, match=r"holds no \.parquet, \.jsonl, \.json, \.csv or \.arrow file"):
         import_parquet(tmp_path / "empty", output=tmp_path / "run")
-    (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(ImportFailed, match=r"neither .parquet nor .jsonl"):
-        import_parquet(tmp_path / "x.csv", output=tmp_path / "run")
-    (tmp_path / "x.parquet").write_text("a")
-    with pytest.raises(ImportFailed, match=r"x\.parquet: not readable as Parquet"):
-        import_parquet(tmp_path / "x.parquet", output=tmp_path / "run")
+    (tmp_path / "x.tsv").write_text("a")
+    with pytest.raises(ImportFailed, match=r"is not \.parquet, \.jsonl, \.json, \.csv or \.arrow"):
+        import_parquet(tmp_path / "x.tsv", output=tmp_path / "run")
+    for content in (b"", b"a", b"PAR1" + b"\0" * 40 + b"PAR1"):
+        (tmp_path / "x.parquet").write_bytes(content)
+        with pytest.raises(ImportFailed, match=r"x\.parquet: not readable as Parquet") as caught:
+            import_parquet(tmp_path / "x.parquet", output=tmp_path / "run")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ImportFailed, match="no file system is known"):
+        import_parquet("moon://x.parquet", output=tmp_path / "run")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode())[:-12])
+    with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz: not readable as JSON"):
+        import_parquet(tmp_path / "x.jsonl.gz", output=tmp_path / "run")
+
+
+def test_files_without_rows_or_columns_are_no_trace(tmp_path):
+    table = pa.Table.from_pylist([ROW])
+    pq.write_table(table.slice(0, 0), tmp_path / "rows.parquet")
+    with pytest.raises(ImportFailed, match=r"rows\.parquet: holds no rows; each is one sequence"):
+        import_parquet(tmp_path / "rows.parquet", output=tmp_path / "run")
+    pq.write_table(table.select([]), tmp_path / "columns.parquet")
+    with pytest.raises(ImportFailed, match=r"lacks the columns step, prompt_ids, response_ids \(found: none\)"):
+        import_parquet(tmp_path / "columns.parquet", output=tmp_path / "run")
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(ImportFailed, match="lacks the columns"):
+        import_parquet(tmp_path / "empty.csv", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_without_rows_leaves_a_file_that_is_passed_over(tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    write_json(folder / "0.jsonl", [ROW])
+    (folder / "1.jsonl").write_text("")
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), folder / "2.parquet")
+    assert import_parquet(folder, output=tmp_path / "run").num_sequences == 1
+
+
+def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
+    write_json(tmp_path / "0.jsonl", [ROW])
+    write_parquet(tmp_path / "1.parquet", [{name: value for name, value in ROW.items() if name != "response_ids"}])
+    with pytest.raises(ImportFailed, match=r"1\.parquet: lacks the columns response_ids .*as theirs=response_ids"):
+        import_parquet(tmp_path, output=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"step": "2", "name": "loss", "value": 0.5}], r"'step' holds string, .* \(row 1: '2'\)"),
+        ([{"step": 1.5, "name": "loss", "value": 0.5}], r"'step' holds double, .* \(row 1: 1.5\)"),
+        ([{"step": None, "name": "loss", "value": 0.5}], r"'step' holds null, .* \(row 1: NULL\)"),
+        ([{"step": 2, "name": None, "value": 0.5}], r"'name' holds null, .* \(row 1: NULL\)"),
+        (
+            [{"step": 2, "name": "loss", "value": [0.5]}],
+            r"'value' holds list<double>, where each row needs a number or text",
+        ),
+        ([{"step": 2, "loss": 0.5}], "lacks name, value; metrics have the columns step, name and value"),
+    ],
+)
+def test_wrong_metrics_are_named_and_nothing_is_left(tmp_path, rows, message):
+    write_json(tmp_path / "dump.jsonl", [ROW])
+    write_parquet(tmp_path / "metrics.parquet", rows)
+    with pytest.raises(ImportFailed, match=message) as caught:
+        import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
+    assert str(caught.value).startswith(str(tmp_path / "metrics.parquet"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_keep_numbers_text_and_what_is_missing(tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    write_json(folder / "0.jsonl", [ROW])
+    values = {"loss": 0.5, "done": True, "phase": "warm", "kl": None}
+    write_json(folder / "metrics.jsonl", [{"step": 2, "name": name, "value": value} for name, value in values.items()])
+    assert import_parquet(folder, output=tmp_path / "run").num_metrics == 4
+    assert connect(tmp_path / "run").execute("SELECT name, value, text FROM metrics ORDER BY name").fetchall() == [
+        ("done", 1.0, None), ("kl", None, None), ("loss", 0.5, None), ("phase", None, "warm"),
+    ]  # fmt: skip
 
 
 def test_an_existing_trace_is_left_alone(tmp_path):

@@ -55,7 +55,7 @@ def test_foreign_bytes_are_no_records(tmp_path):
     path.write_bytes(b"this is not Arrow, and long enough to be taken for a header")
     content = read_journal(Store(tmp_path), SEGMENT, "scores")
     assert content.batches == ()
-    assert content.torn_bytes == path.stat().st_size
+    assert content.damage is not None
 
 
 def test_a_journal_is_readable_by_arrow_itself(tmp_path):

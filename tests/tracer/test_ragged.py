@@ -37,6 +37,16 @@ def test_taking_rows_takes_their_cells(mask, data):
     assert flat.values.tolist() == cells[rows][mask[rows]].tolist()
 
 
+@given(st.lists(st.lists(st.none() | st.floats(width=32), max_size=4), max_size=6), st.data())
+def test_taking_lists_takes_their_values(lists, data):
+    rows = data.draw(st.permutations(range(len(lists))))[: data.draw(st.integers(0, len(lists)))]
+    taken = flatten(lists, np.float32, None, "x").take(np.array(rows, int))
+    expected = flatten([lists[row] for row in rows], np.float32, None, "x")
+    assert taken.lengths.tolist() == expected.lengths.tolist()
+    assert np.array_equal(taken.values, expected.values, equal_nan=True)
+    assert taken.num_known == expected.num_known == sum(value is not None for row in rows for value in lists[row])
+
+
 def test_a_flattened_batch_is_a_copy():
     cells = np.zeros((2, 3), np.float32)
     flat = flatten(cells, np.float32, None, "x")
@@ -64,10 +74,10 @@ def test_lists_of_tensors_and_arrays_are_ragged():
     ("data", "message"),
     [
         (np.zeros(3), r"shape \(3,\); give \[B, T\]"),
-        ([1, 2], "a row is not a list"),
-        ([["a"]], "row 0 does not read as int32"),
-        ([[1.0, [2]]], "row 0 does not read as int32"),
-        (7, "got int"),
+        ([1, 2], r"here: row 0 is 1 \(int\); give B lists"),
+        ([["a"]], r"here: row 0 is \['a'\] \(list\); token ids are whole numbers from 0 to 2147483647"),
+        ([[1.0, [2]]], r"here: row 0 is \[1.0, \[2\]\] \(list\)"),
+        (7, r"got 7 \(int\)"),
     ],
 )
 def test_what_is_no_batch_is_named(data, message):

@@ -85,7 +85,7 @@ def test_every_column_of_a_sequence_comes_back(tmp_path):
         "step": 4, "seq_id": "a", "group_id": "g", "policy_version": 3, "prompt_ids": [1], "response_ids": [4, 5],
         "response_mask": [True, False], "num_prompt_tokens": 1, "num_response_tokens": 2, "reward": 0.5,
         "rewards": {"right": 1.0, "short": -0.5}, "advantage": None, "advantages": [0.25, 0.5], "temperature": 0.7,
-        "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "max_tokens": 8, "finish_reason": "stop",
+        "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "max_tokens": 8, "finish_reason": "stop", "attempt": 1,
     }  # fmt: skip
     assert (second["group_id"], second["reward"], second["finish_reason"]) == (None, -1.0, "length")
 

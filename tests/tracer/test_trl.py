@@ -8,7 +8,7 @@ import pytest
 from runs import train
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
-from tim_trace.analysis.stats import stats
+from tim_trace.analysis.stats import likeness, stats
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 
@@ -261,6 +261,63 @@ def test_stats_like_trl_are_what_trl_logged(vllm):
         assert [row["step"] for row in found] == list(expected)
         shown = [row[f"sampling/{kind}"] for row in found]
         np.testing.assert_allclose(shown, list(expected.values()), err_msg=kind, **FLOAT32)
+
+
+# Two updates over each batch, so that ratios leave their bounds, and logs of several steps, the last of them of fewer.
+MOVED = {
+    "num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "learning_rate": 0.01,
+    "epsilon": 0.01, "logging_steps": 3,
+}  # fmt: skip
+
+
+def same_as_logged(run, **options):
+    """Every number that TRL logged under a name of `stats --like trl`, and no row that it has no log of."""
+    found = {row["step"]: row for row in stats(run.trace, by="step", like="trl", **options).dicts()}
+    names = {name for row in found.values() for name in row} - {"run", "step"}
+    logs = [row for row in run.result["history"] if names & set(row)]
+    assert [row["step"] for row in logs] == list(found)
+    for row in logs:
+        for name in names:
+            if row.get(name) is None:
+                assert found[row["step"]][name] is None
+            else:
+                np.testing.assert_allclose(found[row["step"]][name], row[name], err_msg=name, **FLOAT32)
+    return [row for row in logs if any(row.get(name) for name in names if "clip_ratio" in name)]
+
+
+def test_means_over_logged_steps_are_what_trl_logged():
+    # Micro-batches whose responses are all cut off, so that no token counts, are in TRL's means as well.
+    config = MOVED | {"loss_type": "grpo", "epsilon_high": 0.02, "mask_truncated_completions": True}
+    run = train("--steps", "7", config=config | {"max_completion_length": 2}, capture="logprobs")
+    clipped = same_as_logged(run, logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)
+    assert len(clipped) > 1
+    assert likeness(run.trace, like="trl")[2] == (
+        "run: was trained with other options than these numbers'; for what it logged itself: "
+        "--by step --loss-type grpo --epsilon 0.01 --epsilon-high 0.02 --logging-steps 3"
+    )
+    assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
+
+
+def test_means_over_logged_steps_of_vllm_s_rollouts_are_what_trl_logged():
+    options = {
+        "logging_steps": 2, "logging_first_step": True, "epsilon": 0.01, "importance_sampling_level": "sequence",
+        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.0005,
+    }  # fmt: skip
+    run = train("--vllm", "--bf16-engine", "--steps", "5", config=MOVED | options, capture="logprobs")
+    assert same_as_logged(run, **options)
+    steps = [row["step"] for row in run.result["history"] if "sampling/sampling_logp_difference/mean" in row]
+    assert steps == [1, 4, 5]  # generation batches of steps 1, 3 and 5
+
+
+def test_means_over_processes_are_what_trl_logged():
+    options = {"loss_type": "cispo", "epsilon_high": 1.001, "logging_steps": 2}
+    run = train("--ranks", "2", "--steps", "3", config=MOVED | options, capture="logprobs")
+    assert same_as_logged(run, **options)
+
+
+def test_rloo_s_clips_are_what_it_logged():
+    run = train("--trainer", "rloo", "--steps", "4", config=MOVED, capture="logprobs")
+    assert same_as_logged(run, trainer="rloo", epsilon=0.01, logging_steps=3)
 
 
 def test_sampling_settings_are_recorded_with_each_sequence(vllm):

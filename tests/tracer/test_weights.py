@@ -45,7 +45,7 @@ def bits(tensor):
 def record(folder, num_versions=12, rows=5, model=None):
     """Record versions 0, 1, 2, ... and return the bits of each."""
     tensors, expected = model or make_model(), {}
-    writer = WeightWriter(folder, "p1-abc", versions_a_keyframe=rows)
+    writer = WeightWriter(folder, "p1-abc", lambda *_: None, versions_a_keyframe=rows)
     for version in range(num_versions):
         if version:
             step(tensors, version)
@@ -81,7 +81,7 @@ def test_what_was_loaded_is_the_caller_s_to_change(tmp_path):
 
 def test_a_version_is_kept_once(tmp_path):
     tensors = make_model()
-    writer = WeightWriter(tmp_path, "p1-abc")
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
     writer.snapshot(3, tensors)
     writer.snapshot(3, tensors)
     writer.close()
@@ -110,7 +110,7 @@ def test_changed_elements_are_counted(tmp_path):
 
 def test_unchanged_weights_cost_nothing(tmp_path):
     tensors = make_model()
-    writer = WeightWriter(tmp_path, "p1-abc")
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
     writer.snapshot(0, tensors)
     writer.snapshot(1, tensors)
     writer.close()
@@ -141,7 +141,7 @@ def test_weights_of_several_chunks_come_back(tmp_path, monkeypatch):
 
 def test_a_new_layout_begins_with_a_keyframe(tmp_path):
     tensors = make_model()
-    writer = WeightWriter(tmp_path, "p1-abc")
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
     writer.snapshot(0, tensors)
     tensors["adapter"] = torch.ones(2)
     writer.snapshot(1, tensors)
@@ -157,6 +157,7 @@ def chunk(folder, segment, dtype, row):
 
 
 def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_path):
+    (tmp_path / "whole").mkdir()
     record(tmp_path / "whole")
     for name, damage in {
         "missing": lambda path: path.unlink(),
@@ -194,7 +195,7 @@ def test_a_version_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_dtype_that_cannot_be_kept_is_named(tmp_path):
-    writer = WeightWriter(tmp_path, "p1-abc")
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
     with pytest.raises(InvalidRecord, match="'wave' is complex64"):
         writer.snapshot(0, {"wave": torch.zeros(2, dtype=torch.complex64)})
     writer.close()

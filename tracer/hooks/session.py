@@ -25,6 +25,8 @@ class Order:
 
     run: str
     """The trace's folder, absolute."""
+    session: str = ""
+    """Names the recording that this process is a part of."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
@@ -55,6 +57,8 @@ class Session:
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
         self._recorder: Any = None
+        self._attempt: Any = None
+        self._num_trainings = 0
         self._pid = os.getpid()
         self._told: set[str] = set()
         self._exit_registered = False
@@ -74,10 +78,27 @@ class Session:
             from ..writer import TraceWriter
 
             self._pid = os.getpid()
-            writer = TraceWriter(Path(self.order.run), hooks=dict(self.hooks))
+            writer = TraceWriter(Path(self.order.run), hooks=dict(self.hooks), attempt=self._attempt)
             self._recorder = Recorder.of_writer(writer, self.capture)
             self._close_at_exit()
         return self._recorder
+
+    def begin_training(self) -> None:
+        """Have what comes from here on belong to another attempt at training than what came before.
+
+        A process that trains a second time (a sweep, a notebook, a resumed run) seals what it recorded before, and records
+        on under another writer.
+        """
+        with self.guard("the start of a training"):
+            from ..attempts import next_attempt
+            from ..store import Store
+
+            if self._recorder is not None and self._pid == os.getpid():
+                self._recorder.writer.state.spent_s = self.spent_s
+                self._recorder.close()
+                self._recorder, self.spent_s = None, 0.0
+            self._attempt = next_attempt(Store(self.order.run), self.order.session, self._num_trainings)
+            self._num_trainings += 1
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:

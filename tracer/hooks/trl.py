@@ -53,6 +53,7 @@ OPTIMIZER_STEPS = 5
 """The optimizer's statistics are taken at the first step and then every so many."""
 
 POINTS = {
+    "train": "steps that a second call of train() makes again, apart from those of the first",
     "_generate_and_score_completions": "sequences, rewards, advantages, rollout and train logprobs",
     "_generate": "the lengths of prompts and responses, without which no sequence is recorded",
     "_calculate_rewards": "rewards",
@@ -80,6 +81,7 @@ def _install_class(session: Session, trainer_class: type, patches: Patches) -> N
     session.hooks["trl"] = trl.__version__
     hooks = TrainerHooks(session)
     wrappers: dict[str, Callable[..., Any]] = {
+        "train": hooks.train,
         "_generate_and_score_completions": hooks.generate_and_score,
         "_generate": hooks.generate,
         "_calculate_rewards": hooks.calculate_rewards,
@@ -103,6 +105,11 @@ class TrainerHooks:
     def __init__(self, session: Session):
         self.session = session
         self._states: weakref.WeakKeyDictionary[Any, TrainerState] = weakref.WeakKeyDictionary()
+
+    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.session.begin_training()
+        self._states.pop(trainer, None)  # its weights and contracts belong to the writer before
+        return original(trainer, *args, **kwargs)
 
     def generate_and_score(
         self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -248,8 +255,9 @@ class TrainerHooks:
         state.refresh_contracts()
         version = int(trainer.state.global_step)
         first = trainer.accelerator.process_index * rows
-        seq_ids = [f"{version + 1}-{first + row}" for row in range(rows)]
-        group_ids = [f"{version + 1}-{(first + row) // trainer.num_generations}" for row in range(rows)]
+        batch = state.name_of_generation(version + 1)
+        seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
+        group_ids = [f"{batch}-{(first + row) // trainer.num_generations}" for row in range(rows)]
         return Generation(
             step=version + 1,
             policy_version=version,

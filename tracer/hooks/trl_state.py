@@ -118,6 +118,7 @@ class TrainerState:
         self.loss: Loss | None = None
         self.recorded: dict[int, Recorded] = {}
         self._num_batches = 0
+        self._generation = (0, 0)
         self.num_forwards: dict[str, int] = {}
         self.described = False
         self.keeps_weights: bool | None = None
@@ -128,6 +129,12 @@ class TrainerState:
         """Metrics of that step that are recorded."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
+
+    def name_of_generation(self, step: int) -> str:
+        """Names a generation batch: its step, and of a step with several its number from the second on, as 7.2."""
+        before, count = self._generation
+        self._generation = (step, count + 1 if step == before else 1)
+        return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
         """Number a recorded batch, so that a loss finds it; the oldest is forgotten."""

@@ -1,31 +1,37 @@
-"""The neutral way in: one row a sequence, with the names of the trace's own columns."""
+"""The neutral way in: one row a sequence, with the names of the trace's own columns.
+
+Shapes: B sequences of one step, R rows that a pass has.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from ... import __version__
 from ...schemas.capture import Capture
 from ...schemas.clock import now
-from ...schemas.errors import ImportFailed, InvalidRecord
+from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
+from ..batch import Batch
+from ..create import new_trace
 from ..progress import Progress, no_progress
 from ..ragged import Ragged
 from ..recorder import Recorder
-from ..store import create_trace
-from ..writer import TraceWriter
-from .placeholders import Placeholders
+from ..rows import aligned
+from .columns import METRIC_KINDS, Columns, read_metrics
+from .import_writer import ImportWriter
+from .kinds import COUNT, FLAGS, NAME, NUMBER, SCORE, STEP, TEXT, TOKENS, VALUES, VERSION, Kind, either, required
+from .mapping import check_map, names_of
+from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
+from .rowbatch import RowBatch, listed_names
 from .rowfiles import RowFiles
 
 PASSES = {
@@ -36,10 +42,28 @@ PASSES = {
 }
 """Column -> the pass that it gives."""
 
+KINDS: dict[str, Kind] = {
+    "step": STEP,
+    "prompt_ids": TOKENS,
+    "response_ids": required(TOKENS),
+    **dict.fromkeys(PASSES, VALUES),
+    "seq_id": required(NAME),
+    "group_id": NAME,
+    "response_mask": FLAGS,
+    "entropy": VALUES,
+    "advantage": either(SCORE, VALUES),
+    "reward": SCORE,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": COUNT,
+    "policy_version": VERSION,
+    "finish_reason": TEXT,
+}
+"""Column -> what each of its cells must hold."""
+
+KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
 PER_ROW = ("reward", "temperature", "top_p", "top_k", "policy_version", "finish_reason")
-OPTIONAL = ("seq_id", "group_id", "response_mask", "entropy", "advantage", *PER_ROW)
-KNOWN = (*REQUIRED, *PASSES, *OPTIONAL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,186 +86,231 @@ def import_parquet(
     path: str | os.PathLike[str],
     *,
     output: str | os.PathLike[str],
+    map: Mapping[str, str] | None = None,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Make a trace of Parquet files, or of JSON lines with the same names.
+    """Make a trace of Parquet files, or of JSON, CSV or Arrow files with the same names.
 
     One row a sequence: `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`, `train_logprobs`,
     `current_logprobs` and `reference_logprobs`; optionally `seq_id`, `group_id`, `response_mask`, `entropy`, `reward`,
     `advantage` (a number or a list), `temperature`, `top_p`, `top_k`, `policy_version` and `finish_reason`. Lists are
     aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) beside them is read too. `path` is a
-    file, a folder or a pattern, on any file system that fsspec knows.
+    file, a folder (also one that `save_to_disk` of Hugging Face datasets wrote) or a pattern, on any file system that
+    fsspec knows. `map` renames columns, theirs -> ours; what becomes "" is left out.
 
-    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of two or more that hold nothing but 0.0.
-    Raises ImportFailed, naming file and sequence, and leaves nothing at `output` then.
+    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists that hold nothing but 0.0 where another pass is
+    not as certain of these tokens (ZeroLists has the rule).
+
+    Raises ImportFailed, naming file, column and row. Nothing is left at `output` then, and with `force` the trace that
+    lay there stays.
     """
     source = RowFiles.of(os.fspath(path))
-    columns = source.columns()
-    _check_columns(columns, source.url)
+    given = dict(map or {})
+    files = source.names()
+    check_map(given, files, KNOWN, source.url)
+    names = {file: names_of(file, columns, given, KNOWN) for file, columns in files.items()}
+    _check_columns(names, files, source.url)
     manifest = Manifest(
         run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=f"import parquet {source.url}"
     )
-    folder = create_trace(output, manifest, force=force)
     try:
-        return _import(source, columns, folder, progress)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with new_trace(output, manifest, force=force) as folder:
+            result = _Import(source, names, folder, progress).run()
+    except TimTraceError:
         raise
-
-
-def _import(source: RowFiles, columns: list[str], folder: Path, progress: Progress) -> Imported:
-    result = Imported(
-        folder=folder,
-        passes=tuple(name for column, name in PASSES.items() if column in columns),
-        ignored_columns=tuple(name for name in columns if name not in KNOWN),
+    except OSError as error:
+        raise ImportFailed(f"{output}: could not be imported to ({error})") from error
+    result.folder = Path(os.path.abspath(os.path.expanduser(output)))
+    mapped = {theirs for columns in names.values() for theirs in columns}
+    result.ignored_columns = (
+        *(name for name in dict.fromkeys(name for columns in files.values() for name in columns) if name not in mapped),
+        *result.ignored_columns,
     )
-    with Recorder.of_writer(TraceWriter(folder), Capture(), ordered=False) as recorder:
-        for name in result.passes:
-            recorder.add_contract(name, {"engine": None, "source": "import parquet", "path": source.url})
-        with progress("importing", source.num_bytes) as advance:
-            for rows, num_bytes, where in source.batches([name for name in KNOWN if name in columns]):
-                try:
-                    _add_rows(recorder, _Columns(rows), result)
-                except (InvalidRecord, pa.ArrowException) as error:
-                    raise ImportFailed(f"{where}: {error}") from error
-                advance(num_bytes)
-        for metrics in source.metrics():
-            _add_metrics(recorder, metrics, result, source.metrics_files[0])
     return result
 
 
-def _check_columns(columns: Sequence[str], where: str) -> None:
-    lacking = [name for name in REQUIRED if name not in columns]
-    if lacking:
-        raise ImportFailed(
-            f"{where}: lacks the columns {', '.join(lacking)} (found: {', '.join(columns) or 'none'}); rename yours to "
-            f"{', '.join(REQUIRED)}"
-        )
-    if not any(name in columns for name in PASSES):
-        raise ImportFailed(
-            f"{where}: has no logprobs (found: {', '.join(columns)}); rename yours to {' or '.join(PASSES)}"
-        )
-
-
-class _Columns:
-    """Some rows' columns, as Arrow arrays; a column that is not there is None."""
-
-    def __init__(self, values: dict[str, Any]):
-        self._arrays = {name: _array(name, value) for name, value in values.items()}
-
-    def __getitem__(self, name: str) -> pa.Array | None:
-        return self._arrays.get(name)
-
-    def take(self, rows: pa.Array) -> _Columns:
-        part = _Columns({})
-        part._arrays = {name: array.take(rows) for name, array in self._arrays.items()}
-        return part
-
-    def steps(self) -> list[tuple[int, pa.Array]]:
-        """Each step and its rows, in the order in which the steps come."""
-        step = self._arrays["step"]
-        if step.null_count:
-            raise InvalidRecord("a row has no step; every sequence belongs to one")
-        steps = step.cast(pa.int64())
-        return [
-            (value, pc.indices_nonzero(pc.equal(steps, value)).cast(pa.int64()))
-            for value in pc.unique(steps).to_pylist()
-        ]
-
-    def ragged(self, name: str, type: pa.DataType) -> Ragged | None:
-        """A list column as flat values; NULL lists are empty."""
-        array = self[name]
-        if array is None:
-            return None
-        if not pa.types.is_list(array.type):
-            raise InvalidRecord(f"column {name!r} holds {array.type}, where each row needs a list of {type}")
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        values = _cast(pc.list_flatten(array), type, name)
-        valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
-        filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(type))
-        return Ragged(filled.to_numpy(zero_copy_only=False), lengths, valid)
-
-
-def _array(name: str, value: Any) -> pa.Array:
-    if isinstance(value, pa.Array):
-        if pa.types.is_large_list(value.type) or pa.types.is_fixed_size_list(value.type):
-            return value.cast(pa.list_(value.type.value_type))
-        return value
-    try:
-        return pa.array(value)
-    except pa.ArrowException as error:
-        raise InvalidRecord(f"column {name!r} mixes kinds of values: {error}") from error
-
-
-def _cast(values: pa.Array, type: pa.DataType, name: str) -> pa.Array:
-    try:
-        # float64 narrows to float32, which is what frameworks hold; nothing else may change a value.
-        return values.cast(type, safe=not pa.types.is_floating(type))
-    except pa.ArrowException as error:
-        raise InvalidRecord(f"column {name!r} does not read as lists of {type}: {error}") from error
-
-
-def _add_rows(recorder: Recorder, columns: _Columns, result: Imported) -> None:
-    for step, rows in columns.steps():
-        _add_step(recorder, step, columns.take(rows), result)
-
-
-def _add_step(recorder: Recorder, step: int, columns: _Columns, result: Imported) -> None:
-    response_ids = columns.ragged("response_ids", pa.int32())
-    assert response_ids is not None
-    seq_ids = columns["seq_id"]
-    mask = columns.ragged("response_mask", pa.bool_())
-    advantage = columns["advantage"]
-    per_token = advantage is not None and bool(pa.types.is_list(advantage.type))
-    per_row: dict[str, Any] = {name: _values(columns[name]) for name in PER_ROW}
-    batch = recorder.add_sequences(
-        step=step,
-        seq_ids=[str(result.num_sequences + row) for row in range(len(response_ids))]
-        if seq_ids is None
-        else seq_ids.to_pylist(),
-        group_ids=None if columns["group_id"] is None else columns["group_id"].to_pylist(),
-        prompt_ids=columns.ragged("prompt_ids", pa.int32()),
-        response_ids=response_ids,
-        response_mask=mask,
-        advantage=columns.ragged("advantage", pa.float32()) if per_token else _values(advantage),
-        **per_row,
-    )
-    result.num_sequences += len(response_ids)
-    result.num_tokens += len(response_ids.values)
-    entropy_of = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in result.passes), None)
-    for column, pass_name in PASSES.items():
-        array = columns[column]
-        if array is None:
-            continue
-        present = pc.indices_nonzero(array.is_valid()).cast(pa.int64())
-        part = columns.take(present)
-        logprobs = part.ragged(column, pa.float32())
-        assert logprobs is not None
-        part_mask = part.ragged("response_mask", pa.bool_())
-        fits = part_mask is not None and np.array_equal(part_mask.lengths, logprobs.lengths)
-        logprobs = result.placeholders.clean(logprobs, part_mask if fits else None)
-        result.num_above_zero += int((logprobs.values > 0).sum())
-        if len(logprobs):
-            recorder.add_scores(
-                pass_name,
-                batch,
-                rows=present.to_numpy(zero_copy_only=False),
-                logprobs=logprobs,
-                entropy=part.ragged("entropy", pa.float32()) if pass_name == entropy_of else None,
+def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], where: str) -> None:
+    """Raise ImportFailed unless each file has the required columns, and one of them logprobs."""
+    some = any(files.values())
+    for file, columns in names.items():
+        if some and not files[file]:
+            continue  # nothing was written there, as by a process without rows
+        lacking = [name for name in REQUIRED if name not in columns.values()]
+        if lacking:
+            raise ImportFailed(
+                f"{file}: lacks the columns {', '.join(lacking)} (found: {listed_names(files[file])}); map yours to "
+                f"{'it' if len(lacking) == 1 else 'them'}, as theirs={lacking[0]}"
             )
+    if not any(name in columns.values() for columns in names.values() for name in PASSES):
+        found = dict.fromkeys(name for columns in files.values() for name in columns)
+        raise ImportFailed(
+            f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, as "
+            f"theirs={next(iter(PASSES))}"
+        )
 
 
-def _values(array: pa.Array | None) -> list[Any] | None:
-    return None if array is None else array.to_pylist()
+class _Import:
+    """One import on its way."""
+
+    def __init__(self, source: RowFiles, names: Mapping[str, Mapping[str, str]], folder: Path, progress: Progress):
+        self._source, self._names, self._progress = source, names, progress
+        there = {name for columns in names.values() for name in columns.values()}
+        self._result = Imported(folder=folder, passes=tuple(name for column, name in PASSES.items() if column in there))
+        self._entropy_of = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in self._result.passes), None)
+        if "entropy" in there and self._entropy_of is None:
+            self._result.ignored_columns = ("entropy",)
+        self._writer = ImportWriter(folder)
+        self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=False)
+        self._zero_lists = ZeroLists()
+        self._open: dict[str, list[_Scores]] = {}
+        self._where = source.url
+
+    def run(self) -> Imported:
+        """Read everything and write it. Raises ImportFailed."""
+        try:
+            with self._recorder:
+                self._add_all()
+        except InvalidRecord as error:
+            raise ImportFailed(f"{self._where}: {error}") from error
+        self._writer.check(self._where)
+        return self._result
+
+    def _add_all(self) -> None:
+        for name in self._result.passes:
+            contract = {"engine": None, "source": "import parquet", "path": self._source.url}
+            self._recorder.add_contract(name, contract)
+        there = {theirs: ours for names in self._names.values() for theirs, ours in names.items()}
+        columns = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
+        with self._progress("importing", self._source.num_bytes) as advance:
+            for rows in self._source.batches(columns):
+                self._where = rows.file
+                self._add_rows(rows)
+                advance(rows.num_bytes)
+        self._where = self._source.url
+        if not self._result.num_sequences:
+            raise ImportFailed(f"{self._source.url}: holds no rows; each is one sequence")
+        for name in list(self._open):
+            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
+        for rows in self._source.metrics(METRIC_KINDS):
+            self._where = rows.file
+            self._add_metrics(rows)
+
+    def _add_rows(self, rows: RowBatch) -> None:
+        self._writer.check(rows.file)
+        columns = Columns.of(rows, self._names[rows.file], KINDS)
+        lacking = next((name for name in REQUIRED if columns[name] is None), None)
+        if lacking:
+            raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
+        first = self._result.num_sequences
+        for part in _alike(columns):
+            numbers = (first + part).tolist()
+            self._add_step(columns.take(part), [str(number) for number in numbers])
+        self._result.num_sequences += columns.num_rows
+
+    def _add_step(self, columns: Columns, numbers: list[str]) -> None:
+        """Record sequences of one step that have the same columns."""
+        steps, response_ids = columns.list("step"), columns.ragged("response_ids")
+        assert steps is not None
+        assert response_ids is not None
+        per_row: dict[str, Any] = {name: columns.list(name) for name in PER_ROW}
+        batch = self._recorder.add_sequences(
+            step=steps[0],
+            seq_ids=columns.list("seq_id") or numbers,
+            group_ids=columns.list("group_id"),
+            prompt_ids=columns.ragged("prompt_ids"),
+            response_ids=response_ids,
+            response_mask=columns.ragged("response_mask"),
+            advantage=(columns.ragged if columns.is_list("advantage") else columns.list)("advantage"),
+            **per_row,
+        )
+        self._result.num_tokens += len(response_ids.values)
+        passes = {
+            name: self._pass_rows(columns, column, batch, response_ids.lengths)
+            for column, name in PASSES.items()
+            if columns.has(column).any()
+        }
+        verdicts = self._zero_lists.verdicts(passes, response_ids.lengths)
+        for name, part in passes.items():
+            if name in self._open and self._zero_lists.is_filled(name):
+                self._settle(name, KEPT)
+            for verdict in (KEPT, HOLES, OPEN):
+                some = np.flatnonzero(verdicts[name] == verdict)
+                if len(some):
+                    self._add(name, _Scores(batch, columns, part.rows[some], part.logprobs.take(some)), verdict)
+        if self._entropy_of is not None:
+            lone = columns.has("entropy") & ~columns.has(f"{self._entropy_of}_logprobs")
+            if lone.any():
+                nothing = as_holes(response_ids.take(np.flatnonzero(lone)))
+                self._record(self._entropy_of, _Scores(batch, columns, np.flatnonzero(lone), nothing))
+
+    def _pass_rows(self, columns: Columns, column: str, batch: Batch, lengths: np.ndarray) -> PassRows:
+        """What a pass has of these sequences, without what is a placeholder by itself."""
+        rows = np.flatnonzero(columns.has(column))
+        part = columns.take(rows)
+        given = part.ragged(column)
+        seq_ids = [batch.seq_ids[row] for row in rows]
+        what = f"logprobs of pass {PASSES[column]!r}"
+        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, what)
+        self._result.num_above_zero += int((logprobs.values > 0).sum())
+        return PassRows(rows, self._result.placeholders.clean(logprobs, part.ragged("response_mask")))
+
+    def _add(self, name: str, scores: _Scores, verdict: int) -> None:
+        """Record scores of a pass as it was found of their zeros, or keep them until that can be said."""
+        if verdict == OPEN:
+            self._open.setdefault(name, []).append(scores)
+        elif verdict == HOLES:
+            self._result.placeholders.all_zero += scores.logprobs.num_known
+            self._record(name, replace(scores, logprobs=as_holes(scores.logprobs)))
+        else:
+            self._result.placeholders.certain += num_certain(scores.logprobs)
+            self._record(name, scores)
+
+    def _settle(self, name: str, verdict: int) -> None:
+        """Record what was kept back of a pass."""
+        for scores in self._open.pop(name):
+            self._add(name, scores, verdict)
+
+    def _record(self, name: str, scores: _Scores) -> None:
+        has_entropy = scores.columns.has("entropy")[scores.rows] & (name == self._entropy_of)
+        for with_entropy in (True, False):
+            some = np.flatnonzero(has_entropy == with_entropy)
+            if len(some):
+                rows = scores.rows[some]
+                self._recorder.add_scores(
+                    name,
+                    scores.batch,
+                    rows=rows,
+                    logprobs=scores.logprobs.take(some),
+                    entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
+                )
+
+    def _add_metrics(self, rows: RowBatch) -> None:
+        by_step: dict[int, dict[str, Any]] = {}
+        for step, name, value in read_metrics(rows):
+            by_step.setdefault(step, {})[name] = value
+        for step, values in by_step.items():
+            self._recorder.add_metrics(step, values)
+            self._result.num_metrics += len(values)
 
 
-def _add_metrics(recorder: Recorder, rows: list[dict[str, Any]], result: Imported, where: str) -> None:
-    by_step: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        if not {"step", "name", "value"} <= set(row):
-            raise ImportFailed(f"{where}: has the columns {', '.join(row)}; metrics need step, name and value")
-        by_step.setdefault(int(row["step"]), {})[str(row["name"])] = row["value"]
-    for step, values in by_step.items():
-        recorder.add_metrics(step, values)
-        result.num_metrics += len(values)
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Scores of one pass that are about to be recorded."""
+
+    batch: Batch
+    columns: Columns
+    rows: np.ndarray
+    """[R] which rows of the batch."""
+    logprobs: Ragged
+
+
+def _alike(columns: Columns) -> list[np.ndarray]:
+    """Rows that are recorded together: of one step, and with or without a prompt, a mask and a list of advantages."""
+    steps = columns.list("step")
+    assert steps is not None
+    has = [columns.has(name) for name in ("prompt_ids", "response_mask", "advantage") if columns.is_list(name)]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row, key in enumerate(zip(steps, *(flags.tolist() for flags in has), strict=True)):
+        groups.setdefault(key, []).append(row)
+    return [np.array(rows) for rows in groups.values()]

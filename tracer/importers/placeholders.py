@@ -1,15 +1,28 @@
-"""What other people's dumps write where there is no logprob, turned into "not recorded"."""
+"""What other people's dumps write where there is no logprob, turned into "not recorded".
+
+Shapes: B sequences, N response tokens of all of them together, R rows that a pass has.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..ragged import Ragged
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
+from ..ragged import Ragged, cells_of
+from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
 """What some frameworks write for a logprob that they do not have."""
+POLICY = (ROLLOUT, TRAIN, CURRENT)
+"""The passes of one policy: where one is certain of its tokens, the others are."""
+CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
+"""How far from 0 another pass may be where the policy is certain: what rounding makes of a logprob in bfloat16."""
+
+KEPT, HOLES, OPEN = 0, 1, 2
+"""What becomes of a row: its zeros are logprobs; they are placeholders; the rest of the import decides."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,30 +34,111 @@ class Placeholders:
     masked_zeros: int = 0
     """Values of 0.0 where the token does not count in the loss."""
     all_zero: int = 0
-    """Values in lists of two or more that hold nothing but 0.0."""
+    """Values in lists that hold nothing but 0.0, where the policy is not certain."""
+    certain: int = 0
+    """Values in such lists of two or more that were kept: another pass is as certain of these tokens."""
 
     @property
     def total(self) -> int:
+        """Values that became NULL."""
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark placeholders as not recorded and count them."""
+        """Mark what is a placeholder by itself as not recorded, and count it."""
         values = logprobs.values
         valid = np.ones(len(values), bool) if logprobs.valid is None else logprobs.valid.copy()
         clamped = valid & (values == CLAMPED)
-        zeros = valid & (values == 0.0)
-        all_zero = zeros & np.repeat(_only_zeros(logprobs, zeros), logprobs.lengths)
-        masked = zeros & ~all_zero & (np.zeros(len(values), bool) if mask is None else ~mask.values)
+        masked = valid & (values == 0.0) & (np.zeros(len(values), bool) if mask is None else ~mask.values)
         self.clamped += int(clamped.sum())
-        self.all_zero += int(all_zero.sum())
         self.masked_zeros += int(masked.sum())
-        valid &= ~(clamped | all_zero | masked)
+        valid &= ~(clamped | masked)
         return logprobs if valid.all() else Ragged(values, logprobs.lengths, valid)
 
 
-def _only_zeros(logprobs: Ragged, zeros: np.ndarray) -> np.ndarray:
-    """[B] whether a list of two or more values is all zeros."""
-    counts = np.concatenate([[0], np.cumsum(zeros)])
-    ends = np.cumsum(logprobs.lengths)
-    found = counts[ends] - counts[ends - logprobs.lengths]
-    return np.asarray((found == logprobs.lengths) & (logprobs.lengths >= 2))
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """What one pass has of some sequences."""
+
+    rows: np.ndarray
+    """[R] int64, which of the B sequences."""
+    logprobs: Ragged
+
+
+class ZeroLists:
+    """Tells lists of nothing but 0.0 that are placeholders from those of a policy that is certain of every token.
+
+    They are logprobs where another pass of the policy has values for these tokens, all within CERTAIN_NATS of 0, and
+    placeholders otherwise. A single 0.0 is kept, being little evidence. But a pass that has nothing but 0.0 in the
+    whole import was never filled, where another pass of the policy was or there is none: then all of it is NULL.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._filled: set[str] = set()
+
+    def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """[R] for each pass: KEPT, HOLES or OPEN. `lengths` [B] are those of the sequences' responses."""
+        ends = np.cumsum(lengths)
+        known: dict[str, np.ndarray] = {}
+        far: dict[str, np.ndarray] = {}
+        zero_B: dict[str, np.ndarray] = {}
+        for name, part in passes.items():
+            cells = cells_of(part.rows, lengths)
+            values = part.logprobs.values
+            valid = np.ones(len(values), bool) if part.logprobs.valid is None else part.logprobs.valid
+            known[name], far[name] = np.zeros(int(lengths.sum()), bool), np.zeros(int(lengths.sum()), bool)
+            known[name][cells] = valid
+            far[name][cells] = valid & ~(np.abs(values) <= CERTAIN_NATS)
+            other = np.zeros(int(lengths.sum()), bool)
+            other[cells] = valid & (values != 0.0)
+            zero_B[name] = (_sums(known[name], lengths, ends) > 0) & (_sums(other, lengths, ends) == 0)
+            if valid.any():
+                self._seen.add(name)
+            if other.any():
+                self._filled.add(name)
+        found = {}
+        for name, part in passes.items():
+            verdict_B = np.full(len(lengths), KEPT)
+            if zero_B[name].any():
+                others = [other for other in POLICY if other != name and other in passes]
+                witnesses = _any([known[name] & known[other] for other in others], known[name])
+                doubts = _any([known[name] & far[other] for other in others], known[name])
+                is_long = _sums(known[name], lengths, ends) >= 2
+                certain = (_sums(witnesses, lengths, ends) > 0) & (_sums(doubts, lengths, ends) == 0)
+                verdict_B[zero_B[name]] = KEPT if name in self._filled else OPEN
+                verdict_B[zero_B[name] & is_long & ~certain] = HOLES
+            found[name] = verdict_B[part.rows]
+        return found
+
+    def is_filled(self, name: str) -> bool:
+        """Whether a pass was seen with another value than 0.0."""
+        return name in self._filled
+
+    def was_never_filled(self, name: str) -> bool:
+        """At the end of an import, whether the zeros of a pass without another value are placeholders."""
+        others = {other for other in POLICY if other != name}
+        return bool(others & self._filled) or not others & self._seen
+
+
+def num_certain(logprobs: Ragged) -> int:
+    """Values in lists of two or more that hold nothing but 0.0."""
+    lengths, ends = logprobs.lengths, np.cumsum(logprobs.lengths)
+    known = np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
+    counts = _sums(known, lengths, ends)
+    zeros = _sums(known & (logprobs.values == 0.0), lengths, ends)
+    return int(counts[(counts >= 2) & (counts == zeros)].sum())
+
+
+def as_holes(logprobs: Ragged) -> Ragged:
+    """The same lists with nothing recorded."""
+    return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
+
+
+def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """[B] how many tokens of each sequence have a flag."""
+    counts = np.concatenate([[0], np.cumsum(flags_N)])
+    return np.asarray(counts[ends] - counts[ends - lengths])
+
+
+def _any(flags: list[np.ndarray], like: np.ndarray) -> np.ndarray:
+    return np.logical_or.reduce(flags) if flags else np.zeros(len(like), bool)

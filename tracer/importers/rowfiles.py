@@ -1,22 +1,39 @@
-"""Reading files of one row a sequence, Parquet or JSON lines, a few hundred rows at a time."""
+"""The files of one row a sequence that lie at a path: Parquet, Arrow, JSON and CSV."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
+from .arrowfiles import arrow_names, arrow_rows, parquet_names, parquet_rows
+from .rowbatch import RowBatch, explained
+from .textfiles import csv_names, csv_rows, json_names, json_rows
 
-ROWS_AT_ONCE = 512
 METRICS = "metrics"
-_PARQUET = (".parquet", ".pq")
-_JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+DATASET, SPLITS = "state.json", "dataset_dict.json"
+"""Files by which a folder that `save_to_disk` of Hugging Face datasets wrote is known."""
+_READ = ".parquet, .jsonl, .json, .csv or .arrow"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How files with some endings are read."""
+
+    suffixes: tuple[str, ...]
+    names: Callable[[fsspec.AbstractFileSystem, str], list[str]]
+    rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
+
+
+FORMATS = (
+    Format((".parquet", ".pq"), parquet_names, parquet_rows),
+    Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
+    Format((".csv", ".csv.gz"), csv_names, csv_rows),
+    Format((".arrow", ".feather"), arrow_names, arrow_rows),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,116 +47,104 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """Find the files at a path, a folder or a pattern with `*`; those called metrics.* stand apart."""
-        filesystem, path = fsspec.core.url_to_fs(url)
-        if "*" in path:
-            found = sorted(filesystem.glob(path))
-        elif filesystem.isdir(path):
-            found = sorted(name for name in filesystem.ls(path, detail=False) if _format(name))
-        elif filesystem.exists(path):
-            found = [path, *_beside(filesystem, path)]
-        else:
-            raise ImportFailed(f"{url}: nothing is there; name a Parquet file, a folder of them, or JSON lines")
+        """Find the files at a path, in a folder or of a pattern with `*`; those called metrics.* stand apart.
+
+        Raises ImportFailed.
+        """
+        try:
+            filesystem, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ImportFailed(f"{url}: no file system is known for it ({error})") from error
+        with explained(url, "a folder"):
+            found = _found(filesystem, path.rstrip("/") or path, url)
         metrics = [name for name in found if _stem(name) == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(f"{url}: holds no .parquet or .jsonl file; name the folder or the file itself")
-        unknown = next((name for name in files if not _format(name)), None)
+            raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
+        unknown = next((name for name in found if format_of(name) is None), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is neither .parquet nor .jsonl; rename it to what it is")
+            raise ImportFailed(f"{unknown}: is not {_READ}; rename it to what it is")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     @property
     def num_bytes(self) -> int:
         return sum(int(self.filesystem.size(name) or 0) for name in self.files)
 
-    def columns(self) -> list[str]:
-        """Names of the columns that the files have, each once."""
-        names: dict[str, None] = {}
-        for name in self.files:
-            if _format(name) == "parquet":
-                with self.filesystem.open(name, "rb") as file, _explained(name):
-                    names |= dict.fromkeys(pq.read_schema(file).names)
-            else:
-                for rows, _ in self._json_rows(name):
-                    names |= {key: None for row in rows for key in row}
-        return list(names)
+    def names(self) -> dict[str, list[str]]:
+        """File -> names of the columns that it has."""
+        return {name: _known(name).names(self.filesystem, name) for name in self.files}
 
-    def batches(self, columns: list[str]) -> Iterator[tuple[dict[str, list[Any] | pa.Array], int, str]]:
-        """Give columns of some rows, the file's bytes that they took, and where they are."""
+    def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
+        """Give the rows of the files, with those of these columns that a file has."""
         for name in self.files:
-            if _format(name) == "parquet":
-                yield from self._parquet_batches(name, columns)
-            else:
-                for rows, num_bytes in self._json_rows(name):
-                    present = [column for column in columns if any(column in row for row in rows)]
-                    yield {column: [row.get(column) for row in rows] for column in present}, num_bytes, name
+            yield from _known(name).rows(self.filesystem, name, columns)
 
-    def metrics(self) -> Iterator[list[dict[str, Any]]]:
+    def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Give the rows of the metrics files."""
         for name in self.metrics_files:
-            if _format(name) == "parquet":
-                with self.filesystem.open(name, "rb") as file, _explained(name):
-                    for batch in pq.ParquetFile(file).iter_batches(batch_size=65536):
-                        yield batch.to_pylist()
-            else:
-                for rows, _ in self._json_rows(name):
-                    yield rows
-
-    def _parquet_batches(self, name: str, columns: list[str]) -> Iterator[tuple[dict[str, Any], int, str]]:
-        size = int(self.filesystem.size(name) or 0)
-        with self.filesystem.open(name, "rb") as file, _explained(name):
-            parquet = pq.ParquetFile(file)
-            present = [column for column in columns if column in parquet.schema_arrow.names]
-            total = max(parquet.metadata.num_rows, 1)
-            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
-                yield {column: batch[column] for column in present}, size * batch.num_rows // total, name
-
-    def _json_rows(self, name: str) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        rows: list[dict[str, Any]] = []
-        num_bytes = 0
-        with self.filesystem.open(name, "rb", compression="infer") as file:
-            for number, line in enumerate(file, start=1):
-                num_bytes += len(line)
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ImportFailed(f"{name}, line {number}: not JSON ({error}); each line is one object") from error
-                if not isinstance(row, dict):
-                    raise ImportFailed(
-                        f'{name}, line {number}: is no object; each line is one sequence, as {{"step": 1}}'
-                    )
-                rows.append(row)
-                if len(rows) == ROWS_AT_ONCE:
-                    yield rows, num_bytes
-                    rows, num_bytes = [], 0
-        if rows:
-            yield rows, num_bytes
+            yield from _known(name).rows(self.filesystem, name, columns)
 
 
-class _explained:
-    """Name the file in an error of the Parquet reader."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, ImportFailed):
-            raise ImportFailed(f"{self._name}: not readable as Parquet ({str(error).splitlines()[0]})") from error
+def format_of(name: str) -> Format | None:
+    """How a file is read, by its ending; None for one that is not."""
+    return next((format for format in FORMATS if name.endswith(format.suffixes)), None)
 
 
-def _format(name: str) -> str | None:
-    if name.endswith(_PARQUET):
-        return "parquet"
-    return "json" if name.endswith(_JSON_LINES) else None
+def _known(name: str) -> Format:
+    format = format_of(name)
+    assert format is not None
+    return format
+
+
+def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequence[str]:
+    if "*" in path:
+        return sorted(filesystem.glob(path))
+    if filesystem.isdir(path):
+        names = sorted(str(name) for name in filesystem.ls(path, detail=False))
+        own = {_base(name) for name in names}
+        if SPLITS in own:
+            return _only_split(filesystem, path, url)
+        if DATASET in own:
+            return [*_dataset(filesystem, path, url), *(name for name in names if _stem(name) == METRICS)]
+        return [name for name in names if format_of(name) and not _base(name).startswith(".")]
+    if filesystem.exists(path):
+        return [path, *_beside(filesystem, path)]
+    raise ImportFailed(f"{url}: nothing is there; name a {_READ} file, or a folder of them")
+
+
+def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
+    """The Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order of their rows."""
+    try:
+        state = json.loads(filesystem.cat_file(f"{path}/{DATASET}"))
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ImportFailed(f"{url}/{DATASET}: does not name the files of a dataset ({error!r})") from error
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ImportFailed(f"{url}: its rows are chosen by an index; flatten_indices() and save_to_disk it again")
+    strange = next((name for name in names if not isinstance(name, str) or _base(name) != name), None)
+    if strange is not None:
+        raise ImportFailed(f"{url}/{DATASET}: names {strange!r}, which is no file of the folder")
+    return [f"{path}/{name}" for name in names]
+
+
+def _only_split(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
+    """The files of a folder that `DatasetDict.save_to_disk` wrote, where it has one split."""
+    try:
+        splits = list(json.loads(filesystem.cat_file(f"{path}/{SPLITS}"))["splits"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ImportFailed(f"{url}/{SPLITS}: does not name the splits of a dataset ({error!r})") from error
+    if len(splits) != 1 or not isinstance(splits[0], str) or _base(splits[0]) != splits[0]:
+        named = " or ".join(f"{url.rstrip('/')}/{split}" for split in splits)
+        raise ImportFailed(f"{url}: holds {len(splits)} splits; name one of them: {named or 'there is none'}")
+    return _dataset(filesystem, f"{path}/{splits[0]}", f"{url.rstrip('/')}/{splits[0]}")
+
+
+def _base(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
 
 
 def _stem(name: str) -> str:
-    return name.rsplit("/", 1)[-1].split(".", 1)[0]
+    return _base(name).split(".", 1)[0]
 
 
 def _beside(filesystem: fsspec.AbstractFileSystem, path: str) -> list[str]:

@@ -42,8 +42,8 @@ class CheckpointReader:
         """The versions that are there, in order."""
         return sorted(self.folders)
 
-    def load(self, version: int) -> dict[str, Tensor]:
-        """Every tensor that the version's files hold. Raises WeightsMissing."""
+    def load(self, version: int, attempt: int | None = None) -> dict[str, Tensor]:
+        """Every tensor that the version's files hold; of several attempts at it a run leaves one. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; there: {there}")

@@ -19,9 +19,10 @@ import numpy as np
 from numcodecs import Blosc
 
 from ...schemas.weights import ITEM_BYTES, StoredTensor
-from ..store import write_whole
+from ..whole_file import write_whole
 from ..worker import Worker
 
+DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes an element -> the unsigned integers that hold its bits."""
@@ -45,14 +46,14 @@ def chunk_elements(dtype: str, num_elements: int) -> int:
     return max(1, min(num_elements, CHUNK_BYTES // ITEM_BYTES[dtype]))
 
 
-def write_group(folder: Path, attributes: dict[str, Any]) -> None:
-    """Make a Zarr group."""
+def group_document(attributes: dict[str, Any]) -> bytes:
+    """The metadata of a Zarr group."""
     document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    write_whole(folder / "zarr.json", json.dumps(document, indent=1).encode())
+    return json.dumps(document, indent=1).encode()
 
 
-def write_array(folder: Path, dtype: str, rows: int, num_elements: int) -> None:
-    """Make the [R, E] array of a dtype; a chunk that is not there is all zero bits."""
+def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
+    """The metadata of the [R, E] array of a dtype; a chunk that is not there is all zero bits."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -75,7 +76,7 @@ def write_array(folder: Path, dtype: str, rows: int, num_elements: int) -> None:
         ],
         "attributes": {"dtype": dtype},
     }  # fmt: skip
-    write_whole(folder / "zarr.json", json.dumps(document, indent=1).encode())
+    return json.dumps(document, indent=1).encode()
 
 
 def write_row(

@@ -6,17 +6,21 @@ Shapes: E elements of all tensors of one dtype in one segment.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
 
+from ...schemas.checksums import whole_hash
 from ...schemas.errors import DamagedTrace, WeightsMissing
 from ...schemas.layout import WEIGHTS, Segment
-from ...schemas.weights import StoredTensor, WeightLayout, WeightVersion, parse_weight_version
-from ..store import Store
-from .chunks import Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
+from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
+from ...schemas.writer_state import WriterState
+from ..store import Store, first_line
+from .chunks import DOCUMENT, Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +39,85 @@ class WeightReader:
     It holds the version that it read last: going from one version to the next applies one delta.
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, needs_checksums: bool = False):
+        """`writers` account for the versions, and say to which attempt at training each belongs."""
         self.store = store
-        self.parts: dict[int, list[WeightVersion]] = {}
-        """Version -> what each writer kept of it, by segment."""
         self.damaged: list[str] = []
-        """Version files that cannot be read."""
+        """What cannot be read or is missing, a sentence each."""
+        self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[str, tuple[WeightVersion, Bits]] = {}
-        for name in sorted(store.files(WEIGHTS)):
-            stem, _, version = name.removesuffix(".json").rpartition(".")
-            if not name.endswith(".json") or Segment.parse(stem) is None or not version.isdecimal():
-                continue
-            try:
-                record = parse_weight_version(store.read_bytes(f"{WEIGHTS}/{name}").decode(), f"{WEIGHTS}/{name}")
-            except DamagedTrace as error:
-                self.damaged.append(str(error))
-                continue
-            self.parts.setdefault(record.version, []).append(record)
+        known = {state.writer: state for state in writers if not state.is_removed}
+        names = store.files(WEIGHTS)
+        for name in sorted(names):
+            if (segment := _segment_of(name)) is not None:
+                self._note(name, segment, known, needs_checksums=needs_checksums)
+        for state in known.values():
+            for path in state.files or ():
+                folder, _, name = path.partition("/")
+                if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
+                    self.damaged.append(f"{store.shown(path)}: is missing; restore the file from a copy")
+
+    def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState], *, needs_checksums: bool) -> None:
+        where = self.store.shown(f"{WEIGHTS}/{name}")
+        try:
+            content = self.store.read_json(f"{WEIGHTS}/{name}")
+            record = parse_weight_version(content, where, needs_checksum=needs_checksums)
+        except DamagedTrace as error:
+            self.damaged.append(str(error))
+            return
+        if name != f"{record.segment}.{record.version}.json":
+            self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
+            return
+        writer = known.get(segment.writer)
+        attempt = writer.attempt if writer is not None and writer.attempt is not None else 0
+        self._by_attempt.setdefault(record.version, {}).setdefault(attempt, []).append(record)
+
+    @property
+    def parts(self) -> dict[int, list[WeightVersion]]:
+        """Version -> what each writer of its newest attempt kept of it, by segment."""
+        return {version: self._parts(version, None) for version in self.versions}
 
     @property
     def versions(self) -> list[int]:
         """The versions that are there, in order."""
-        return sorted(self.parts)
+        return sorted(self._by_attempt)
+
+    def attempts(self, version: int) -> list[int]:
+        """The attempts at training that kept a version; 0 stands for none."""
+        return sorted(self._by_attempt[version])
+
+    def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
+        """What was kept of a version in an attempt at training, or where that kept none in the newest that did."""
+        attempts = self._by_attempt[version]
+        return attempts[attempt] if attempt in attempts else attempts[max(attempts)]
 
     def layout(self, record: WeightVersion) -> WeightLayout:
         """Which tensors a segment holds. Raises DamagedTrace."""
         if record.segment not in self._layouts:
-            where = f"{WEIGHTS}/{record.segment}/zarr.json"
+            relative = f"{WEIGHTS}/{record.segment}/{DOCUMENT}"
+            where = self.store.shown(relative)
             try:
-                document = json.loads(self.store.read_bytes(where))
-                self._layouts[record.segment] = WeightLayout.from_dict(document["attributes"]["layout"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DamagedTrace(f"{where}: cannot be read ({error}); its versions are lost") from error
+                found = _layout(self.store.read_json(relative), record.layout_hash)
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DamagedTrace(f"{where}: cannot be read ({first_line(error)}); its versions are lost") from error
+            self._layouts[record.segment] = found
         return self._layouts[record.segment]
 
-    def load(self, version: int) -> dict[str, Tensor]:
+    def load(self, version: int, attempt: int | None = None) -> dict[str, Tensor]:
         """Every tensor of a version by name, tied ones under each name.
 
-        Raises WeightsMissing for a version, or a writer's part of it, that is not there, and DamagedTrace when the
-        bits are not those that were recorded.
+        A run that resumed has some versions once for each `attempt`; the newest is given without one. Raises WeightsMissing
+        for a version, or a writer's part of it, that is not there, and DamagedTrace when the bits are not those that were
+        recorded.
         """
-        if version not in self.parts:
+        if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
+        parts = self._parts(version, attempt)
         whole: dict[str, Tensor] = {}
         filled: dict[str, int] = {}
         seen: set[tuple[str, tuple[int, ...]]] = set()
-        for record in self.parts[version]:
+        for record in parts:
             layout, bits = self.layout(record), self._bits(record)
             for tensor in layout.tensors:
                 if tensor.whole_shape is None:
@@ -91,8 +127,8 @@ class WeightReader:
                     # Processes that replicate each other hold the same part.
                     seen.add(place)
                     filled[tensor.name] = filled.get(tensor.name, 0) + _put(whole, tensor, bits)
-        self._check_whole(version, whole, filled)
-        for record in self.parts[version]:
+        self._check_whole(parts, whole, filled)
+        for record in parts:
             whole |= {name: whole[kept] for name, kept in self.layout(record).tied.items()}
         return whole
 
@@ -121,7 +157,13 @@ class WeightReader:
 
     def _path(self, record: WeightVersion) -> Iterator[WeightVersion]:
         """The keyframe and the deltas up to a version, in order. Raises WeightsMissing for one that is not there."""
-        same = (kept for parts in self.parts.values() for kept in parts if kept.segment == record.segment)
+        same = (
+            kept
+            for attempts in self._by_attempt.values()
+            for parts in attempts.values()
+            for kept in parts
+            if kept.segment == record.segment
+        )
         by_row = {kept.row: kept for kept in same}
         for row in range(record.row + 1):
             if row not in by_row:
@@ -133,6 +175,10 @@ class WeightReader:
 
     def _apply(self, record: WeightVersion, bits: Bits) -> None:
         for dtype, chunks in record.chunks.items():
+            if dtype not in bits:
+                raise DamagedTrace(
+                    f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype}, and no array"
+                )
             size = chunk_elements(dtype, len(bits[dtype]))
             for index in chunks:
                 where = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
@@ -152,7 +198,7 @@ class WeightReader:
 
     def _compare(self, record: WeightVersion, bits: Bits) -> None:
         for tensor in self.layout(record).tensors:
-            if sha256(part(bits, tensor).data).hexdigest() != record.hashes[tensor.name]:
+            if sha256(part(bits, tensor).data).hexdigest() != record.hashes.get(tensor.name):
                 raise DamagedTrace(
                     f"{WEIGHTS}/{record.segment}: version {record.version}: {tensor.name} is not what was recorded "
                     "(its hash differs); restore the folder from a copy"
@@ -165,12 +211,12 @@ class WeightReader:
             self._apply(step, bits)
             self._compare(step, bits)
 
-    def _check_whole(self, version: int, whole: dict[str, Tensor], filled: dict[str, int]) -> None:
+    def _check_whole(self, parts: list[WeightVersion], whole: dict[str, Tensor], filled: dict[str, int]) -> None:
         for name, count in filled.items():
             if count != whole[name].bits.size:
-                held = ", ".join(sorted(record.segment for record in self.parts[version]))
+                held = ", ".join(sorted(record.segment for record in parts))
                 raise WeightsMissing(
-                    f"{self.store.url}: version {version}: {name} has {count:,} of {whole[name].bits.size:,} elements; "
+                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {whole[name].bits.size:,} elements; "
                     f"a writer's part is missing (there: {held})"
                 )
 
@@ -190,3 +236,30 @@ def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
     )
     whole[tensor.name].bits[place] = part(bits, tensor).reshape(tensor.shape)
     return tensor.numel
+
+
+def _segment_of(name: str) -> Segment | None:
+    """The segment of a version's file name, `<segment>.<version>.json`; None for another name."""
+    stem, _, version = name.removesuffix(".json").rpartition(".")
+    return Segment.parse(stem) if name.endswith(".json") and version.isdecimal() else None
+
+
+def _layout(content: bytes, expected: str | None) -> WeightLayout:
+    """The layout in a segment's zarr.json. Raises ValueError and its kin for another content than the expected one."""
+    if expected not in (None, whole_hash(content)):
+        raise ValueError("its content is not what was written")
+    found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
+    _check_room(found)
+    return found
+
+
+def _check_room(layout: WeightLayout) -> None:
+    """Raise ValueError for a layout that no machine like this one can have written."""
+    for tensor in layout.tensors:
+        sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
+        if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
+            raise ValueError(f"{tensor.name} cannot be {tensor.dtype} of shape {tensor.shape}")
+    whole = sum(math.prod(t.whole_shape) * ITEM_BYTES[t.dtype] for t in layout.tensors if t.whole_shape is not None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if max(layout.num_bytes, whole) > memory:
+        raise ValueError(f"its tensors have {max(layout.num_bytes, whole):,} bytes, and this machine {memory:,}")

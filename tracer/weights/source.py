@@ -11,6 +11,8 @@ from .reader import WeightReader
 
 def open_weights(store: Store) -> WeightReader | CheckpointReader:
     """What gives the weights of a trace's policy versions: `.versions`, `.load(version)`."""
-    reader = WeightReader(store)
-    folder = store.manifest().weights_from
-    return reader if reader.parts or folder is None else CheckpointReader(Path(folder))
+    manifest = store.manifest()
+    reader = WeightReader(store, store.writers()[0], needs_checksums=manifest.is_checked)
+    if reader.versions or reader.damaged or manifest.weights_from is None:
+        return reader
+    return CheckpointReader(Path(manifest.weights_from))

@@ -5,7 +5,7 @@ Shapes: E elements of all tensors of one dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ...schemas.checksums import whole_hash
 from ...schemas.clock import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
-from ..store import write_whole
+from ..whole_file import write_part
 from ..worker import Worker
-from .chunks import Bits, part, write_array, write_group, write_row
+from .chunks import DOCUMENT, Bits, array_document, group_document, part, write_row
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
@@ -35,8 +36,17 @@ class WeightWriter:
     who comes with the next version before the last is written waits, and the wait is counted.
     """
 
-    def __init__(self, folder: Path, writer: str, *, versions_a_keyframe: int = VERSIONS_A_KEYFRAME):
-        self.folder = folder / WEIGHTS
+    def __init__(
+        self,
+        folder: Path,
+        writer: str,
+        account: Callable[[str, bytes], None],
+        *,
+        versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
+    ):
+        """`account` is called with the path in the trace and the content of each document that was written."""
+        self._trace, self.folder = folder, folder / WEIGHTS
+        self._account = account
         self.rows = versions_a_keyframe
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0)
@@ -47,6 +57,7 @@ class WeightWriter:
         self._last: Bits = {}
         self._written: WeightVersion | None = None
         self._version: int | None = None
+        self._layout_hash: str | None = None
 
     @property
     def error(self) -> BaseException | None:
@@ -117,16 +128,23 @@ class WeightWriter:
             chain=chain_hash(known.chain if known is not None else None, hashes),
             num_bytes=num_bytes,
             stored_at=now(),
+            layout_hash=self._layout_hash,
         )
-        write_whole(self.folder / f"{self._segment.name}.{version}.json", record.to_json().encode())
+        self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
         self._written, self._last, self._spare = record, bits, delta
 
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._segment = Segment(self._segment.writer, self._segment.number + 1)
-        folder = self.folder / self._segment.name
-        write_group(folder, {"layout": layout.to_dict()})
+        document = group_document({"layout": layout.to_dict()})
+        self._layout_hash = whole_hash(document)
+        self._write_document(f"{self._segment.name}/{DOCUMENT}", document)
         for dtype, count in layout.num_elements.items():
-            write_array(folder / dtype, dtype, self.rows, count)
+            name = f"{self._segment.name}/{dtype}/{DOCUMENT}"
+            self._write_document(name, array_document(dtype, self.rows, count))
+
+    def _write_document(self, name: str, content: bytes) -> None:
+        write_part(self._trace, f"{WEIGHTS}/{name}", content)
+        self._account(f"{WEIGHTS}/{name}", content)
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 
-from ....tracer.store import whole_file, write_whole
+from ....tracer.whole_file import whole_file, write_whole
 from ...rows import to_csv
 from ..chart import Chart, Lines
 from ..targets import explained, local, refuse

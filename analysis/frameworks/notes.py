@@ -1,0 +1,85 @@
+"""What frameworks' numbers of a trace need to be read with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..database import Database, quoted
+from ..hyperparameters import read_hyperparameters
+
+_SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
+
+_NOT_FINITE = """
+SELECT count(*), count(DISTINCT (run, step))
+FROM (
+    SELECT s.run, s.step, unnest(s.response_mask) AS mask, unnest(scores.logprobs) AS logprob
+    FROM sequences AS s
+    JOIN scores ON scores.run = s.run AND scores.step = s.step AND scores.seq_id = s.seq_id
+    WHERE scores."pass" IN ({passes}){within}
+)
+WHERE NOT isfinite(logprob){where}
+"""
+
+
+def null_without(
+    database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
+) -> list[str]:
+    """Say that these numbers are NULL where a run lacks a pass, or a column of it; nothing where every run has it."""
+    query = _SCORED.format(scored=quoted(scored), column=column)
+    known = {run for (run,) in database.connection.execute(query).fetchall()}
+    lacking = [source.run for source in database.sources if source.run not in known]
+    if not lacking or not names:
+        return []
+    verb = "is" if len(names) == 1 else "are"
+    return [f"{', '.join(lacking)}: has no {what} {scored!r}, without which {', '.join(names)} {verb} NULL"]
+
+
+def masked_out(
+    database: Database,
+    passes: Sequence[str],
+    framework: str,
+    *,
+    rejects: bool = False,
+    effect: str = "what it logged of these steps can be NaN",
+) -> list[str]:
+    """Say what a framework that multiplies by the mask makes of NaN and infinities on tokens that do not count.
+
+    NaN * 0 and inf * 0 are NaN, so that its sums are; here these tokens are left out. Nothing where there are none. With
+    `rejects` the framework's options may mask tokens that are not finite, too. `effect` is what NaN does to its numbers.
+    """
+    query = _NOT_FINITE.format(
+        passes=", ".join(quoted(name) for name in passes),
+        within="" if rejects else " AND list_contains(s.response_mask, false)",
+        where="" if rejects else " AND NOT mask",
+    )
+    ((num_logprobs, num_steps),) = database.connection.execute(query).fetchall()
+    if not num_logprobs:
+        return []
+    which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
+    return [
+        f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
+        f"mask of 0, which gives NaN, so that {effect}; here such tokens are left out"
+    ]
+
+
+def set_otherwise(database: Database, options: Mapping[str, object]) -> list[str]:
+    """Say which options a run was trained with, where the trace says that they differ from those of the numbers."""
+    told = []
+    for source in database.sources:
+        trained = read_hyperparameters(database, source.run)
+        flags = [
+            _flag(name, trained[name], is_flag=isinstance(value, bool))
+            for name, value in options.items()
+            if name in trained and trained[name] not in (value, "None")
+        ]
+        if flags:
+            told.append(
+                f"{source.run}: was trained with other options than these numbers'; for what it logged itself: "
+                f"--by step {' '.join(flags)}"
+            )
+    return told
+
+
+def _flag(name: str, value: object, *, is_flag: bool) -> str:
+    option = "--" + name.replace("_", "-")
+    return option if is_flag else f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"

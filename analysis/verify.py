@@ -1,0 +1,194 @@
+"""Reading all of a trace and comparing it with what its writers say they wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..schemas.checksums import SealedFile, whole_hash
+from ..schemas.errors import TimTraceError
+from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..tracer.dense_group import open_dense, sealed_root
+from ..tracer.progress import Progress, no_progress
+from ..tracer.snapshot import Snapshot
+from ..tracer.store import first_line
+from ..tracer.verified_file import VerifiedFile
+from ..tracer.weights.reader import WeightReader
+from ..tracer.weights.source import open_weights
+from .database import Database
+from .rows import Rows
+from .source import Source, open_source
+
+COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What of a trace is as it was written."""
+
+    trace: str
+    folders: Rows
+    """A row a folder: files read, their bytes, how many have checksums, and how many are not as they were written."""
+    damaged: tuple[str, ...]
+    """What is not as it was written or is missing, a sentence each."""
+    ignored: tuple[str, ...]
+    """What lies there and is no part of the trace, a sentence each."""
+    unchecked_writers: tuple[str, ...]
+    """Writers of earlier releases, whose files have no checksums: that they can be read is all that is known of them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damaged
+
+
+@dataclass(slots=True)
+class _Count:
+    num_files: int = 0
+    num_bytes: int = 0
+    num_checked: int = 0
+    num_damaged: int = 0
+
+
+def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
+    """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
+
+    Other verbs compare what they read; this one reads everything. Raises TraceNotFound, NewerTrace or DamagedTrace when
+    there is no trace to look at.
+    """
+    source = open_source(os.fspath(trace))
+    found = _Verifier(source)
+    with progress("verifying", found.num_bytes) as advance:
+        for num_bytes in found.run():
+            advance(num_bytes)
+    return Verification(
+        trace=os.fspath(trace),
+        folders=Rows(
+            COLUMNS,
+            [
+                (name, c.num_files, c.num_bytes, c.num_checked, c.num_damaged)
+                for name, c in found.counts.items()
+                if c.num_files
+            ],
+        ),
+        damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
+        ignored=tuple(source.snapshot.ignored),
+        unchecked_writers=tuple(source.snapshot.unchecked),
+    )
+
+
+class _Verifier:
+    """Goes through a trace, folder by folder."""
+
+    def __init__(self, source: Source):
+        self.source, self.snapshot, self.store = source, source.snapshot, source.store
+        self.counts: dict[str, _Count] = {name: _Count() for name in (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER)}
+        self.damaged: list[str] = []
+        self._records = _records(self.snapshot)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that will be read, of the folders that are large."""
+        return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER))
+
+    def run(self) -> Iterator[int]:
+        """Read everything, and tell after each part how many bytes it had."""
+        for table in (SEQUENCES, SCORES, METRICS):
+            for entry in self.snapshot.files[table]:
+                yield self._file(table, entry.relative, entry.file)
+        for file in {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}.values():
+            yield self._file(SUMS, file.relative, file)
+        for relative, record in self._records.items():
+            folder = relative.partition("/")[0]
+            if folder in (TOKENIZER, PASSES):
+                yield self._document(folder, relative, record)
+        yield from self._groups()
+        yield from self._weights()
+
+    def _file(self, folder: str, relative: str, file: VerifiedFile) -> int:
+        record = self._records.get(relative)
+
+        def read() -> None:
+            file.verify()
+            if record is not None and whole_hash(self.store.read_bytes(relative)) != record.hash:
+                raise ValueError("its content is not what its writer wrote")
+            if not file.has_checksums:
+                import pyarrow as pa
+                from pyarrow.parquet import read_table
+
+                read_table(pa.BufferReader(self.store.read_bytes(relative)))
+
+        return self._read(folder, relative, file.num_bytes, file.has_checksums, read)
+
+    def _document(self, folder: str, relative: str, record: SealedFile) -> int:
+        def read() -> None:
+            if whole_hash(self.store.read_bytes(relative)) != record.hash:
+                raise ValueError("its content is not what its writer wrote")
+
+        return self._read(folder, relative, record.num_bytes, True, read)
+
+    def _groups(self) -> Iterator[int]:
+        """The sealed groups of captured distributions, and those that scores name."""
+        for name in self.store.folders(DENSE):
+            relative, segment = f"{DENSE}/{name}", Segment.parse(name)
+            size = self.store.size(relative)
+            if segment is None:
+                self.damaged.append(f"{self.store.shown(relative)}: no folder of a trace; remove it")
+                continue
+
+            is_checked = f"{relative}/zarr.json" in self._records
+            yield self._read(DENSE, relative, size, is_checked, partial(self._group, segment))
+        query = """
+            SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
+            UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
+        """
+        try:
+            for (group,) in Database(self.source, lean=True).connection.execute(query).fetchall():
+                open_dense(self.store, group)
+        except TimTraceError as error:
+            self.damaged.append(str(error))
+
+    def _group(self, segment: Segment) -> None:
+        from ..tracer.dense_store import SealedGroup
+
+        SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
+
+    def _weights(self) -> Iterator[int]:
+        """Every version of the weights, rebuilt and compared with its hashes."""
+        reader = open_weights(self.store)
+        if not isinstance(reader, WeightReader):  # checkpoints, which lie elsewhere and are the run's own
+            return
+        self.damaged += reader.damaged
+        for version in reader.versions:
+            num_bytes = sum(part.num_bytes for part in reader.parts[version])
+            for attempt in reader.attempts(version):
+                read = partial(reader.load, version, attempt)
+                yield self._read(WEIGHTS, f"{WEIGHTS}: version {version}", num_bytes, True, read)
+
+    def _read(self, folder: str, relative: str, num_bytes: int, is_checked: bool, read: Callable[[], Any]) -> int:
+        count = self.counts[folder]
+        count.num_files += 1
+        count.num_bytes += num_bytes
+        count.num_checked += is_checked
+        try:
+            read()
+        except TimTraceError as error:
+            self.damaged.append(str(error))
+            count.num_damaged += 1
+        except Exception as error:  # whatever a library says of bytes that nobody wrote so
+            self.damaged.append(f"{self.store.shown(relative)}: {first_line(error)}; restore it from a copy")
+            count.num_damaged += 1
+        return num_bytes
+
+
+def _records(snapshot: Snapshot) -> dict[str, SealedFile]:
+    """What writers say of their files."""
+    return {
+        name: record
+        for state in snapshot.writers
+        if not state.is_removed
+        for name, record in (state.files or {}).items()
+    }

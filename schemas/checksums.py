@@ -1,0 +1,81 @@
+"""Checksums of what a trace holds: XXH3 (https://xxhash.com), 64 bits of a block and 128 of a whole file.
+
+They find damage. They are no signature: whoever can write a trace can write its checksums, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+BLOCK_BYTES = 256 << 10
+"""Bytes that one checksum of a file is over: what a read has to look at more than it was asked for."""
+DIGEST_BYTES = 8
+"""Bytes of a block's checksum."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedFile:
+    """What a writer says of a file that it finished; no such file ever changes."""
+
+    num_bytes: int
+    hash: str
+    """XXH3-128 of all its bytes, 32 hexadecimal digits, as `xxhsum -H2` prints it."""
+    num_rows: int | None = None
+    """Of a table; None for any other file."""
+    steps: tuple[int, int] | None = None
+    """First and last step of a table's rows; None for any other file, and of a table without rows."""
+    footer: str | None = None
+    """XXH3-64 of a Parquet file's footer, 16 hexadecimal digits; None for any other file."""
+
+
+def sealed(content: Bytes) -> SealedFile:
+    """What to say of a file of this content."""
+    return SealedFile(num_bytes=len(content), hash=whole_hash(content))
+
+
+def whole_hash(content: Bytes) -> str:
+    """XXH3-128 of a content, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def short_hash(content: Bytes) -> str:
+    """XXH3-64 of a content, 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+class BlockDigests:
+    """Checksums of a stream's blocks, and of all of it, while it passes by."""
+
+    def __init__(self) -> None:
+        self._whole = xxhash.xxh3_128()
+        self._blocks: list[bytes] = []
+        self.num_bytes = 0
+
+    def add(self, block: Bytes) -> None:
+        """Add the next BLOCK_BYTES; the last block alone may be shorter."""
+        self._whole.update(block)
+        self._blocks.append(block_digest(block))
+        self.num_bytes += len(block)
+
+    def add_rest(self, content: Bytes) -> None:
+        """Add bytes that belong to no block."""
+        self._whole.update(content)
+        self.num_bytes += len(content)
+
+    @property
+    def blocks(self) -> bytes:
+        """DIGEST_BYTES a block, one block after the other."""
+        return b"".join(self._blocks)
+
+    @property
+    def hash(self) -> str:
+        return self._whole.hexdigest()
+
+
+def block_digest(block: Bytes) -> bytes:
+    """XXH3-64 of a block, big-endian."""
+    return xxhash.xxh3_64_digest(block)

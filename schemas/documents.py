@@ -1,0 +1,61 @@
+"""The JSON documents of a trace: written with a checksum over their content, read with the types of their fields checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from .checksums import whole_hash
+from .contract import canonical_json, plain
+from .errors import DamagedTrace
+
+CHECKSUM = "checksum"
+"""Name of the field: XXH3-128 of the other fields as JSON with sorted keys and without spaces."""
+MAX_BYTES = 64 << 20
+"""A larger document is refused unread."""
+
+Record = TypeVar("Record")
+
+
+def to_document(values: Mapping[str, Any]) -> str:
+    """JSON with a checksum of its content."""
+    return json.dumps({**plain(values), CHECKSUM: whole_hash(canonical_json(values).encode())}, indent=1) + "\n"
+
+
+def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
+    """The fields of a document, its checksum among them. Raises DamagedTrace for anything that is no JSON object.
+
+    `where` and `what` (such as `a writer's state`) are named in errors.
+    """
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
+
+
+def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool) -> dict[str, Any]:
+    """The fields of a document without its checksum, which was compared.
+
+    Raises DamagedTrace for what is not as it was written; a document without a checksum passes where none is needed.
+    """
+    values = read_object(content, where, what)
+    checksum = values.pop(CHECKSUM, None)
+    if needs_checksum if checksum is None else checksum != whole_hash(canonical_json(values).encode()):
+        lacks = "its checksum is missing" if checksum is None else "its content does not fit its checksum"
+        raise DamagedTrace(f"{where}: {lacks}, so it is not {what} as it was written; restore it from a copy")
+    return values
+
+
+def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
+    """A document's fields as a dataclass, unknown ones left out. Raises DamagedTrace for missing ones and wrong types."""
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,307 @@
+"""Ways in beside Parquet and JSON lines, and other people's names."""
+
+import csv
+import gzip
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders import make_batch, tim_trace
+from tim_trace.analysis.database import connect
+from tim_trace.schemas.errors import ImportFailed
+from tim_trace.tracer.importers.mapping import parse_map
+from tim_trace.tracer.importers.neutral import import_parquet
+
+
+def rows_of(rows=5, step=1):
+    """A dump with numbers, lists, text and NULL."""
+    batch = make_batch(rows, seed=step)
+    return [
+        {
+            "step": step,
+            "seq_id": f"s{row}",
+            "prompt_ids": batch["prompt_ids"][row],
+            "response_ids": batch["response_ids"][row],
+            "response_mask": [token % 2 == 0 for token in batch["response_ids"][row]],
+            "rollout_logprobs": [None, *batch["rollout"][row].tolist()[1:]],
+            "train_logprobs": batch["train"][row].tolist(),
+            "reward": None if row == 1 else float(batch["reward"][row]),
+            "top_k": row,
+            "finish_reason": None if row == 2 else "stop, or not",
+        }
+        for row in range(rows)
+    ]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_csv(path, rows):
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(rows[0])
+    for row in rows:
+        cells = [json.dumps(value) if isinstance(value, list) else value for value in row.values()]
+        writer.writerow(["" if value is None else value for value in cells])
+    content = text.getvalue().encode()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
+
+
+def write_dataset(path, rows):
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).save_to_disk(str(path), num_shards=2)
+    return path
+
+
+def write_arrow(path, rows):
+    table = pa.Table.from_pylist(rows)
+    make = pa.ipc.new_file if path.name.endswith("feather") else pa.ipc.new_stream
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def write_array(path, rows):
+    content = json.dumps(rows, indent=1).encode()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return path
+
+
+def content(path):
+    """Everything that a trace holds but when and by whom it was written."""
+    connection = connect(path)
+    return [
+        connection.execute(f"SELECT * EXCLUDE ({left_out}) FROM {table} ORDER BY ALL").fetchall()
+        for table, left_out in (("sequences", "run, writer"), ("scores", "run, writer, contract"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("dump.csv", write_csv),
+        ("dump.csv.gz", write_csv),
+        ("dump.json", write_array),
+        ("dump.json.gz", write_array),
+        ("dump.arrow", write_arrow),
+        ("dump.feather", write_arrow),
+        ("dataset", write_dataset),
+    ],
+)
+def test_every_form_gives_the_trace_that_json_lines_give(tmp_path, name, write):
+    rows = rows_of()
+    import_parquet(write_jsonl(tmp_path / "dump.jsonl", rows), output=tmp_path / "lines")
+    import_parquet(write(tmp_path / name, rows), output=tmp_path / "run")
+    assert content(tmp_path / "run") == content(tmp_path / "lines")
+
+
+def test_a_dataset_on_disk_is_read_without_its_library(tmp_path):
+    write_dataset(tmp_path / "dataset", rows_of())
+    program = f"""
+import sys
+sys.modules["datasets"] = None
+from tim_trace.tracer.importers.neutral import import_parquet
+import_parquet({str(tmp_path / "dataset")!r}, output={str(tmp_path / "run")!r})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert len(content(tmp_path / "run")[0]) == 5
+
+
+def test_splits_of_a_dataset_are_named_and_an_only_one_is_read(tmp_path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    split = datasets.Dataset.from_list(rows_of())
+    datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(ImportFailed, match=r"two: holds 2 splits; name one of them: .*/two/train or .*/two/test"):
+        import_parquet(tmp_path / "two", output=tmp_path / "run")
+    datasets.DatasetDict(train=split).save_to_disk(str(tmp_path / "one"))
+    assert import_parquet(tmp_path / "one", output=tmp_path / "run").num_sequences == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("{", "does not name the files of a dataset"),
+        ("[]", "does not name the files of a dataset"),
+        ('{"_data_files": [{"filename": "../dump.arrow"}]}', r"names '../dump.arrow', which is no file of the folder"),
+        ('{"_data_files": [{"filename": "missing.arrow"}]}', r"missing\.arrow: not readable as Arrow"),
+        ('{"_data_files": []}', r"holds no \.parquet"),
+        (
+            '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}',
+            r"its rows are chosen by an index; flatten_indices\(\)",
+        ),
+    ],
+)
+def test_a_dataset_that_does_not_say_its_files_is_named(tmp_path, state, message):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "state.json").write_text(state)
+    with pytest.raises(ImportFailed, match=message):
+        import_parquet(tmp_path / "dataset", output=tmp_path / "run")
+
+
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "write"), [("dump.arrow", write_arrow), ("dump.parquet", write_parquet)])
+def test_a_file_that_was_cut_or_changed_is_named(tmp_path, name, write):
+    path = write(tmp_path / name, rows_of(40))
+    whole = path.read_bytes()
+    chance = np.random.default_rng(0)
+    outcomes = set()
+    for trial in range(16):
+        changed = bytearray(whole)
+        if trial % 2:
+            changed = changed[: chance.integers(len(whole))]
+        else:
+            changed[chance.integers(len(whole))] ^= 1 << chance.integers(8)
+        path.write_bytes(changed)
+        try:
+            import_parquet(path, output=tmp_path / "run", force=True)
+            outcomes.add("read")  # a flipped bit of a number is another number
+        except ImportFailed as error:
+            outcomes.add("refused in one line" if "\n" not in str(error) else str(error))
+    assert outcomes == {"read", "refused in one line"}
+
+
+def test_text_that_is_no_text_is_named(tmp_path):
+    table = pa.Table.from_pylist([{name: value for name, value in rows_of()[0].items() if name != "finish_reason"}])
+    bytes_as_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.int32([0, 1]).tobytes()), pa.py_buffer(b"\xe4"))
+    pq.write_table(table.append_column("finish_reason", bytes_as_text), tmp_path / "dump.parquet")
+    with pytest.raises(ImportFailed, match=r"column 'finish_reason' holds bytes that are no text in UTF-8"):
+        import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+
+
+def test_a_long_cell_of_csv_is_read_whole(tmp_path):
+    tokens = list(range(50_000))
+    row = {"step": 1, "prompt_ids": [1], "response_ids": tokens, "train_logprobs": [-0.5] * len(tokens)}
+    imported = import_parquet(write_csv(tmp_path / "dump.csv", [row]), output=tmp_path / "run")
+    assert imported.num_tokens == 50_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'step,prompt_ids,response_ids,train_logprobs\n1,[1],"[1]",[-1]\n1,[1],[1, 2],[-1]\n',
+            "line 3: has 5 cells, and the",
+        ),
+        (
+            "step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[-1 2]\n",
+            r"'train_logprobs' .*\(line 2: '\[-1 2\]'\)",
+        ),
+        (
+            "step,prompt_ids,response_ids,train_logprobs\none,[1],[1],[-1]\n",
+            r"'step' holds string, .*\(line 2: 'one'\)",
+        ),
+        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null, .*\(line 2: NULL\)"),
+        ("step,step,prompt_ids,response_ids,train_logprobs\n1,1,[1],[1],[-1]\n", "has two columns 'step'"),
+        ('step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],"[-1]\n', "not readable as CSV"),
+        ("step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[\udcff]\n", "not readable as CSV"),
+        ("step,prompt_ids,response_ids,train_logprobs\n", "holds no rows"),
+    ],
+)
+def test_wrong_csv_is_named_by_its_line(tmp_path, text, message):
+    (tmp_path / "dump.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ImportFailed, match=message) as caught:
+        import_parquet(tmp_path / "dump.csv", output=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "row 1: is no object; each is one sequence"),
+        ('[{"step": 1}', r"dump\.json: not JSON .*; a \.json file that begins with \[ is one array of objects"),
+        ("[]", "lacks the columns"),
+        ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or the whole of a \.json file one array"),
+        ('[{"step": 1, "step": 2}]', "row 1: has the key step twice"),
+    ],
+)
+def test_wrong_json_says_what_a_file_may_be(tmp_path, text, message):
+    (tmp_path / "dump.json").write_text(text)
+    with pytest.raises(ImportFailed, match=message):
+        import_parquet(tmp_path / "dump.json", output=tmp_path / "run")
+
+
+THEIRS = {
+    "step": "global_step",
+    "prompt_ids": "prompts",
+    "response_ids": "completion_ids",
+    "train_logprobs": "old_log_probs",
+    "reward": "score = sum",
+}
+
+
+def test_other_people_s_names_are_mapped(tmp_path):
+    rows = rows_of()
+    import_parquet(write_jsonl(tmp_path / "ours.jsonl", rows), output=tmp_path / "ours")
+    theirs = [{THEIRS.get(name, name): value for name, value in row.items()} for row in rows]
+    path = write_jsonl(tmp_path / "theirs.jsonl", theirs)
+    renamed = {theirs: ours for ours, theirs in THEIRS.items()}
+    imported = import_parquet(path, output=tmp_path / "run", map=renamed)
+    assert imported.ignored_columns == ()
+    assert content(tmp_path / "run") == content(tmp_path / "ours")
+    options = [part for theirs, ours in renamed.items() for part in ("--map", f"{theirs}={ours}")]
+    done = tim_trace("import", "parquet", path, "-o", tmp_path / "shell", *options)
+    assert done.code == 0, done.stderr
+    assert content(tmp_path / "shell") == content(tmp_path / "ours")
+
+
+def test_a_mapped_column_is_named_by_both_names_where_it_is_wrong(tmp_path):
+    path = write_jsonl(tmp_path / "dump.jsonl", [row | {"score": "high"} for row in rows_of()])
+    with pytest.raises(ImportFailed, match=r"column 'score' \(mapped to 'top_p'\) holds string"):
+        import_parquet(path, output=tmp_path / "run", map={"score": "top_p"})
+
+
+def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "dump.jsonl", [row | {"reward": "text", "score": 0.5} for row in rows_of()])
+    imported = import_parquet(path, output=tmp_path / "run", map={"reward": "", "score": "reward"})
+    assert imported.ignored_columns == ("reward",)
+    assert connect(tmp_path / "run").execute("SELECT DISTINCT reward FROM sequences").fetchall() == [(0.5,)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
+        (
+            ["score=rewards"],
+            "map: 'score' cannot become 'rewards'; a trace takes step, prompt_ids, response_ids, .*finish_reason",
+        ),
+        (["score=reward"], r"the columns reward and score both become 'reward'; map one to nothing, as reward="),
+        (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; map one to nothing, as score="),
+        (["score"], "map: got 'score'; give theirs=ours, as completion_ids=response_ids"),
+        (["=reward"], "map: got '=reward'; give theirs=ours"),
+        (["score=top_p", "score=top_k"], "map: 'score' becomes both 'top_p' and 'top_k'; a column has one name"),
+        (["step="], "lacks the columns step .*as theirs=step"),
+    ],
+)
+def test_a_map_that_cannot_be_is_one_line(tmp_path, texts, message):
+    path = write_jsonl(tmp_path / "dump.jsonl", [row | {"score": 0.5, "uid": 1} for row in rows_of()])
+    with pytest.raises(ImportFailed, match=message) as caught:
+        import_parquet(path, output=tmp_path / "run", map=parse_map(texts))
+    done = tim_trace("import", "parquet", path, "-o", tmp_path / "run", *(f"--map={text}" for text in texts))
+    assert (done.code, done.stderr) == (2, f"Error: {caught.value}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_columns_passed_over_are_named_so_that_a_terminal_shows_them(tmp_path):
+    many = {f"extra{number}": 1 for number in range(30)}
+    path = write_jsonl(tmp_path / "dump.jsonl", [rows_of()[0] | {"a\nb": 1, "": 2} | many])
+    done = tim_trace("import", "parquet", path, "-o", tmp_path / "run")
+    assert r"columns passed over: 'a\nb', '', extra0, " in done.stderr
+    assert "extra17 and 12 more\n" in done.stderr

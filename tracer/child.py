@@ -1,0 +1,62 @@
+"""Running a command as if this process were not there: its signals reach it once, and it does not outlive this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+_WATCHED = (*FORWARDED, signal.SIGCHLD)
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A command that was started. From `start` to the end of `wait` signals to this process are kept for the command."""
+
+    def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
+        self._process, self._unblock = process, unblock
+
+    @classmethod
+    def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Start a command. Raises OSError when it cannot be executed."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
+
+        def in_child() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if prctl is not None:
+                prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+                if os.getppid() != parent:  # it died before this was set
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        def unblock() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        try:
+            process = subprocess.Popen(list(command), env=dict(environment), preexec_fn=in_child)
+        except BaseException:
+            unblock()
+            raise
+        return cls(process, unblock)
+
+    def wait(self) -> int:
+        """Wait for its end and return its exit code, 128 and the signal's number for one that died of a signal.
+
+        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, a hang-up), the command gets from it,
+        too, and is not sent twice.
+        """
+        try:
+            while (code := self._process.poll()) is None:
+                found = signal.sigwaitinfo(_WATCHED)
+                if found.si_signo != signal.SIGCHLD and found.si_code <= 0:
+                    self._process.send_signal(found.si_signo)
+            while signal.sigtimedwait(_WATCHED, 0) is not None:  # for the command, which has ended
+                pass
+        finally:
+            self._unblock()
+        return 128 - code if code < 0 else code

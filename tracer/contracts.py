@@ -1,0 +1,26 @@
+"""Reading the contracts of a trace's passes: a file's name is the hash of what it holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..schemas.contract import contract_hash
+from ..schemas.errors import DamagedTrace
+from ..schemas.layout import PASSES
+from .store import Store, first_line
+
+
+def read_contract(store: Store, pass_name: str, digest: str) -> dict[str, Any]:
+    """A pass's contract by its hash. Raises DamagedTrace for what is not the content that has this hash."""
+    relative = f"{PASSES}/{pass_name}/{digest}.json"
+    where = store.shown(relative)
+    try:
+        content = json.loads(store.read_json(relative))
+        name, contract = content["pass"], dict(content["contract"])
+        found = contract_hash(contract)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a copy") from error
+    if (name, found) != (pass_name, digest):
+        raise DamagedTrace(f"{where}: is not the contract that its name stands for; restore it from a copy")
+    return contract

@@ -1,0 +1,275 @@
+"""A sealed Zarr group of a trace as zarr reads it: Zarr v3 and our own codecs alone, every byte compared with its checksum.
+
+The group's root accounts for every file below it, and the writer that sealed it for the root.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import Store as ZarrStore
+
+from ..schemas.checksums import BLOCK_BYTES, BlockDigests, SealedFile, sealed, whole_hash
+from ..schemas.errors import DamagedTrace
+from ..schemas.layout import Segment
+from .store import Store, first_line
+from .verified_file import VerifiedFile
+
+FILES = "tim-trace files"
+"""Attribute of a group's root: path below it -> its bytes, and base64 of its blocks' checksums."""
+
+DOCUMENT = "zarr.json"
+CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
+DATA_TYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+MAX_CHUNK_BYTES = 256 << 20
+"""A row of 128 million halves, and more than any chunk that is written here."""
+MAX_DOCUMENT_BYTES = 16 << 20
+
+
+def account(folder: Path) -> SealedFile:
+    """Note every file of a group's folder in its root, and return what to say of the root."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != DOCUMENT:
+            digests, content = BlockDigests(), memoryview(path.read_bytes())
+            for start in range(0, len(content), BLOCK_BYTES):
+                digests.add(content[start : start + BLOCK_BYTES])
+            files[name] = {"num_bytes": len(content), "blocks": base64.b64encode(digests.blocks).decode()}
+    root = json.loads((folder / DOCUMENT).read_bytes())
+    content_of_root = json.dumps(root | {"attributes": {FILES: files}}, indent=1).encode()
+    (folder / DOCUMENT).write_bytes(content_of_root)
+    return sealed(content_of_root)
+
+
+class SealedGroup:
+    """The files of one segment's group. Raises DamagedTrace for whatever is not as it was written."""
+
+    def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
+        """`root` is what the segment's writer says of the root; None where it is of a release that did not."""
+        self.store, self.folder = store, segment.dense
+        document = self._document(f"{self.folder}/{DOCUMENT}")
+        if root is not None and whole_hash(document) != root.hash:
+            raise DamagedTrace(f"{self._shown(DOCUMENT)}: is not what was written; restore it from a copy")
+        self._files = _accounted(_json(document, self._shown(DOCUMENT)), self._shown(DOCUMENT)) if root else None
+        self._open: dict[str, VerifiedFile] = {}
+
+    def arrays(self, group: str) -> dict[str, _Array]:
+        """Name -> array of a group below the root, such as `replay/bf16`."""
+        names = self.store.walk(f"{self.folder}/{group}") if self._files is None else self._below(group)
+        found = [name.removesuffix(f"/{DOCUMENT}") for name in names if name.endswith(f"/{DOCUMENT}")]
+        return {name: self._array(f"{group}/{name}") for name in found if "/" not in name}
+
+    def verify(self) -> None:
+        """Read every file. Raises DamagedTrace."""
+        for name in self._files or ():
+            file = self._file(name)
+            assert file is not None
+            file.verify()
+
+    def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
+        """Bytes of a file, a negative `start` counted from its end; None for a file that the group does not have."""
+        file = self._file(name)
+        if file is None:
+            return None
+        size = file.num_bytes
+        begin = 0 if start is None else max(size + start, 0) if start < 0 else start
+        return file.read(begin, size if stop is None else stop)
+
+    def _file(self, name: str) -> VerifiedFile | None:
+        if name not in self._open:
+            relative = f"{self.folder}/{name}"
+            if self._files is None:
+                if not self.store.exists(relative):
+                    return None
+                size = int(self.store.filesystem.size(self.store.checked_path(relative)) or 0)
+                self._open[name] = VerifiedFile(self.store, relative, size, None)
+            elif name not in self._files:
+                return None
+            else:
+                self._open[name] = VerifiedFile(self.store, relative, *self._files[name])
+        return self._open[name]
+
+    def _below(self, group: str) -> list[str]:
+        assert self._files is not None
+        return [name[len(group) + 1 :] for name in self._files if name.startswith(f"{group}/")]
+
+    def _array(self, name: str) -> _Array:
+        where = f"{name}/{DOCUMENT}"
+        content = self.read(where, None, None)
+        assert content is not None
+        return _Array(self, name, _json(content, self._shown(where)), self._shown(where))
+
+    def _document(self, relative: str) -> bytes:
+        where = self.store.shown(relative)
+        try:
+            content = self.store.read_range(relative, 0, MAX_DOCUMENT_BYTES + 1)
+        except OSError as error:
+            raise DamagedTrace(
+                f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
+            ) from error
+        if len(content) > MAX_DOCUMENT_BYTES:
+            raise DamagedTrace(f"{where}: is larger than any that a trace has")
+        return content
+
+    def _shown(self, name: str) -> str:
+        return self.store.shown(f"{self.folder}/{name}")
+
+
+class _Array:
+    """An array of a group, its metadata checked before zarr sees them."""
+
+    def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
+        try:
+            _check_array(document)
+            self.dtype = str(document["attributes"]["dtype"])
+            self.shape = tuple(int(size) for size in document["shape"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedTrace(
+                f"{where}: no array that tim-trace writes ({first_line(error)}); it is not opened"
+            ) from error
+        self._group, self._name = group, name
+        self._zarr: Any = None
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """Rows of the array. Raises DamagedTrace where it does not have them."""
+        if not 0 <= start <= start + count <= self.shape[0]:
+            raise DamagedTrace(
+                f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, and scores name rows {start:,} to "
+                f"{start + count:,}"
+            )
+        import zarr
+
+        try:
+            if self._zarr is None:
+                store = _Files(self._group, self._name)
+                self._zarr = zarr.open_array(store=store, mode="r", zarr_format=3)
+            return np.asarray(self._zarr[start : start + count])
+        except DamagedTrace:
+            raise
+        except Exception as error:  # whatever zarr and its codecs raise for bytes that are no chunk
+            raise DamagedTrace(
+                f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
+                f"({first_line(error)}); restore the folder from a copy"
+            ) from error
+
+
+def _check_array(document: Mapping[str, Any]) -> None:
+    """Raise ValueError for metadata of anything but the arrays that are written here."""
+    if document["zarr_format"] != 3 or document["node_type"] != "array":
+        raise ValueError("it is no Zarr v3 array")
+    shape, data_type = document["shape"], document["data_type"]
+    if not 1 <= len(shape) <= 4 or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
+        raise ValueError(f"its shape is {shape!r:.80}")
+    if data_type not in DATA_TYPES:
+        raise ValueError(f"its data type is {data_type!r:.80}")
+    if document.get("storage_transformers"):
+        raise ValueError("it has storage transformers")
+    chunk = document["chunk_grid"]["configuration"]["chunk_shape"]
+    for codec in _codecs(document["codecs"]):
+        if codec["name"] not in CODECS:
+            raise ValueError(f"its codec {codec['name']!r:.80} is none of {', '.join(CODECS)}")
+        if codec["name"] == "sharding_indexed":
+            chunk = codec["configuration"]["chunk_shape"]
+    if math.prod(int(size) for size in chunk) * np.dtype(data_type).itemsize > MAX_CHUNK_BYTES or min(chunk) < 1:
+        raise ValueError(f"its chunks have the shape {chunk!r:.80}")
+
+
+def _codecs(entries: Any, depth: int = 0) -> list[Mapping[str, Any]]:
+    """Codecs, and those inside of them."""
+    if depth > 2 or not isinstance(entries, list):
+        raise ValueError("its codecs are nested")
+    found: list[Mapping[str, Any]] = []
+    for entry in entries:
+        inner = entry.get("configuration", {})
+        found += [
+            entry,
+            *_codecs(inner.get("codecs", []), depth + 1),
+            *_codecs(inner.get("index_codecs", []), depth + 1),
+        ]
+    return found
+
+
+def _accounted(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, bytes]]:
+    try:
+        listed = root["attributes"][FILES]
+        return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedTrace(f"{where}: does not account for the group's files ({first_line(error)})") from error
+
+
+def _json(content: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not JSON ({first_line(error)}); restore it from a copy") from error
+    if not isinstance(found, dict):
+        raise DamagedTrace(f"{where}: no JSON object; restore it from a copy")
+    return found
+
+
+class _Files(ZarrStore):
+    """The files of one array, for zarr to read."""
+
+    def __init__(self, group: SealedGroup, name: str):
+        super().__init__(read_only=True)
+        self._group, self._name = group, name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Files) and (self._group, self._name) == (other._group, other._name)
+
+    @property
+    def supports_writes(self) -> bool:
+        return False
+
+    @property
+    def supports_deletes(self) -> bool:
+        return False
+
+    @property
+    def supports_listing(self) -> bool:
+        return False
+
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
+        start: int | None = None
+        stop: int | None = None
+        if isinstance(byte_range, RangeByteRequest):
+            start, stop = byte_range.start, byte_range.end
+        elif isinstance(byte_range, OffsetByteRequest):
+            start = byte_range.offset
+        elif isinstance(byte_range, SuffixByteRequest):
+            start = -byte_range.suffix
+        content = self._group.read(f"{self._name}/{key}", start, stop)
+        return None if content is None else prototype.buffer.from_bytes(content)
+
+    async def get_partial_values(
+        self, prototype: Any, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Any]:
+        return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        return self._group.read(f"{self._name}/{key}", 0, 0) is not None
+
+    async def set(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
+    async def delete(self, key: str) -> None:
+        raise NotImplementedError
+
+    def list(self) -> AsyncIterator[str]:
+        raise NotImplementedError
+
+    def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        raise NotImplementedError
+
+    def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        raise NotImplementedError

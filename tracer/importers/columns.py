@@ -1,0 +1,172 @@
+"""Columns of rows to import, each checked and brought to the trace's own type.
+
+Shapes: B rows, N tokens of all rows together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...schemas.errors import ImportFailed
+from ..ragged import Ragged
+from .kinds import SCORE, STEP, TEXT, Kind, WrongValues, first_wrong, plain, required
+from .rowbatch import RowBatch
+
+
+class Columns:
+    """Some rows' columns, under the trace's names; one that is not there is None."""
+
+    def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int):
+        self._arrays = arrays
+        self.num_rows = num_rows
+
+    @classmethod
+    def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
+        """Read the columns of a batch whose `names` (theirs -> ours) have a kind.
+
+        Raises ImportFailed, which names file, column, type and the first row that is wrong.
+        """
+        arrays = {}
+        for theirs, values in rows.columns.items():
+            ours = names[theirs]
+            arrays[ours] = _read(rows, values, theirs, ours, kinds[ours])
+        return cls(arrays, len(rows.numbers))
+
+    def __getitem__(self, name: str) -> pa.Array | None:
+        return self._arrays.get(name)
+
+    def take(self, rows: np.ndarray) -> Columns:
+        """Some of the rows, in their order."""
+        places = pa.array(rows, pa.int64())
+        return Columns({name: array.take(places) for name, array in self._arrays.items()}, len(rows))
+
+    def has(self, name: str) -> np.ndarray:
+        """[B] bool, where a column is not NULL; nowhere when it is not there."""
+        array = self[name]
+        if array is None:
+            return np.zeros(self.num_rows, bool)
+        return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
+
+    def is_list(self, name: str) -> bool:
+        """Whether a column is there and holds lists."""
+        array = self[name]
+        return array is not None and bool(pa.types.is_list(array.type))
+
+    def list(self, name: str) -> list[Any] | None:
+        """A column as Python values; None for one that is not there."""
+        array = self[name]
+        return None if array is None else array.to_pylist()
+
+    def ragged(self, name: str) -> Ragged | None:
+        """A list column as flat values, None for one without a list; NULL lists are empty."""
+        array = self[name]
+        if array is None or array.null_count == len(array):
+            return None
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        values = array.flatten()
+        valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
+        filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
+        return Ragged(filled.to_numpy(zero_copy_only=False), lengths, valid)
+
+
+def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: str, kind: Kind) -> pa.Array:
+    given: Any = [kind.read_cell(cell) for cell in values] if rows.is_text else values
+    type = "mixed values"
+    try:
+        array = given if isinstance(given, pa.Array) else _array(given, kind)
+        type = _type_name(array.type)
+        return kind.column(array)
+    except (WrongValues, pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise wrong(rows, given, type, theirs, ours, kind) from error
+
+
+def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
+    """Python values as Arrow sees them; where it will not have them together, as their kind has them."""
+    try:
+        array = pa.array(values)
+        if not _has_floats(array.type) or not _has_flags(values):
+            return array
+    except (pa.ArrowException, OverflowError):
+        pass
+    if first_wrong(values, kind) is not None:
+        raise WrongValues
+    return pa.array([None if value is None else kind.of(value) for value in values], kind.type)
+
+
+def _has_floats(type: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(type.value_type if pa.types.is_list(type) else type))
+
+
+def _has_flags(values: Sequence[Any]) -> bool:
+    """Whether True or False is among numbers: Arrow would make 1.0 and 0.0 of them."""
+    return any(
+        bool in set(map(type, value)) if isinstance(value, list) else isinstance(value, bool) for value in values
+    )
+
+
+def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
+    """The error that names the first value of a column that is not of its kind."""
+    values = _listed(rows, given, theirs)
+    row = first_wrong(values, kind)
+    name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
+    found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
+    return ImportFailed(f"{rows.file}: column {name} holds {type}, where each row needs {kind.wants}{found}")
+
+
+def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
+    """The values of a column as Python has them. Raises ImportFailed for text that is none."""
+    try:
+        return given.to_pylist() if isinstance(given, pa.Array) else given
+    except UnicodeDecodeError as error:
+        reason = f"holds bytes that are no text in UTF-8 ({error.reason})"
+        raise ImportFailed(f"{rows.file}: column {theirs!r} {reason}") from error
+
+
+def _odd(value: Any, kind: Kind) -> str:
+    """What is wrong in a row: its value, or the first wrong one of its list."""
+    place = first_wrong(value, kind.element) if kind.element and isinstance(value, list) else None
+    if place is not None:
+        return f", element {place}: {_shown(value[place])}"
+    return f": {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    text = "NULL" if value is None else " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _type_name(type: pa.DataType) -> str:
+    return re.sub(r"<(element|item): ", "<", str(type)).replace(" not null", "")
+
+
+METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
+"""Column of a file of metrics -> what each of its cells must hold; a value may be text, too."""
+
+
+def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
+    """Logged values, each with its step and name. Raises ImportFailed."""
+    lacking = [name for name in METRIC_KINDS if name not in rows.columns]
+    if lacking:
+        raise ImportFailed(f"{rows.file}: lacks {', '.join(lacking)}; metrics have the columns step, name and value")
+    arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
+    given: Any = rows.columns["value"]
+    if rows.is_text:
+        given = [SCORE.read_cell(cell) for cell in given]
+    values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
+    kind = replace(SCORE, wants="a number or text", holds=lambda value: SCORE.holds(value) or TEXT.holds(value))
+    if first_wrong(values, kind) is not None:
+        type = _type_name(given.type) if isinstance(given, pa.Array) else "mixed values"
+        raise wrong(rows, given, type, "value", "value", kind)
+    return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), map(_number, values), strict=True))
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Decimal) else value

@@ -1,0 +1,276 @@
+"""What a cell of a column to import must hold, and how a column of it becomes the trace's type.
+
+Each kind says it twice: `convert` for a whole Arrow array, which is fast, and `holds` for one Python value, which finds
+the first wrong one. A test holds them equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+
+class WrongValues(Exception):
+    """A column holds something else than its kind; whoever catches it finds out which row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a cell must hold."""
+
+    wants: str
+    """For the sentence "where each row needs ..."."""
+    type: pa.DataType
+    convert: Callable[[pa.Array], pa.Array]
+    """A plain Arrow array with some values -> the same as `type`. Raises WrongValues or an error of Arrow."""
+    holds: Callable[[Any], bool]
+    """Whether one value that is not None fits."""
+    of: Callable[[Any], Any]
+    """One value that fits, as Python holds `type`; for columns whose values Arrow will not have together."""
+    nullable: bool = True
+    element: Kind | None = None
+    """Of a list, what each of its elements must hold."""
+    text: bool = False
+    """Whether a CSV file's cell is the value itself, and not JSON."""
+
+    def column(self, array: pa.Array) -> pa.Array:
+        """The same values as `type`; of an array without values, whatever its type, NULL.
+
+        Raises WrongValues or an error of Arrow.
+        """
+        array = plain(array)
+        if array.null_count and not self.nullable:
+            raise WrongValues
+        return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
+
+    def read_cell(self, cell: str | None) -> Any:
+        """The value that a CSV file's cell stands for; the cell itself where that is none."""
+        return cell if self.text or cell is None else _read(cell)
+
+
+def required(kind: Kind) -> Kind:
+    """The same without NULL."""
+    return replace(kind, nullable=False)
+
+
+def list_of(kind: Kind, wants: str) -> Kind:
+    """A list of values of one kind."""
+
+    def convert(array: pa.Array) -> pa.Array:
+        if not pa.types.is_list(array.type):
+            raise WrongValues
+        values = kind.column(array.flatten())
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        missing = array.is_null() if array.null_count else None
+        return pa.ListArray.from_arrays(offsets, values, mask=missing)
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, list) and first_wrong(value, kind) is None
+
+    def of(value: Any) -> Any:
+        return [None if item is None else kind.of(item) for item in value]
+
+    return Kind(wants=wants, type=pa.list_(kind.type), convert=convert, holds=holds, of=of, element=kind)
+
+
+def either(kind: Kind, other: Kind) -> Kind:
+    """What is of one kind in every row, or of the other in every row."""
+
+    def convert(array: pa.Array) -> pa.Array:
+        return (other if pa.types.is_list(array.type) else kind).convert(array)
+
+    return Kind(
+        wants=f"{kind.wants}, or each {other.wants}",
+        type=kind.type,
+        convert=convert,
+        holds=lambda value: kind.holds(value) or other.holds(value),
+        of=lambda value: (other if isinstance(value, list) else kind).of(value),
+        element=other.element,
+    )
+
+
+def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
+    """Place of the first value that a column of a kind may not have."""
+    for place, value in enumerate(values):
+        if not (kind.nullable if value is None else kind.holds(value)):
+            return place
+    return None
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """The array without what is only a way to store it: dictionaries, runs, extensions, other kinds of list."""
+    if isinstance(array.type, pa.BaseExtensionType):
+        return plain(array.storage)
+    if pa.types.is_dictionary(array.type):
+        return plain(array.dictionary_decode())
+    if pa.types.is_run_end_encoded(array.type):
+        return plain(pc.run_end_decode(array))
+    if any(test(array.type) for test in _LISTS):
+        return array.cast(pa.list_(array.type.value_type))
+    if pa.types.is_large_string(array.type) or pa.types.is_string_view(array.type):
+        return array.cast(pa.string())
+    return array
+
+
+_LISTS = (
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
+
+
+def _convert_numbers(array: pa.Array) -> pa.Array:
+    """To float64, which holds what comes."""
+    if not _is_numeric(array.type):
+        raise WrongValues
+    return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
+
+
+def _is_numeric(type: pa.DataType) -> bool:
+    return any(test(type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
+
+
+def _holds_number(value: Any) -> bool:
+    # A larger integer may be rounded, and come back as another.
+    return _is_number(value) and (not isinstance(value, int) or abs(value) <= 2**53)
+
+
+def _convert_scores(array: pa.Array) -> pa.Array:
+    """Numbers or flags to float64."""
+    return array.cast(pa.float64()) if pa.types.is_boolean(array.type) else _convert_numbers(array)
+
+
+def _convert_values(array: pa.Array) -> pa.Array:
+    """To float32, which is what frameworks hold; rounding is all that may happen to a value."""
+    wide = _convert_numbers(array)
+    narrow = wide.cast(pa.float32(), safe=False)
+    changed = pc.and_(pc.is_finite(wide), pc.invert(pc.is_finite(narrow)))
+    if pc.any(changed).as_py():
+        raise WrongValues
+    return narrow
+
+
+def _holds_value(value: Any) -> bool:
+    if not _holds_number(value):
+        return False
+    number = float(value)
+    with np.errstate(over="ignore"):
+        return not math.isfinite(number) or bool(np.isfinite(np.float32(number)))
+
+
+def _convert_flags(array: pa.Array) -> pa.Array:
+    if pa.types.is_boolean(array.type):
+        return array
+    numbers = _convert_numbers(array)
+    if not pc.all(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0))).as_py():
+        raise WrongValues
+    return pc.equal(numbers, 1.0)
+
+
+def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array], pa.Array], Callable[[Any], bool]]:
+    def convert(array: pa.Array) -> pa.Array:
+        if not _is_numeric(array.type):
+            raise WrongValues
+        if pa.types.is_float16(array.type):
+            array = array.cast(pa.float32())
+        whole = array.cast(pa.int64())
+        bounds = pc.min_max(whole)
+        if bounds["min"].is_valid and not low <= bounds["min"].as_py() <= bounds["max"].as_py() <= high:
+            raise WrongValues
+        return whole.cast(type)
+
+    def holds(value: Any) -> bool:
+        whole = isinstance(value, int) or (_is_number(value) and math.isfinite(value) and value == int(value))
+        return whole and not isinstance(value, bool) and low <= int(value) <= high
+
+    return convert, holds
+
+
+def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
+    """Whole numbers within bounds, in columns of integers or of floats."""
+    convert, holds = _whole(type, low, high)
+    return Kind(wants=wants, type=type, convert=convert, holds=holds, of=int)
+
+
+def _convert_text(array: pa.Array) -> pa.Array:
+    if not pa.types.is_string(array.type):
+        raise WrongValues
+    array.validate(full=True)  # a file may call bytes text that are none
+    return array
+
+
+def _convert_names(array: pa.Array) -> pa.Array:
+    return array.cast(pa.string()) if pa.types.is_integer(array.type) else _convert_text(array)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
+
+
+NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers, holds=_holds_number, of=float)
+SCORE = Kind(
+    wants="a number",
+    type=pa.float64(),
+    convert=_convert_scores,
+    holds=lambda value: isinstance(value, bool) or _holds_number(value),
+    of=float,
+)
+"""A number, of which True and False are two: a reward is often a check that passed."""
+TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str, text=True)
+NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str, text=True)
+VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values, holds=_holds_value, of=float)
+VALUES = list_of(VALUE, "a list of numbers")
+FLAGS = list_of(
+    required(
+        Kind(
+            wants="0 or 1",
+            type=pa.bool_(),
+            convert=_convert_flags,
+            holds=lambda value: isinstance(value, bool) or (_is_number(value) and value in (0, 1)),
+            of=bool,
+        )
+    ),
+    "a list of 0 and 1, or of false and true",
+)
+TOKENS = list_of(
+    required(integer("a token id", pa.int32(), 0, INT32_MAX)),
+    f"a list of token ids, whole numbers from 0 to {INT32_MAX}",
+)
+STEP = required(integer("a whole number from 0 on", pa.int64(), 0, INT64_MAX))
+VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
+COUNT = integer(f"a whole number of at most {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
+
+
+_NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def _read(cell: str) -> Any:
+    """A cell as JSON, or as other programs write numbers and truth."""
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        text = cell.strip().lower()
+        if text in ("true", "false"):
+            return text == "true"
+        return float(text) if len(text) < 50 and _NUMBER.fullmatch(text) else cell

@@ -1,0 +1,179 @@
+"""Reading rows of JSON lines, of a JSON array and of CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Any
+
+import fsspec
+
+from ...schemas.errors import ImportFailed
+from .rowbatch import ROWS_AT_ONCE, RowBatch, explained, shown_name
+
+
+def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
+    """Names that a JSON file's objects have, each once. Raises ImportFailed."""
+    names: dict[str, None] = {}
+    for rows, _, _, _ in _json_rows(filesystem, name):
+        names |= {key: None for row in rows for key in row}
+    return list(names)
+
+
+def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Give the objects of JSON lines or of one JSON array, with those of these columns that they have.
+
+    Raises ImportFailed, naming the line.
+    """
+    for rows, numbers, unit, num_bytes in _json_rows(filesystem, name):
+        present = [column for column in columns if any(column in row for row in rows)]
+        values = {column: [row.get(column) for row in rows] for column in present}
+        yield RowBatch(file=name, columns=values, numbers=numbers, unit=unit, num_bytes=num_bytes)
+
+
+def csv_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
+    """Names in the first row of a CSV file. Raises ImportFailed."""
+    for chunk in _csv_chunks(filesystem, name):
+        return chunk[0][1]
+    return []
+
+
+def csv_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Give the rows of a CSV file as text, with those of these columns that it has; an empty cell is None.
+
+    Raises ImportFailed, naming the line.
+    """
+    header: list[str] | None = None
+    for chunk in _csv_chunks(filesystem, name):
+        if header is None:
+            header, chunk = chunk[0][1], chunk[1:]
+        rows = [(number, cells) for number, cells in chunk if cells]
+        for number, cells in rows:
+            if len(cells) != len(header):
+                raise ImportFailed(
+                    f"{name}, line {number}: has {len(cells)} cells, and the first line names {len(header)} columns; quote "
+                    'a list, as "[1, 2]"'
+                )
+        if rows:
+            yield RowBatch(
+                file=name,
+                columns={
+                    column: [cells[place] or None for _, cells in rows]
+                    for place, column in enumerate(header)
+                    if column in columns
+                },
+                numbers=[number for number, _ in rows],
+                unit="line",
+                is_text=True,
+                num_bytes=sum(len(cell) + 1 for _, cells in rows for cell in cells),
+            )
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that knows a key that came twice in it."""
+
+    repeated: str | None = None
+
+    @classmethod
+    def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
+        """Take the pairs of an object as the JSON reader gives them."""
+        found = cls(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            found.repeated = next(key for place, key in enumerate(keys) if key in keys[:place])
+        return found
+
+
+_Rows = tuple[list[dict[str, Any]], list[int], str, int]
+"""Objects, their numbers in the file, what these count, and the bytes that they took."""
+
+
+def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
+    with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
+        if _is_array(name) and _first_character(file) == b"[":
+            file.seek(0)
+            yield from _array_rows(name, file.read())
+            return
+        file.seek(0)
+        rows: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        num_bytes = 0
+        for number, line in enumerate(file, start=1):
+            num_bytes += len(line)
+            if not line.strip():
+                continue
+            where = f"{name}, line {number}"
+            rows.append(_object(_parsed(line, where, _LINES), where, "each line is one sequence"))
+            numbers.append(number)
+            if len(rows) == ROWS_AT_ONCE:
+                yield rows, numbers, "line", num_bytes
+                rows, numbers, num_bytes = [], [], 0
+        if rows:
+            yield rows, numbers, "line", num_bytes
+
+
+_LINES = "each line is one object, or the whole of a .json file one array of them"
+
+
+def _is_array(name: str) -> bool:
+    """Whether a file may be one JSON array: files of lines are called otherwise."""
+    return name.removesuffix(".gz").endswith(".json")
+
+
+def _first_character(file: Any) -> bytes:
+    """The first byte of text that is no white space; empty in a file without one."""
+    while block := file.read(4096):
+        text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if text:
+            return bytes(text[:1])
+    return b""
+
+
+def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
+    values = _parsed(text, name, "a .json file that begins with [ is one array of objects")
+    rows = [_object(value, f"{name}, row {row}", "each is one sequence") for row, value in enumerate(values, start=1)]
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        part = rows[first : first + ROWS_AT_ONCE]
+        yield part, list(range(first + 1, first + 1 + len(part))), "row", len(text) * len(part) // len(rows)
+
+
+def _parsed(text: bytes, where: str, remedy: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object.of)
+    except (ValueError, RecursionError) as error:
+        raise ImportFailed(f"{where}: not JSON ({error}); {remedy}") from error
+
+
+def _object(value: Any, where: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, _Object):
+        raise ImportFailed(f'{where}: is no object; {what}, as {{"step": 1}}')
+    if value.repeated is not None:
+        raise ImportFailed(f"{where}: has the key {shown_name(value.repeated)} twice; each column comes once")
+    return value
+
+
+def _csv_chunks(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[list[tuple[int, list[str]]]]:
+    """Rows of a CSV file, the first of them its header: the number of their last line, and their cells."""
+    with (
+        explained(name, "CSV"),
+        filesystem.open(name, "rb", compression="infer") as file,
+        io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
+    ):
+        reader = csv.reader(text, strict=True)
+        while chunk := _chunk(reader):
+            yield chunk
+
+
+def _chunk(reader: Any) -> list[tuple[int, list[str]]]:
+    # A list of many tokens is longer than the cells that the module reads otherwise.
+    usual = csv.field_size_limit(_LONGEST_CELL)
+    try:
+        return [(reader.line_num, cells) for cells in islice(reader, ROWS_AT_ONCE)]
+    finally:
+        csv.field_size_limit(usual)
+
+
+_LONGEST_CELL = 2**31 - 1

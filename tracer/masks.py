@@ -1,0 +1,89 @@
+"""Attention masks: the padding that they tell of, and padding that came without one.
+
+Shapes: B rows, T padded width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..schemas.errors import InvalidRecord
+from .ragged import Padding, is_padded
+from .staging import to_numpy
+
+MIN_RUN = 2
+"""Equal tokens at the edge of a row that may be padding: a model ends a response with one end token."""
+MIN_LONGEST_RUN = 4
+"""The longest of them in a batch: responses differ in length by more than a model repeats a token by chance."""
+MIN_SHARE = 0.25
+"""Rows that have them: where lengths differ, most rows are shorter than the longest."""
+
+Warn = Callable[[str, str], None]
+"""Called with a key, under which it warns once, and the sentence."""
+
+
+def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
+    """The padding of `response` or `prompt` ids, None for lists; warns where padding seems to have no mask.
+
+    `warn` is None for what a framework hands over: it gives masks of its own, and empty rows are what it did.
+
+    Raises InvalidRecord for a mask without a batch to mask, and for one that leaves no token.
+    """
+    name = f"{side}_attention_mask"
+    if mask is None:
+        sentence = unmasked_padding(ids, f"{where}, {side}_ids", name) if warn and is_padded(ids) else None
+        if warn and sentence:
+            warn(name, sentence)
+        return None
+    if not is_padded(ids):
+        came = "not at all" if ids is None else "as lists, which have no padding"
+        raise InvalidRecord(
+            f"{where}, {name}: {side}_ids came {came}; give {side}_ids as a tensor or array [B, T] with it, or lists "
+            "without it"
+        )
+    padding = Padding.of(mask, f"{where}, {name}")
+    empty = np.flatnonzero(padding.lengths == 0)
+    if warn and padding.width and len(empty):
+        if len(empty) == len(padding.lengths):
+            raise InvalidRecord(f"{where}, {name}: is 0 everywhere, so that no row has a token; give 1 where one is")
+        warn(
+            f"{name} of empty rows",
+            f"{where}, {name}: is 0 in all of row {empty[0]} ({len(empty)} of {len(padding.lengths)} rows), which is "
+            "recorded without a token; what counts in the loss is said by response_mask",
+        )
+    return padding
+
+
+def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
+    """A sentence that names the cells of a [B, T] batch that look like padding; None where none do.
+
+    Rows look padded where they begin or end in repeats of one token, the same in all of them, and another row does not.
+    This may be a model that repeats itself: it is reason to warn and not to refuse.
+    """
+    cells = to_numpy(ids)
+    if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
+        return None
+    for side, run_B, edge_B in (("begin", _runs(cells), cells[:, 0]), ("end", _runs(cells[:, ::-1]), cells[:, -1])):
+        repeats = run_B >= MIN_RUN
+        if not repeats.any() or repeats.all():
+            continue
+        tokens, counts = np.unique(edge_B[repeats], return_counts=True)
+        token = tokens[counts.argmax()]
+        padded = repeats & (edge_B == token)
+        longest = int(run_B[padded].max())
+        if padded.mean() >= MIN_SHARE and longest >= MIN_LONGEST_RUN:
+            return (
+                f"{what}: {padded.sum()} of {len(cells)} rows {side} in up to {longest} repeats of token {token}, which "
+                f"looks like padding, and without {mask_name} every cell is recorded as a token; give that mask, or "
+                "lists without padding"
+            )
+    return None
+
+
+def _runs(cells: np.ndarray) -> np.ndarray:
+    """[B] how many cells at the beginning of a row are equal."""
+    other = cells != cells[:, :1]
+    return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

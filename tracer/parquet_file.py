@@ -1,0 +1,118 @@
+"""Parquet files of a trace: written with checksums of their blocks, opened with these compared.
+
+A file's own metadata name it and hold a checksum of each block before the footer; its writer keeps the footer's.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..schemas.checksums import BLOCK_BYTES, BlockDigests, SealedFile, short_hash
+from ..schemas.errors import DamagedTrace
+from .store import Store, first_line
+from .verified_file import VerifiedFile
+
+BLOCKS = b"tim-trace blocks"
+"""Metadata: base64 of XXH3-64 of each 256 KiB before the footer, 8 bytes each."""
+IDENTITY = b"tim-trace file"
+"""Metadata: the path that the file was written under."""
+
+MAX_FOOTER_BYTES = 64 << 20
+_TAIL_BYTES = 64 << 10
+_MAGIC = b"PAR1"
+
+
+def write_checked(
+    path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], **options: Any
+) -> SealedFile:
+    """Write each part as a row group, and return what to say of the file; its step range is left out.
+
+    `identity` is the path in the trace that it will have; `options` are those of pyarrow's ParquetWriter.
+    """
+    digests, num_rows = BlockDigests(), 0
+    with pq.ParquetWriter(path, schema, write_page_checksum=True, **options) as writer:
+        for part in parts:
+            writer.write_table(part, row_group_size=max(part.num_rows, 1))
+            num_rows += part.num_rows
+        with open(path, "rb") as file:
+            for block in iter(partial(file.read, BLOCK_BYTES), b""):
+                digests.add(block)
+            blocks = base64.b64encode(digests.blocks)
+            writer.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks})
+    with open(path, "rb") as file:
+        file.seek(digests.num_bytes)
+        footer = file.read()
+    digests.add_rest(footer)
+    return SealedFile(num_bytes=digests.num_bytes, hash=digests.hash, num_rows=num_rows, footer=short_hash(footer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetFooter:
+    """What a file's end says of it."""
+
+    num_bytes: int
+    num_rows: int
+    schema: pa.Schema
+    metadata: dict[bytes, bytes]
+    footer_bytes: int
+    """Of the footer with its length and the magic number."""
+    hash: str
+    """XXH3-64 of these bytes."""
+
+    @property
+    def identity(self) -> str | None:
+        """The path that it was written under; None from releases that did not say."""
+        name = self.metadata.get(IDENTITY)
+        return None if name is None else name.decode("utf-8", "replace")
+
+    @property
+    def has_checksums(self) -> bool:
+        return BLOCKS in self.metadata
+
+    def verified(self, store: Store, relative: str) -> VerifiedFile:
+        """The file for reading, each block compared with its checksum. Raises DamagedTrace where these cannot be read."""
+        try:
+            blocks = base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None
+            return VerifiedFile(
+                store, relative, self.num_bytes, blocks, tail_bytes=self.footer_bytes, tail_hash=self.hash
+            )
+        except ValueError as error:
+            raise DamagedTrace(f"{store.shown(relative)}: its checksums cannot be read ({error})") from error
+
+
+def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
+    """Read the end of a file of so many bytes. Raises DamagedTrace for what is no Parquet, and FileNotFoundError."""
+    where = store.shown(relative)
+    try:
+        return _read_footer(store, relative, num_bytes, where)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
+
+
+def _read_footer(store: Store, relative: str, num_bytes: int, where: str) -> ParquetFooter:
+    tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
+    if len(tail) < 12 or tail[-4:] != _MAGIC:
+        raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
+    length = struct.unpack("<i", tail[-8:-4])[0] + 8
+    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
+        raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
+    content = tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
+    try:
+        found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
+        return ParquetFooter(
+            num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
+            metadata=found.metadata or {}, footer_bytes=len(content), hash=short_hash(content),
+        )  # fmt: skip
+    except (pa.ArrowException, ValueError) as error:
+        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error

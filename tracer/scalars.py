@@ -1,0 +1,148 @@
+"""Values that a step or a sequence has one of: checked, and brought to the type of their column.
+
+Shapes: B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..schemas.errors import InvalidRecord
+from .ragged import shown
+from .staging import is_tensor, to_numpy
+
+_INT64_MAX = 2**63 - 1
+
+
+def step_number(value: Any, what: str = "step") -> int:
+    """A step's number as an int. Raises InvalidRecord unless it is an integer, of Python, NumPy or torch, from 0 on.
+
+    >>> step_number(np.int64(3))
+    3
+    """
+    whole = value.item() if _is_array(value) and value.shape == () else value
+    if not isinstance(whole, Integral) or isinstance(whole, (bool, np.bool_)) or not 0 <= int(whole) <= _INT64_MAX:
+        raise InvalidRecord(f"{what}: got {shown(value)}; give an integer from 0 on, as the framework counts")
+    return int(whole)
+
+
+def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
+    """A column's values: one Python value for all rows, or an Arrow array [B] of `type`; None is "not recorded".
+
+    `flags` says that True and False count as 1 and 0 in a column of numbers.
+
+    Raises InvalidRecord for a value that the column does not hold, and for another number of them than `rows`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes, Real)) or (_is_array(value) and value.shape == ()):
+        return _one(value, type, what, flags)
+    values = listed(value, rows, what)
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f" and pa.types.is_floating(type):
+        return pa.array(values.astype(np.float64), type, from_pandas=False)
+    return pa.array([_one(item, type, f"{what}: row {row}", flags) for row, item in enumerate(values)], type)
+
+
+def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
+    """The values of the rows, as an array [B] or a list. Raises InvalidRecord unless there is one for each row."""
+    if is_tensor(value) or hasattr(value, "__array__"):
+        values = _array(value, what)
+        if values.shape != (rows,):
+            raise InvalidRecord(
+                f"{what}: got shape {values.shape}; give one value, or one for each of the {rows} sequences"
+            )
+        return values
+    if not isinstance(value, Sequence):
+        raise InvalidRecord(f"{what}: got {shown(value)}; give one value, or one for each of the {rows} sequences")
+    if len(value) != rows:
+        raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences")
+    return list(value)
+
+
+def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
+    """Names of sequences or groups as strings; integers become their digits, and None stays where it is `optional`.
+
+    Raises InvalidRecord.
+    """
+    if is_tensor(values) or hasattr(values, "__array__"):
+        values = _array(values, what).tolist()
+    if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
+        raise InvalidRecord(f"{what}: got {shown(values)}; give a list of strings or integers")
+    return [_name(value, f"{what}: row {row}", optional) for row, value in enumerate(values)]
+
+
+def text(value: str, what: str) -> str:
+    """A string that can be written. Raises InvalidRecord for half of a surrogate pair, which UTF-8 lacks."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"{what}: {value!r:.60} is no text in UTF-8 ({error.reason})") from error
+    return str(value)
+
+
+def _name(value: Any, what: str, optional: bool) -> str | None:
+    if _is_array(value) and value.shape == ():
+        value = value.item()
+    if isinstance(value, str):
+        return text(value, what)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    if value is None and optional:
+        return None
+    raise InvalidRecord(f"{what} is {shown(value)}; a name is a string or an integer{', or None' if optional else ''}")
+
+
+def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:
+    if _is_array(value) and value.shape == ():
+        value = _array(value, what).item()
+    if value is None:
+        return None
+    if pa.types.is_string(type):
+        if isinstance(value, str):
+            return text(value, what)
+    elif isinstance(value, Real) and (flags or not isinstance(value, (bool, np.bool_))):
+        found = _whole(value, type) if pa.types.is_integer(type) else _float(value)
+        if found is not None:
+            return found
+    raise InvalidRecord(f"{what}: got {shown(value)}; give {_WANTED[str(type)]}")
+
+
+_WANTED = {
+    "string": "text",
+    "double": "a number",
+    "int32": f"an integer of at most {2**31 - 1}",
+    "int64": f"an integer of at most {_INT64_MAX}",
+}
+
+
+def _whole(value: Any, type: pa.DataType) -> int | None:
+    """A whole number, of an integer or a float, that the type holds; None for another."""
+    number = _float(value)
+    if not isinstance(value, Integral) and (number is None or not number.is_integer()):
+        return None
+    bound = 2 ** (type.bit_width - 1)
+    return int(value) if -bound <= int(value) < bound else None
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _is_array(value: Any) -> bool:
+    return is_tensor(value) or isinstance(value, (np.ndarray, np.generic))
+
+
+def _array(value: Any, what: str) -> np.ndarray:
+    try:
+        array = to_numpy(value.cpu() if is_tensor(value) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRecord(f"{what}: cannot be read ({str(error).splitlines()[0]}): {shown(value)}") from error
+    return array

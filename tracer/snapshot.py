@@ -1,0 +1,342 @@
+"""What of a trace can be read just now: sealed files, the journals of live or killed writers, and what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..schemas.checksums import SealedFile
+from ..schemas.errors import DamagedTrace
+from ..schemas.layout import DENSE, JOURNAL, METRICS, PASSES, SEQUENCES, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.manifest import Manifest
+from ..schemas.tables import TABLES as TABLE_SPECS
+from ..schemas.tables import Table
+from ..schemas.writer_state import FAILED, WriterState
+from .contracts import read_contract
+from .journal import journal_of, journaled_segments, read_journal
+from .liveness import Liveness, liveness
+from .parquet_file import ParquetFooter, read_footer
+from .store import Store
+from .verified_file import FileCursor, VerifiedFile
+
+_ATTEMPTS = 5
+_RESTORE = "restore the file from a copy"
+
+
+@dataclass(slots=True)
+class TableFile:
+    """A sealed file of a table that can be read."""
+
+    relative: str
+    file: VerifiedFile
+    lacking: tuple[str, ...]
+    """Columns that it lacks, being of an earlier release."""
+    newest: dict[int, int] | None = None
+    """Step -> newest attempt at training of its rows; None before that was read."""
+
+
+Examined = dict[str, TableFile]
+"""Path of a sealed file that can serve -> what was found of it. A sealed file never changes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """One trace, as it lies there at one moment."""
+
+    store: Store
+    manifest: Manifest
+    writers: list[WriterState] = field(default_factory=list)
+    liveness: dict[str, Liveness] = field(default_factory=dict)
+    """Writer -> whether it may still write."""
+    files: dict[str, list[TableFile]] = field(default_factory=dict)
+    """Table -> its sealed files."""
+    journals: dict[str, pa.Table] = field(default_factory=dict)
+    """Table -> rows that are not sealed yet."""
+    contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    """Pass, hash and content of every contract."""
+    damaged: list[str] = field(default_factory=list)
+    """What cannot be read or is missing and is in no answer, a sentence each."""
+    ignored: list[str] = field(default_factory=list)
+    """What lies there and is no part of the trace, so that no answer lacks it, a sentence each."""
+    torn_bytes: int = 0
+    """Bytes of records that were being appended when their process died, or are being appended now."""
+    examined: Examined = field(default_factory=dict)
+    _suspects: set[str] = field(default_factory=set)
+    """Writers whose files are not those that their state names: it may have changed since."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a writer may still add to the trace."""
+        return any(found.is_alive for found in self.liveness.values())
+
+    @property
+    def num_attempts(self) -> int:
+        """Attempts at training that it holds; 0 where no writer tells."""
+        return len({state.attempt for state in self.writers if state.attempt is not None})
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Writers whose files have no checksums, being of an earlier release."""
+        return [state.writer for state in self.writers if state.files is None]
+
+
+def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
+    """Look at a trace. What cannot be read is passed over and named in `damaged`.
+
+    `examined` is kept by who looks again and again: sealed files that it knows are not opened another time.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
+    """
+    manifest, known = store.manifest(), {} if examined is None else examined
+    for _ in range(_ATTEMPTS):
+        snapshot = Snapshot(store=store, manifest=manifest, examined=known)
+        try:
+            _look(snapshot)
+        except FileNotFoundError:  # a segment was sealed between listing and reading: look again
+            continue
+        if not _has_changed(snapshot):
+            return snapshot
+    return snapshot
+
+
+def _look(snapshot: Snapshot) -> None:
+    store = snapshot.store
+    snapshot.writers, damaged = store.writers()
+    snapshot.damaged += damaged
+    snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
+    # Journals come first: what is sealed after this listing is still found below, as Parquet.
+    journals = journaled_segments(store)
+    lost: set[str] = set()
+    for table in TABLES:
+        _read_table(snapshot, table, journals, lost)
+    for writer in sorted(lost):
+        snapshot.damaged.append(
+            f"{store.shown(f'writers/{writer}.json')}: is missing or damaged, so that nobody can say whether all files of this "
+            "writer are there; restore it from a copy"
+        )
+    _read_contracts(snapshot)
+    _find_missing(snapshot)
+    for state in snapshot.writers:
+        if state.state == FAILED:
+            snapshot.damaged.append(
+                f"writer {state.writer} stopped recording early, and training went on: {state.error}"
+            )
+        for name, num_bytes in state.torn_journals.items():
+            snapshot.damaged.append(_torn(store.shown(name), num_bytes))
+
+
+def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[str, ...]], lost: set[str]) -> None:
+    """Note the readable files of a table and the rows of its journals, and the writers whose state is lost."""
+    store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
+    snapshot.files[table] = []
+    sealed: set[Segment] = set()
+    for name, num_bytes in store.files(table).items():
+        relative = f"{table}/{name}"
+        segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
+        if segment is None:
+            snapshot.ignored.append(f"{store.shown(relative)}: no file of a trace; it was passed over, remove it")
+            continue
+        state = states.get(segment.writer)
+        if state is None and snapshot.manifest.is_checked:
+            lost.add(segment.writer)
+        if state is not None and state.is_removed:
+            continue
+        record = None if state is None or state.files is None else state.files.get(relative)
+        if state is not None and state.files is not None and record is None:
+            if table not in journals.get(segment, ()):  # otherwise it was killed while it sealed: the journal counts
+                snapshot._suspects.add(segment.writer)
+                snapshot.ignored.append(
+                    f"{store.shown(relative)}: its writer did not write it, and its rows do not count; remove it"
+                )
+            continue
+        sealed.add(segment)
+        try:
+            snapshot.files[table].append(_examined(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
+        except DamagedTrace as error:
+            snapshot.damaged.append(f"{error}; its rows are missing from every answer{_rows_lost(record)}")
+    rows = [
+        part
+        for segment, tables in journals.items()
+        if table in tables and segment not in sealed and not _is_removed(states.get(segment.writer))
+        for part in _journal_rows(snapshot, segment, table)
+    ]
+    if rows:
+        snapshot.journals[table] = pa.Table.from_batches(rows, TABLE_SPECS[table].schema)
+
+
+def _is_removed(state: WriterState | None) -> bool:
+    return state is not None and state.is_removed
+
+
+def _rows_lost(record: SealedFile | None) -> str:
+    if record is None or record.steps is None:
+        return ""
+    first, last = record.steps
+    return f" ({record.num_rows:,} rows of {f'step {first}' if first == last else f'steps {first} to {last}'})"
+
+
+def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
+    """A sealed file, its size, footer and columns compared with what is said of it. Raises DamagedTrace."""
+    known = snapshot.examined.get(relative)
+    if known is None or known.file.num_bytes != num_bytes:
+        where = snapshot.store.shown(relative)
+        if record is not None and num_bytes != record.num_bytes:
+            raise DamagedTrace(
+                f"{where}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
+            )
+        footer = read_footer(snapshot.store, relative, num_bytes)
+        _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
+        lacking = _lacking_columns(footer.schema, spec, where)
+        known = TableFile(relative, footer.verified(snapshot.store, relative), lacking)
+        snapshot.examined[relative] = known
+    return known
+
+
+def _check_footer(
+    footer: ParquetFooter, relative: str, where: str, record: SealedFile | None, *, is_checked: bool
+) -> None:
+    if footer.identity not in (None, relative):
+        raise DamagedTrace(f"{where}: was written as {footer.identity}; remove it")
+    if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
+        raise DamagedTrace(f"{where}: its footer is not what its writer wrote; {_RESTORE}")
+    if is_checked and record is None and footer.identity is None:
+        raise DamagedTrace(f"{where}: no writer accounts for it; remove it")
+
+
+def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
+    """The columns that a file has not, being of an earlier release. Raises DamagedTrace where it is no such table."""
+    lacking = tuple(name for name in spec.added if name not in found.names)
+    missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
+    if missing:
+        raise DamagedTrace(f"{where}: lacks the columns {', '.join(missing)}; {_RESTORE}")
+    wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
+    if wrong:
+        raise DamagedTrace(f"{where}: has columns of other types: {', '.join(wrong)}; {_RESTORE}")
+    return lacking
+
+
+def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether two types hold the same values; the names of list elements do not matter."""
+    if pa.types.is_list(wanted):
+        return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
+    if pa.types.is_map(wanted):
+        return bool(pa.types.is_map(found) and (found.key_type, found.item_type) == (wanted.key_type, wanted.item_type))
+    return bool(found.equals(wanted))
+
+
+def _journal_rows(snapshot: Snapshot, segment: Segment, table: str) -> Iterator[pa.RecordBatch]:
+    store, where = snapshot.store, snapshot.store.shown(segment.journal(table))
+    try:
+        content = read_journal(store, segment, table)
+    except DamagedTrace as error:
+        snapshot.damaged.append(str(error))
+        return
+    snapshot.torn_bytes += content.torn_bytes
+    completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
+    if None in completed:
+        snapshot.damaged.append(f"{where}: holds records of another schema; they were passed over, remove the file")
+    if content.damage is not None:
+        snapshot.damaged.append(f"{where}: {content.damage}; what follows is in no answer, {_RESTORE}")
+    found = snapshot.liveness.get(segment.writer)
+    has_stopped = any(state.state == FAILED for state in snapshot.writers if state.writer == segment.writer)
+    if content.torn_bytes and not has_stopped and not (found is not None and found.is_alive):
+        snapshot.damaged.append(_torn(where, content.torn_bytes))
+    yield from (batch for batch in completed if batch is not None)
+
+
+def _torn(where: str, num_bytes: int) -> str:
+    return (
+        f"{where}: its last {num_bytes:,} bytes are no whole record: the process died while it wrote them, or the file was cut; "
+        "everything before is read"
+    )
+
+
+def _read_contracts(snapshot: Snapshot) -> None:
+    store = snapshot.store
+    for name in store.walk(PASSES):
+        pass_name, _, file = name.rpartition("/")
+        if not file.endswith(".json"):
+            snapshot.ignored.append(
+                f"{store.shown(f'{PASSES}/{name}')}: no file of a trace; it was passed over, remove it"
+            )
+            continue
+        digest = file.removesuffix(".json")
+        try:
+            snapshot.contracts.append((pass_name, digest, read_contract(store, pass_name, digest)))
+        except DamagedTrace as error:
+            snapshot.damaged.append(str(error))
+
+
+def _find_missing(snapshot: Snapshot) -> None:
+    """Note the files that writers account for and that are not there."""
+    store = snapshot.store
+    there = {f"{table}/{name}" for table in (*TABLES, WEIGHTS, JOURNAL) for name in store.files(table)}
+    there |= {f"{folder}/{name}" for folder in (PASSES, TOKENIZER) for name in store.walk(folder)}
+    there |= {f"{DENSE}/{name}/zarr.json" for name in store.folders(DENSE)}
+    for state in snapshot.writers:
+        if state.is_removed or state.files is None:
+            continue
+        for relative, record in state.files.items():
+            if relative not in there and not (relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1):
+                snapshot._suspects.add(state.writer)
+                snapshot.damaged.append(f"{store.shown(relative)}: is missing{_rows_lost(record)}; {_RESTORE}")
+        for journal in state.journals:
+            found = journal_of(journal.rpartition("/")[2])
+            is_sealed = found is not None and found[1] in TABLES and found[0].parquet(found[1]) in state.files
+            if journal not in there and not is_sealed:
+                snapshot._suspects.add(state.writer)
+                snapshot.damaged.append(f"{store.shown(journal)}: is missing, with what was not sealed yet; {_RESTORE}")
+
+
+def _has_changed(snapshot: Snapshot) -> bool:
+    """Whether a writer whose files are not those of its state has changed the state since."""
+    used = {state.writer: state for state in snapshot.writers}
+    for writer in snapshot._suspects:
+        try:
+            now = snapshot.store.writer(writer, needs_checksum=False)
+        except (FileNotFoundError, DamagedTrace):
+            return True
+        if (now.files, now.journals, now.is_removed) != (
+            used[writer].files,
+            used[writer].journals,
+            used[writer].is_removed,
+        ):
+            return True
+    return False
+
+
+def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
+    """Step -> its newest attempt at training, of the steps that have one; empty where no run resumed.
+
+    The steps of sequences say so, and of other steps those of metrics. Raises DamagedTrace.
+    """
+    if snapshot.num_attempts < 2:
+        return {}
+    newest: dict[int, int] = {}
+    for table in (METRICS, SEQUENCES):
+        found: dict[int, int] = {}
+        parts = [_newest_in(entry) for entry in snapshot.files[table] if "attempt" not in entry.lacking]
+        if table in snapshot.journals:
+            parts.append(_newest_of(snapshot.journals[table]))
+        for part in parts:
+            for step, attempt in part.items():
+                found[step] = max(attempt, found.get(step, 0))
+        newest |= found
+    return newest
+
+
+def _newest_in(entry: TableFile) -> dict[int, int]:
+    if entry.newest is None:
+        file = pa.PythonFile(FileCursor(entry.file), mode="r")
+        entry.newest = _newest_of(pq.read_table(file, columns=["step", "attempt"]))
+    return entry.newest
+
+
+def _newest_of(rows: pa.Table) -> dict[int, int]:
+    known = rows.filter(pc.is_valid(rows["attempt"])).group_by("step").aggregate([("attempt", "max")])
+    return dict(zip(known["step"].to_pylist(), known["attempt_max"].to_pylist(), strict=True))

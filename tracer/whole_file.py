@@ -1,0 +1,106 @@
+"""Writing files into a trace so that each appears whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..schemas.layout import TEMPORARY_PREFIX, is_temporary
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place and move it there, so that no reader meets half of it."""
+    with whole_file(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_part(folder: Path, relative: str, content: bytes) -> None:
+    """Write a file of a trace. Raises FileNotFoundError when the trace's folder is not there any more."""
+    with trace_file(folder, relative) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_once(path: Path, content: bytes) -> None:
+    """Give `path` this content unless another process was first."""
+    temporary = _beside(path)
+    temporary.write_bytes(content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links: the last of several equal writers wins
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path; what is written there takes `path`'s place at the end, and is removed on an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+@contextmanager
+def trace_file(folder: Path, relative: str) -> Iterator[Path]:
+    """`whole_file` in a trace. Raises FileNotFoundError when its folder is not there any more: it is not made again."""
+    check_there(folder)
+    with whole_file(folder / relative) as temporary:
+        yield temporary
+
+
+@contextmanager
+def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
+    """Give a temporary path in a folder of a trace, for a file that is named for its content, and moved by the caller."""
+    check_there(folder)
+    (folder / kind).mkdir(exist_ok=True)
+    temporary = _beside(folder / kind / "unnamed")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_there(folder: Path) -> None:
+    """Raise FileNotFoundError when a trace's folder was removed while it was recorded."""
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
+
+
+def sync_file(path: Path) -> None:
+    """Have a file and its place in its folder survive a loss of power."""
+    for name, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
+        descriptor = os.open(name, flags)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed writers left half-written; only when no writer of the trace is alive."""
+    for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
+        if is_temporary(path.name):
+            _remove(path)
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}-{path.name}"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
