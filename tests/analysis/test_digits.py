@@ -4,13 +4,18 @@ import mpmath
 import numpy as np
 import pytest
 from mpmath import mpf
+from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import gather
+from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.diagnosis.metrics import own_metrics
 from tim_trace.analysis.dynamics.gap import read_gap
+from tim_trace.analysis.dynamics.series import read_series
+from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import SequenceColumns
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.totals import FROM_SUMS
+from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.recorder import Recorder
 
 mpmath.mp.dps = 40
@@ -250,6 +255,45 @@ def test_gate_check_and_dynamics_use_the_same_sums(tmp_path, kind):
         same(metrics, wanted, ("k3", "rms_d", "prob_diff_mean", "chi2_token", "ess_token"))
         for step, value in ess.items():
             same({"ess_token": value}, exact(steps[step]), ("ess_token",))
+
+
+def test_the_effective_sample_size_of_very_negative_d_is_right_wherever_it_is_read(tmp_path):
+    # d from -24 to -17: (n + sum of exp(d) - 1)^2 has no digit of it left, and gave 2.2, NaN or infinity.
+    draw = np.random.default_rng(5)
+    d = np.float32(draw.uniform(-24, -17, (40, 30)))
+    steps = {step: [(row, np.zeros(30, np.float32)) for row in d[20 * (step > 1) :][:20]] for step in (1, 2)}
+    trace = record(tmp_path / "run", steps)
+
+    def share(values):
+        weights = [mpmath.exp(float(x)) for x in np.ravel(values)]
+        return float(mpmath.fsum(weights) ** 2 / (len(weights) * mpmath.fsum(w * w for w in weights)))
+
+    of_run, of_step = share(d), {1: share(d[:20]), 2: share(d[20:])}
+    assert 0.2 < of_run < 0.4
+    for _ in range(2):  # from the tokens, and from the sums that are kept then
+        database = Database(trace)
+        found = {"stats": stats(database).dicts()[0]["ess_token"], "check": own(trace)["ess_token"]}
+        found["gate"] = gate(trace, fail_on=["tim.ess_token<0.01"]).verdicts[0].value
+        verl = stats(trace, like="verl", rollout_is="token").dicts()[0]
+        # verl adds 1e-8 to the mean weight, which is 6e-9 here; verl and corrections clamp d to 20 nats.
+        clamped = np.exp(np.maximum(d.astype(float), -20))
+        assert verl["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+            (clamped.mean() + 1e-8) ** 2 / (clamped**2).mean(), rel=1e-9
+        )
+        found["SQL"] = connect(trace).execute("SELECT ess_token FROM pair_runs('train', 'rollout')").fetchone()[0]
+        with pytest.warns(TimTraceWarning, match="no advantages"):
+            rules = {row["correction"]: row["ess_token"] for row in corrections(trace).dicts()}
+        assert rules["token-is"] == pytest.approx(share(np.maximum(d, np.float32(-20))), rel=1e-12)
+        assert found == {name: pytest.approx(of_run, rel=1e-12) for name in found}
+        by_step = {row["step"]: row["ess_token"] for row in query("ess", trace).dicts()}
+        for each in (by_step, ess_by_step(trace), dict(zip(*ess_series(trace), strict=True))):
+            assert each == {step: pytest.approx(value, rel=1e-12) for step, value in of_step.items()}
+
+
+def ess_series(trace):
+    """As `watch`, `dynamics` and the report read it."""
+    series = read_series(Database(trace))["ess"]
+    return series.steps.tolist(), series.values.tolist()
 
 
 def own(trace):
