@@ -831,7 +831,7 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
 )  # fmt: skip
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
 @click.option(
-    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over sequences."
+    "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
 )
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
@@ -840,8 +840,8 @@ def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> N
 
     A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
     comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
-    --partial. Its interval over sequences says whether that is
-    sure: the verdict is `cannot tell` where it lies on both sides of the bound.
+    --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
+    both sides of the bound, or where there is none.
     """
     from .analysis.gate.gate import gate as judge
     from .analysis.rows import table as table_of

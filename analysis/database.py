@@ -26,6 +26,7 @@ from .correction import published
 from .distributions.function import ComparedDistributions
 from .distributions.measures import MEASURES
 from .frameworks.verl_sums import register as register_verl_sums
+from .pair_sums import register as register_pair_sums
 from .routing import register as register_routing
 from .rows import Rows
 from .source import Pair, Source, open_source
@@ -71,6 +72,7 @@ class Database:
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
+        self._leaves_out = False
         self._defined: set[str] = set()
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see remembered."""
@@ -111,6 +113,7 @@ class Database:
 
     def _define_macros(self) -> None:
         register_routing(self.connection, self.sources)
+        register_pair_sums(self.connection)
         register_verl_sums(self.connection)
         for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
             self.define(name)
@@ -170,16 +173,23 @@ class Database:
         ]
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Let the views hold no more of these sequences, given by run, step and seq_id; nothing computed here is kept then."""
+        """Let the views hold all but these sequences, given by run, step and seq_id; nothing computed here is kept then.
+
+        Another call leaves out others instead.
+        """
         self.connection.register("left_out", sequences)
-        for name in ("sequences", "scores"):
-            self.connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
-            self.connection.execute(
-                f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
-            )
-        self.is_whole = False
+        if not self._leaves_out:
+            for name in ("sequences", "scores"):
+                self.connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
+                self.connection.execute(
+                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+                )
+        self._leaves_out, self.is_whole = True, False
         self.memory.clear()
-        self.covered, self.run_covered = set(), set()
+        for spec in KINDS.values():
+            self.connection.execute(f"DELETE FROM computed_{spec.name}")
+        self._superseded, self.covered, self.run_covered = set(), set(), set()
+        self.define_sums(self._superseded)
         self._define_lookup()
 
     def keep_steps(self, steps: Sequence[int]) -> None:

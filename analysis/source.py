@@ -164,7 +164,7 @@ def _read_made_of(store: Store, relative: str, num_bytes: int) -> tuple[str, Pai
         raise DamagedTrace(f"{where}: does not say what it was made of") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: is not what its name stands for")
-    if footer.schema.names != KINDS[kind].schema.names:
+    if not footer.schema.equals(KINDS[kind].schema):
         return None
     return kind, (a, b), covers, footer.verified(store, relative)
 

@@ -13,6 +13,7 @@ from ..tracer.parquet_file import write_checked
 from ..tracer.progress import Advance, Progress, no_progress
 from ..tracer.whole_file import unnamed_file
 from .database import Database, Traces, quoted, sql_file
+from .pair_sums import computed
 from .quantiles import exact_quantiles
 from .source import Pair, Source, made_of_metadata, sums_file
 
@@ -50,7 +51,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     total = sum(chunk.num_tokens for chunk in chunks) + 2 * sum(c.num_tokens for part in whole.values() for c in part)
     with progress("reading tokens", total) as advance:
         for chunk in chunks:
-            connection.execute(_sql("compute_sums", pair, chunk))
+            _compute(database, pair, chunk)
             advance(chunk.num_tokens)
         for run in runs:
             _add_run_quantiles(database, pair, run, whole[run], advance)
@@ -58,6 +59,18 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     connection.execute(f"CREATE OR REPLACE TABLE {_COMPUTED} AS SELECT * FROM {_COMPUTED} ORDER BY ALL")
     database.supersede(pair, run_quantiles=of_run)
     return bool(chunks or runs)
+
+
+def _compute(database: Database, pair: Pair, chunk: Chunk) -> None:
+    """Add the sums and quantiles of a range of steps to what was computed."""
+    connection = database.connection
+    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
+    sums = computed(connection, f"SELECT * FROM pair_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})")
+    connection.register("computed_sums", sums)
+    try:
+        connection.execute(_sql("compute_sums", pair, chunk))
+    finally:
+        connection.unregister("computed_sums")
 
 
 def summarize(traces: Traces, *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:

@@ -1,4 +1,7 @@
-"""Statistics of a pair from totals of the sums in schemas.sums: one value each, or arrays of resamples."""
+"""Statistics of a pair from totals of the sums in schemas.sums: one value each, or arrays of resamples.
+
+Shapes: N sequences, each with a finite token.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,57 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Totals = Mapping[str, Array]
 
+_ADDABLE = (
+    "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
+)  # fmt: skip
+"""Columns of schemas.sums that add up as they are."""
+
+
+def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
+    """[N] columns of schemas.sums as columns that can be added up to the totals that FROM_SUMS takes.
+
+    Sums of ratios are shifted to the largest ratio of all sequences, and those of probabilities to the median of the
+    sequences' means, so that neither their totals nor those of a resample cancel. Of `sums` without the columns of
+    probabilities the latter are left out.
+    """
+    num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
+    found = {name: sums[name] for name in _ADDABLE}
+    with np.errstate(over="ignore", under="ignore"):
+        seq_weight_N = np.exp(sum_d_N - sum_d_N.max(initial=-np.inf))
+        found |= {
+            "num_sequences": np.ones_like(sum_d_N), "abs_sum_d": np.abs(sum_d_N), "abs_mean_d": np.abs(sum_d_N) / num_N,
+            "seq_weight": seq_weight_N, "seq_weight2": seq_weight_N**2, "expm1_2_sum_d": np.expm1(2 * sum_d_N),
+        }  # fmt: skip
+        scale_N = np.exp(sums["peak_d"] - sums["peak_d"].max(initial=-np.inf))
+        found |= {"weight": sums["sum_weight"] * scale_N, "weight2": sums["sum_weight2"] * scale_N**2}
+    if "spread_prob_a" in sums:
+        off_a_N, off_b_N = (_off(sums[f"peak_{side}"], sums[f"mean_fall_{side}"]) for side in ("a", "b"))
+        found |= {
+            "off_a": num_N * off_a_N, "off_b": num_N * off_b_N, "off_aa": sums["spread_prob_a"] + num_N * off_a_N**2,
+            "off_bb": sums["spread_prob_b"] + num_N * off_b_N**2, "off_ab": sums["spread_prob_ab"] + num_N * off_a_N * off_b_N,
+        }  # fmt: skip
+    return found
+
+
+def _off(peak_N: Array, mean_fall_N: Array) -> Array:
+    """[N] how far sequences' mean probabilities lie from the median of these.
+
+    Relative to the largest probability of all, exp(top), a mean is off by expm1(peak - top) + exp(peak - top) mean_fall.
+    """
+    top = peak_N.max(initial=-np.inf)
+    fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
+    return np.asarray(np.exp(top) * (fall_N - np.median(fall_N))) if len(fall_N) else fall_N
+
 
 def _pearson(t: Totals) -> Array:
+    """Of totals that are taken around a centre near the means, so that no difference here cancels."""
     n = t["num_tokens"]
-    covariance = n * t["sum_prob_ab"] - t["sum_prob_a"] * t["sum_prob_b"]
-    spread_a, spread_b = n * t["sum_prob_a2"] - t["sum_prob_a"] ** 2, n * t["sum_prob_b2"] - t["sum_prob_b"] ** 2
-    # No spread, or a negative one by rounding, is no correlation, as in SQL.
+    covariance = n * t["off_ab"] - t["off_a"] * t["off_b"]
+    spread_a, spread_b = n * t["off_aa"] - t["off_a"] ** 2, n * t["off_bb"] - t["off_b"] ** 2
+    # No spread is no correlation, as in SQL.
     known = (spread_a > 0) & (spread_b > 0)
-    return np.where(known, covariance / np.sqrt(np.where(known, spread_a * spread_b, 1.0)), np.nan)
+    size = np.sqrt(np.where(known, spread_a, 1.0)) * np.sqrt(np.where(known, spread_b, 1.0))
+    return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
 
 
 FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
@@ -31,11 +77,9 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "prob_pearson": _pearson,
     "log_ppl_abs_diff_sum": lambda t: t["abs_sum_d"] / t["num_sequences"],
     "log_ppl_abs_diff_mean": lambda t: t["abs_mean_d"] / t["num_sequences"],
-    "ess_token": lambda t: (
-        (t["num_tokens"] + t["sum_expm1_d"]) ** 2 / (t["num_tokens"] * (t["num_tokens"] + t["sum_expm1_2d"]))
-    ),
-    "ess_sequence": lambda t: t["weight"] ** 2 / (t["num_sequences"] * t["weight2"]),
+    "ess_token": lambda t: t["weight"] ** 2 / (t["num_tokens"] * t["weight2"]),
+    "ess_sequence": lambda t: t["seq_weight"] ** 2 / (t["num_sequences"] * t["seq_weight2"]),
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Column of `stats` -> how it follows from totals over sequences. The formulas are those of sql/statistics.sql."""
+"""Column of `stats` -> how it follows from totals of `addable`. The formulas are those of sql/statistics.sql."""

@@ -4,7 +4,7 @@ With t, r and f the logprobs of the trainer, the engine and the reference, the e
 the gap is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and what a side carries of it is
 its own square less the common part: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 
-Shapes: N tokens, S sequences.
+Shapes: N tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..tracer.progress import Progress, no_progress
 from .database import Database, quoted
 from .rows import Rows
+from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
+from .totals import Array, Totals
 
-NUM_BOOTSTRAP = 1000
+_CONFIDENCE = 0.95
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
 """Edges of the bins of the reference's probability."""
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -46,10 +49,9 @@ class Side:
     """nats"""
     share: float
     """Of mean d^2, what this side carries."""
-    share_low: float
-    """2.5 % of the share's bootstrap over sequences."""
-    share_high: float
-    """97.5 %."""
+    share_low: float | None
+    """Ends of the share's 95 % interval over groups of sequences; None where there is none."""
+    share_high: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class Triangulation:
     """Pass of the reference."""
     steps: tuple[int, ...]
     num_sequences: int
+    num_groups: int
+    """What is resampled for the intervals: sequences of a step that share a group_id, or one that has none."""
+    no_interval: str | None
+    """Why shares have no interval, in words; None where they have one."""
     num_tokens: int
     gap_rms: float
     """Root mean square of d = train - rollout, nats."""
@@ -88,10 +94,11 @@ class Triangulation:
                 f"{self.sides[1].share:.0%}."
             )
         who = "trainer" if larger.name == TRAIN else "engine"
-        return (
-            f"The {who} carries {larger.share:.1%} of the gap's mean square "
-            f"({larger.share_low:.1%} to {larger.share_high:.1%} by bootstrap over sequences)."
-        )
+        if larger.share_low is None or larger.share_high is None:
+            sure = f"no interval: {self.no_interval}"
+        else:
+            sure = f"95 % interval over {self.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
+        return f"The {who} carries {larger.share:.1%} of the gap's mean square ({sure})."
 
 
 def triangulate(
@@ -146,8 +153,9 @@ def _identity_held(database: Database, steps: list[int]) -> bool:
 def _tokens(database: Database, name: str, steps: list[int]) -> dict[str, np.ndarray]:
     """[N] columns of the tokens that trainer, engine and one replay scored, in one order for every replay."""
     query = f"""
-        SELECT step, seq_id, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed
-        FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) WHERE step IN ({_list(steps)})
+        SELECT step, seq_id, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed, {unit("s")} AS unit
+        FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) JOIN sequences AS s USING (run, step, seq_id)
+        WHERE step IN ({_list(steps)})
         ORDER BY step, seq_id, position
     """
     columns: dict[str, np.ndarray] = database.connection.execute(query).fetchnumpy()
@@ -166,17 +174,18 @@ def _measure(
 ) -> Triangulation:
     error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
     d = tokens["train"] - tokens["rollout"]
-    sequence_N, num_sequences = _sequences(tokens)
-    draws = _draws(num_sequences)
-    sides = tuple(
-        _side(name, own, other, d, sequence_N, draws)
-        for name, own, other in ((TRAIN, error_t, error_r), (ROLLOUT, error_r, error_t))
+    groups_N, num_groups = numbered(tokens["unit"])
+    found = shares(
+        groups_N, {TRAIN: error_t * error_t - error_t * error_r, ROLLOUT: error_r * error_r - error_t * error_r}, d
     )
+    sides = tuple(_side(name, own, *found[name]) for name, own in ((TRAIN, error_t), (ROLLOUT, error_r)))
     return Triangulation(
         run=run.store.name,
         reference=names[0],
         steps=tuple(steps),
-        num_sequences=num_sequences,
+        num_sequences=_num_sequences(tokens),
+        num_groups=num_groups,
+        no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
         num_tokens=len(d),
         gap_rms=_rms(d),
         resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
@@ -189,52 +198,47 @@ def _measure(
         by_position=_split("position", tokens["position"], POSITIONS, d, error_t, error_r, "{:g} to {:g}"),
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
-            [_arm(name, column, draws) for name, column in zip(names[1:], arms, strict=True)],
+            [_arm(name, column) for name, column in zip(names[1:], arms, strict=True)],
         ),
     )
 
 
-def _sequences(tokens: dict[str, np.ndarray]) -> tuple[np.ndarray, int]:
-    """[N] number of each token's sequence, and S; tokens of a sequence follow each other."""
-    fresh = np.ones(len(tokens["step"]), bool)
-    fresh[1:] = (tokens["step"][1:] != tokens["step"][:-1]) | (tokens["seq_id"][1:] != tokens["seq_id"][:-1])
-    return np.cumsum(fresh) - 1, int(fresh.sum())
+def _num_sequences(tokens: dict[str, np.ndarray]) -> int:
+    """How many sequences the tokens are of; those of a sequence follow each other."""
+    fresh = (tokens["step"][1:] != tokens["step"][:-1]) | (tokens["seq_id"][1:] != tokens["seq_id"][:-1])
+    return 1 + int(fresh.sum())
 
 
-def _draws(num_sequences: int) -> np.ndarray:
-    """[bootstraps, S] how often each sequence is drawn, the same every time."""
-    draw = np.random.default_rng(0)
-    return draw.multinomial(num_sequences, np.full(num_sequences, 1 / num_sequences), size=NUM_BOOTSTRAP)
-
-
-def _side(
-    name: str, own: np.ndarray, other: np.ndarray, d: np.ndarray, sequence_N: np.ndarray, draws: np.ndarray
-) -> Side:
-    carried_S = np.bincount(sequence_N, own * own - own * other, draws.shape[1])
-    share, low, high = _share(carried_S, np.bincount(sequence_N, d * d, draws.shape[1]), draws)
+def _side(name: str, own: np.ndarray, share: float, interval: Interval | NoInterval) -> Side:
+    low, high = ends(interval) or (None, None)
     return Side(
         name=name, mean=float(own.mean()), mean_abs=float(np.abs(own).mean()), rms=_rms(own),
         share=share, share_low=low, share_high=high,
     )  # fmt: skip
 
 
-def _arm(name: str, tokens: dict[str, np.ndarray], draws: np.ndarray) -> tuple[Any, ...]:
-    sequence_N, num_sequences = _sequences(tokens)
+def _arm(name: str, tokens: dict[str, np.ndarray]) -> tuple[Any, ...]:
     left, gap = tokens["replayed"] - tokens["rollout"], tokens["train"] - tokens["rollout"]
-    if num_sequences != draws.shape[1]:
-        draws = _draws(num_sequences)
-    removed_S = np.bincount(sequence_N, gap * gap - left * left, num_sequences)
-    return name, _rms(left), *_share(removed_S, np.bincount(sequence_N, gap * gap, num_sequences), draws)
+    ((share, interval),) = shares(numbered(tokens["unit"])[0], {name: gap * gap - left * left}, gap).values()
+    return name, _rms(left), share, *(ends(interval) or (None, None))
 
 
-def _share(part_S: np.ndarray, whole_S: np.ndarray, draws: np.ndarray) -> tuple[float, float, float]:
-    """A ratio of sums over sequences, with the middle 95 % of its bootstrap; NaN where the whole is 0."""
+def shares(
+    groups_N: np.ndarray, parts: dict[str, np.ndarray], gap: np.ndarray
+) -> dict[str, tuple[float, Interval | NoInterval]]:
+    """Name of a part -> its share of the sum of squares of the gap, with its interval over groups; NaN where that is 0."""
+    columns = {
+        name: np.bincount(groups_N, part).astype(np.float64) for name, part in (parts | {"whole": gap * gap}).items()
+    }
+    statistics = {name: partial(_share, name) for name in parts}
+    intervals = bootstrap(statistics, columns, np.arange(len(columns["whole"])), _CONFIDENCE)
     with np.errstate(divide="ignore", invalid="ignore"):
-        resampled = (draws @ part_S) / (draws @ whole_S)
-        share = part_S.sum() / whole_S.sum()
-    finite = resampled[np.isfinite(resampled)]
-    low, high = np.percentile(finite, [2.5, 97.5]) if len(finite) else (np.nan, np.nan)
-    return float(share), float(low), float(high)
+        totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
+        return {name: (float(_share(name, totals)), intervals[name]) for name in parts}
+
+
+def _share(name: str, totals: Totals) -> Array:
+    return totals[name] / totals["whole"]
 
 
 def _split(

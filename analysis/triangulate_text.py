@@ -13,7 +13,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("reference", found.reference),
         ("identity", "held: the recorded bits came back" if found.identity_held else "NOT HELD: see tim-trace replay"),
         ("steps", steps),
-        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences"),
+        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("gap", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
         ("correlation", f"{found.correlation:.3g} of the two errors"),
         ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..dynamics.noise import robust_sd, running_median
+from ..dynamics.noise import long_run_variance, robust_sd, running_median
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -47,7 +47,10 @@ class Fall:
     """Where it begins: the last step before the values leave what they were for good."""
     low: int
     high: int
-    """Steps between which it begins: breaks of a level that fit as well as the best one, up to the value after it."""
+    """Steps of which what was before and since the fall is told: breaks from `before` to `after` that fit about as well as
+    the best one, up to the value after it. Too narrow for an interval."""
+    interval: tuple[int, int]
+    """The 95 % interval of the step at which it begins, both levels free and autocorrelation counted in: docs/intervals.md."""
     fallen: int
     """The first step at which a good part of it is lost: what comes later can be no cause."""
     before: float
@@ -106,6 +109,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     ):
         return None
     low, step, high = _onset(values, best, before, after)
+    first, last = _interval(values, best)
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
@@ -114,6 +118,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
         step=int(steps[step]),
         low=int(steps[low]),
         high=int(steps[min(high + 1, len(steps) - 1)]),
+        interval=(int(steps[min(first, low)]), int(steps[min(max(last, high) + 1, len(steps) - 1)])),
         fallen=int(steps[_first_lost(values, step, before - t.FALLEN * (before - after))]),
         before=before,
         after=after,
@@ -154,7 +159,7 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
         return fall
-    return replace(fall, step=finer.step, low=finer.low, high=finer.high, fallen=finer.fallen)
+    return replace(fall, step=finer.step, low=finer.low, high=finer.high, interval=finer.interval, fallen=finer.fallen)
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
@@ -212,6 +217,33 @@ def _onset(values: np.ndarray, start: int, before: float, after: float) -> tuple
     allowed = costs[first] * (1 + 2.71 / max(n - 3, 1))
     held = np.flatnonzero(costs <= allowed)
     return start + int(held[0]), start + first, start + int(held[-1])
+
+
+_REACH = 7.35
+"""What the squares may lie above their least within a 95 % interval, in long-run variances: as in dynamics.location."""
+
+
+def _interval(values: np.ndarray, start: int) -> tuple[int, int]:
+    """First and last index at which the fall may begin: `_onset` with levels that are fitted, in noise that autocorrelates.
+
+    E places where the fall may end, N values. The level of the best window is too high, being the best, and a break towards it too early.
+    """
+    part = values[start:] - values[start:].mean()
+    n, at = len(part), np.arange(len(part))
+    costs, left = np.full(n, np.inf), part
+    for i in range(n - 2):
+        ends = np.unique(np.linspace(i + 1, n - 1, min(n - 1 - i, 12)).round().astype(int))
+        fallen_EN = np.clip((at - i) / (ends[:, None] - i), 0.0, 1.0)
+        fallen_EN -= fallen_EN.mean(axis=1, keepdims=True)
+        size_E = fallen_EN @ part / np.einsum("en,en->e", fallen_EN, fallen_EN)
+        explained_E = size_E * (fallen_EN @ part)
+        best = int(np.argmax(explained_E))
+        costs[i] = float(part @ part) - explained_E[best]
+        if costs[i] <= costs.min():
+            left = part - size_E[best] * fallen_EN[best]
+    variance = max(long_run_variance(left, 3), float(left @ left) / max(n - 4, 1), _noise(values) ** 2)
+    held = np.flatnonzero(costs <= costs.min() + _REACH * variance)
+    return start + int(held[0]), start + int(held[-1])
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:

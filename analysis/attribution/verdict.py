@@ -12,7 +12,11 @@ def sentence(found: Attribution) -> str:
     if found.fall is None:
         return f"No fall: {found.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
     fall = found.fall
-    where = f"{fall.outcome} {fall.verb} from step {fall.step} on ({fall.low} to {fall.high}), {fall.before:.3g} to {fall.after:.3g}"
+    first, last = fall.interval
+    where = (
+        f"{fall.outcome} {fall.verb} from step {fall.step} on (95 % interval {first} to {last}), {fall.before:.3g} to "
+        f"{fall.after:.3g}"
+    )
     return f"{where}. {_cause(found)}"
 
 

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.sums import SEQUENCE_SUMS
 from ..database import Database, quoted
 from ..lists import mapped
+from ..pair_sums import OF_DIFFERENCES, finite_tokens, pair_sums
 from ..source import Pair
-from ..token_lists import BATCH_ROWS, blocks, counted_tokens
+from ..token_lists import BATCH_ROWS
 
-_TERMS = (
-    "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "num_outside", "sum_prob_diff",
-)  # fmt: skip
-_LOG_OUTSIDE = float(np.log(1.25))
-"""|d| beyond which exp(d) is below 0.8 or above 1.25."""
+_COLUMNS = ("num_tokens", *OF_DIFFERENCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +61,7 @@ def _sums(columns: dict[str, np.ndarray]) -> Sums:
 
 
 def _kept(pair: Pair) -> str:
-    names = [column.name for column in SEQUENCE_SUMS.columns if column.name.startswith(("num_", "sum_", "max_"))]
-    chosen = ", ".join(f"coalesce({name}, 0) AS {name}" for name in names)
+    chosen = ", ".join(f"coalesce({name}, 0) AS {name}" for name in _COLUMNS)
     return (
         f"SELECT step, {chosen} FROM sequence_sums WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])} "
         "AND iteration_a = 0 AND iteration_b = 0"
@@ -90,30 +85,5 @@ def _lists(database: Database, pair: Pair) -> str:
 
 def _of_tokens(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
     """The step and sums of the tokens with a finite logprob in both passes, by sequence."""
-    a_T, b_T, num_counted = counted_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
-    there = np.isfinite(a_T) & np.isfinite(b_T)
-    num_tokens = num_counted
-    if not there.all():
-        seq = np.repeat(np.arange(len(num_counted)), num_counted)
-        a_T, b_T, num_tokens = a_T[there], b_T[there], np.bincount(seq[there], minlength=len(num_counted))
-    full = num_tokens > 0
-    found = {name: np.zeros(len(num_tokens)) for name in _TERMS}
-    for sequences, tokens, starts in blocks(num_tokens[full]):
-        place = np.flatnonzero(full)[sequences]
-        for name, term in _terms(a_T[tokens].astype(np.float64), b_T[tokens].astype(np.float64)).items():
-            add = np.maximum if name == "max_abs_d" else np.add
-            found[name][place] = add.reduceat(term, starts)
-    return {"step": rows.column("step").to_numpy(), "num_tokens": num_tokens, **found}
-
-
-def _terms(a_T: np.ndarray, b_T: np.ndarray) -> dict[str, np.ndarray]:
-    """What each token adds to each of `_TERMS`: see schemas.sums."""
-    d_T = a_T - b_T
-    size_T = np.abs(d_T)
-    with np.errstate(over="ignore", invalid="ignore"):
-        growth_T = np.expm1(d_T)  # keeps k3's digits where d is small
-        terms = (
-            d_T, size_T, d_T * d_T, growth_T - d_T, size_T, growth_T, growth_T * (growth_T + 2),
-            (size_T > _LOG_OUTSIDE).astype(np.float64), np.exp(b_T) * np.abs(growth_T),
-        )  # fmt: skip
-    return dict(zip(_TERMS, terms, strict=True))
+    tokens = finite_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
+    return {"step": rows.column("step").to_numpy(), **pair_sums(tokens, _COLUMNS)}

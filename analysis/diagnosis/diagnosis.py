@@ -55,8 +55,10 @@ class Settled:
     removed: float
     """Share of mean d squared that the replay removes; negative where it adds to it."""
     low: float | None
-    """Ends of its 95 % interval over sequences; None where fewer than two were replayed."""
+    """Ends of its 95 % interval over groups; None where there is none."""
     high: float | None
+    no_interval: str | None
+    """Why there is none, in words; None where there is one."""
     sentence: str
 
 

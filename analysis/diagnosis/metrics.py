@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..check.evidence import Evidence
-from ..totals import FROM_SUMS
+from ..totals import FROM_SUMS, addable
 
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 
@@ -19,11 +19,10 @@ def own_metrics(evidence: Evidence) -> dict[str, float]:
     sums = evidence.sums
     if not sums.num_tokens:
         return {}
-    totals = {name: np.asarray(values.sum(), np.float64) for name, values in sums.columns.items()}
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = {name: float(FROM_SUMS[name](totals)) for name in _FROM_SUMS}
-    if np.isnan(found["ess_token"]):  # weights beyond what a float holds: one token carries them all
-        found["ess_token"] = 0.0
+    there = sums.columns["num_tokens"] > 0
+    columns = addable({name: values[there].astype(np.float64) for name, values in sums.columns.items()})
+    totals = {name: np.asarray(values.sum(), np.float64) for name, values in columns.items()}
+    found = {name: float(FROM_SUMS[name](totals)) for name in _FROM_SUMS}
     sampled = np.abs(evidence.sample.d[evidence.sample.compared])
     return found | {
         "max_abs_d": float(sums.columns["max_abs_d"].max()),

@@ -71,9 +71,9 @@ def _replays(found: Diagnosis) -> Rows:
     )
 
 
-def _interval(replay: Settled) -> str | None:
+def _interval(replay: Settled) -> str:
     if replay.low is None or replay.high is None:
-        return None
+        return f"none: {replay.no_interval}"
     return f"{replay.low:.1%} to {replay.high:.1%}"
 
 

@@ -13,11 +13,12 @@ from .columns import Column, by_step, columns_of
 
 _KEPT = """
 SELECT step, sum(num_tokens) AS n, sum(sum_d) AS d, sum(sum_abs_d) AS abs_d, sum(sum_k3) AS total_k3,
-       max(max_abs_d) AS max_abs_d, sum(sum_expm1_d) AS growth, sum(sum_expm1_2d) AS growth2,
+       max(max_abs_d) AS max_abs_d,
+       sum(sum_weight * exp(peak_d - top_d)) ** 2 / (n * sum(sum_weight2 * exp(2 * (peak_d - top_d)))) AS ess,
        sum(sum_k3) FILTER (advantage > 0) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
        sum(sum_k3) FILTER (advantage < 0) / nullif(sum(num_tokens) FILTER (advantage < 0), 0) AS k3_negative,
        any_value(p99_abs_d) AS p99_abs_d
-FROM pair_sums({pair}) AS kept
+FROM (SELECT *, max(peak_d) OVER (PARTITION BY run, step) AS top_d FROM pair_sums({pair})) AS kept
 LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
 LEFT JOIN step_cuts({pair}) USING (run, step)
 WHERE run = $run
@@ -26,21 +27,26 @@ GROUP BY step ORDER BY step
 
 _TOKENS = """
 SELECT step, count(*) AS n, sum(d) AS d, sum(abs(d)) AS abs_d, sum(k3) AS total_k3, max(abs(d)) AS max_abs_d,
-       sum(d + k3) AS growth, sum((d + k3) * (d + k3 + 2)) AS growth2,
+       effective_share(
+           count(*), max(d), sum(weight), sum(weight * weight), list(d) FILTER (abs(d) > 300)
+       ) AS ess,
        quantile_cont(abs(d), 0.99) AS p99_abs_d, -avg(logprob_a) AS estimate{by_sign}
 FROM (
-    SELECT *, expm1_minus(d) AS k3
+    SELECT *, CASE WHEN abs(d) < 1 THEN 1 + d + k3 WHEN abs(d) <= 300 THEN exp(d) END AS weight
     FROM (
-        SELECT step, logprob_a, logprob_a - logprob_b AS d{advantage}
+        SELECT *, expm1_minus(d) AS k3
         FROM (
-            SELECT a.step, unnest(a.logprobs)::DOUBLE AS logprob_a, unnest(b.logprobs)::DOUBLE AS logprob_b
-                   {unnested}
-            FROM scores AS a
-            JOIN scores AS b ON b.run = a.run AND b.step = a.step AND b.seq_id = a.seq_id{sequences}
-            WHERE a.run = $run AND b.run = $run AND a."pass" = {a} AND b."pass" = {b}
-              AND a.iteration = 0 AND b.iteration = 0
+            SELECT step, logprob_a, logprob_a - logprob_b AS d{advantage}
+            FROM (
+                SELECT a.step, unnest(a.logprobs)::DOUBLE AS logprob_a, unnest(b.logprobs)::DOUBLE AS logprob_b
+                       {unnested}
+                FROM scores AS a
+                JOIN scores AS b ON b.run = a.run AND b.step = a.step AND b.seq_id = a.seq_id{sequences}
+                WHERE a.run = $run AND b.run = $run AND a."pass" = {a} AND b."pass" = {b}
+                  AND a.iteration = 0 AND b.iteration = 0
+            )
+            WHERE isfinite(logprob_a) AND isfinite(logprob_b){masked}
         )
-        WHERE isfinite(logprob_a) AND isfinite(logprob_b){masked}
     )
 )
 GROUP BY step ORDER BY step
@@ -54,7 +60,7 @@ _ADVANTAGES = ", unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[
 
 
 _SEQUENCES = """
-            JOIN sequences AS s ON s.run = a.run AND s.step = a.step AND s.seq_id = a.seq_id"""
+                JOIN sequences AS s ON s.run = a.run AND s.step = a.step AND s.seq_id = a.seq_id"""
 """Read where masks or advantages are asked for; without, its keys would take a third of the time."""
 
 
@@ -97,10 +103,7 @@ def read_gap(database: Database, pair: Pair, run: str) -> Gap:
 
 def _gap(rows: dict[str, np.ndarray], pair: Pair) -> Gap:
     n = rows.pop("n")
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ess = (n + rows["growth"]) ** 2 / (n * (n + rows["growth2"]))
-        # Weights beyond what a float holds: one token carries them all.
-        rows["ess"] = np.where((n > 0) & np.isnan(ess) & ~np.isnan(rows["growth"]), 1 / np.maximum(n, 1), ess)
+    with np.errstate(divide="ignore", invalid="ignore"):
         for name, total in (("k3", "total_k3"), ("mean_d", "d"), ("mean_abs_d", "abs_d")):
             rows[name] = rows[total] / n
     names = f"{pair[0]} - {pair[1]}"

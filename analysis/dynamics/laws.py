@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .noise import long_run_variance
+from ..statistics.intervals import student_quantile
+from .noise import highest_long_run_variance
 from .quantities import Series
 
 FEWEST = 8
@@ -25,7 +26,7 @@ class Growth:
     """1 / step."""
     low: float
     high: float
-    """The 95 % interval of the slope, autocorrelation counted in."""
+    """The 95 % interval of the slope, autocorrelation counted in: docs/intervals.md."""
     growth: float
     """Factor of a step less 1: exp(slope) - 1."""
     doubling: float | None
@@ -62,8 +63,8 @@ def growths(k3: Series | None) -> tuple[Growth, ...]:
 def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
     t = steps - steps.mean()
     slope = float(t @ logs) / float(t @ t)
-    scatter = long_run_variance(logs - logs.mean() - slope * t, 2)
-    reach = 1.96 * math.sqrt(max(scatter, 0.0) / float(t @ t))
+    scatter = highest_long_run_variance(logs - logs.mean() - slope * t, 2)
+    reach = student_quantile(0.975, len(t) - 2) * math.sqrt(scatter / float(t @ t))
     decided = abs(slope) > reach
     return Growth(
         part=part, num_steps=len(steps), slope=slope, low=slope - reach, high=slope + reach, growth=math.expm1(slope),

@@ -1,6 +1,6 @@
 """Where exactly a series changes: a jump, or the first step of a ramp, with a confidence interval.
 
-Shapes: n values of a stretch with one change in it.
+Shapes: n values of a stretch with one change in it, P places where it may be.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from .segments import Lines
 
 SHIFT, RAMP = "shift", "ramp"
 
-_REACH = {SHIFT: 7.35, RAMP: 3.84}
-"""What the squares may lie above their least within a 95 % interval, in long-run variances. Of a jump:
-(1 - exp(-x / 2))^2 = 0.95, the limit law of its likelihood ratio (Hinkley, Biometrika 57, 1970); of a ramp, whose onset
-is a regular parameter: chi-square of one degree of freedom."""
+_JUMP, _BOTH = "jump", "both"
+"""A jump beside one slope, and a jump at which the slope changes, too."""
+
+_REACH = 7.35
+"""What a form's cost may lie above the least of all within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95,
+the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would need
+3.84, were its form and the variance known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Find the one change of a stretch, at least `margin` values from its ends.
 
     A jump beside one slope, and a slope that changes without a jump, cost one parameter; both at once cost two, of which
-    the second must bring ln(n).
+    the second must bring ln(n). The interval holds the places of every form that fits about as well as the best one: a ramp
+    that noise makes look like a jump began earlier.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
@@ -49,19 +53,20 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     whole = float(lines.squares(0, n))
     t = np.arange(n)
     squares = {
-        "jump": whole - _gain(values, (t[:, None] >= places).astype(float)),
+        _JUMP: whole - _gain(values, (t[:, None] >= places).astype(float)),
         RAMP: whole - _gain(values, np.maximum(t[:, None] - places + 1.0, 0.0)),
-        "both": lines.squares(0, places) + lines.squares(places, n),
+        _BOTH: lines.squares(0, places) + lines.squares(places, n),
     }
-    price = {"jump": 0.0, RAMP: 0.0, "both": float(np.log(n))}
-    best = min(squares, key=lambda name: float(squares[name].min()) / variance + price[name])
+    price = {_JUMP: 0.0, RAMP: 0.0, _BOTH: float(np.log(n))}
+    costs = {form: squares_P / variance + price[form] for form, squares_P in squares.items()}
+    best = min(costs, key=lambda form: float(costs[form].min()))
     kind = RAMP if best == RAMP else SHIFT
-    place = int(places[np.argmin(squares[best])])
-    inside = places[squares[best] - squares[best].min() <= _REACH[kind] * variance]
+    place, least = int(places[np.argmin(costs[best])]), float(costs[best].min())
+    inside = places[np.min(list(costs.values()), axis=0) - least <= _REACH]
     before, after = _ends(values, place, best)
     return Located(
         place=place, low=int(inside[0]), high=int(inside[-1]), kind=kind, before=before, after=after,
-        gain=(whole - float(squares["both"].min())) / variance,
+        gain=(whole - float(squares[_BOTH].min())) / variance,
     )  # fmt: skip
 
 
@@ -77,9 +82,9 @@ def _ends(values: np.ndarray, place: int, best: str) -> tuple[float, float]:
     t = np.arange(len(values), dtype=float)
     later = t >= place
     extra = {
-        "jump": [later.astype(float)],
+        _JUMP: [later.astype(float)],
         RAMP: [np.maximum(t - place + 1, 0.0)],
-        "both": [later.astype(float), later * (t - place)],
+        _BOTH: [later.astype(float), later * (t - place)],
     }[best]
     x = np.stack([np.ones_like(t), t, *extra], axis=1)
     fitted = x @ np.linalg.lstsq(x, values, rcond=None)[0]

@@ -53,7 +53,7 @@ def told(onset: Onset) -> str:
     A jump takes one step; a ramp's end is where it had led to.
     """
     change = onset.change
-    span = f"{change.low} to {change.high}" if change.low < change.high else "sure to a step"
+    span = f"95 % interval {change.low} to {change.high}" if change.low < change.high else "sure to a step"
     how = "ramps" if change.kind == RAMP else "jumps"
     return f"{onset.name} ({how} at step {change.step}, {span}; {change.before:.3g} to {change.after:.3g})"
 

@@ -97,7 +97,7 @@ def _laws(found: Dynamics) -> list[str]:
     for each in found.growth:
         rate = f"k3 grows by {each.growth:.3%} a step over the {each.part} (slope of ln k3 {each.slope:.3g}, "
         doubling = "" if each.doubling is None else f"; a factor of 2 every {each.doubling:.4g} steps"
-        told.append(rate + f"{each.low:.3g} to {each.high:.3g}{doubling}).")
+        told.append(rate + f"95 % interval {each.low:.3g} to {each.high:.3g}{doubling}).")
     law = found.entropy_law
     if law is not None and not math.isnan(law.r2):
         told.append(

@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..lists import mapped
+from ..pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
+from ..statistics.moments import centred, co_moment
 from ..token_lists import BATCH_ROWS, blocks, counted_tokens
 
 SAFETY_BOUND = 20.0
@@ -25,9 +27,10 @@ SAFETY_BOUND = 20.0
 _KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
 _SUMS = (
-    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_squared_ratio", "sum_prob_diff", "sum_prob_diff2",
-    "sum_old_prob", "sum_rollout_prob", "sum_old_prob2", "sum_rollout_prob2", "sum_prob_product", "max_prob_diff",
+    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
+    "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
+"""Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
 
 STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
 
@@ -67,27 +70,31 @@ def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """[13, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
+    """[16, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
     found = np.empty((len(_SUMS), len(num_tokens_N)))
     for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):
-            terms = list(_terms(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64)))
-        found[:-1, sequences] = [np.add.reduceat(term, starts) for term in terms[:-1]]
-        found[-1, sequences] = np.maximum.reduceat(terms[-1], starts)
+            sums = _sums(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64), starts)
+        for place, name in enumerate(_SUMS):
+            found[place, sequences] = sums[name]
     return found
 
 
-def _terms(old_T: np.ndarray, rollout_T: np.ndarray) -> Iterator[np.ndarray]:
-    """What each token adds to each of `_SUMS`, in their order."""
+def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Each of `_SUMS` of each sequence of a block."""
     d_T = old_T - rollout_T
-    growth_T = np.expm1(d_T)  # keeps k3's digits where d is small
-    old_prob_T, rollout_prob_T = np.exp(old_T), np.exp(rollout_T)
-    diff_T = np.abs(old_prob_T - rollout_prob_T)
-    yield from (old_T, rollout_T, d_T, growth_T - d_T)
-    yield np.square(np.clip(growth_T + 1, np.exp(-SAFETY_BOUND), np.exp(SAFETY_BOUND)))
-    yield from (diff_T, np.square(diff_T), old_prob_T, rollout_prob_T)
-    yield from (np.square(old_prob_T), np.square(rollout_prob_T), old_prob_T * rollout_prob_T)
-    yield diff_T
+    growth_T = np.expm1(d_T)
+    num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
+    diff_T = prob_differences(old_T, rollout_T, growth_T)
+    terms = {
+        "sum_old": old_T, "sum_rollout": rollout_T, "sum_d": d_T, "sum_k3": expm1_minus(d_T, growth_T),
+        "sum_expm1_2d": np.expm1(2 * np.clip(d_T, -SAFETY_BOUND, SAFETY_BOUND)), "sum_prob_diff": diff_T,
+    }  # fmt: skip
+    diff = centred(diff_T, starts, num)
+    return {name: np.add.reduceat(term, starts) for name, term in terms.items()} | {
+        "max_prob_diff": np.maximum.reduceat(diff_T, starts), "mean_prob_diff": diff.mean_N,
+        "spread_prob_diff": co_moment(diff, diff, starts, num), **probability_sums(old_T, rollout_T, starts),
+    }  # fmt: skip
 
 
 def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:

@@ -40,8 +40,8 @@ class Condition:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether the gate fails for a value. NaN fails every gate: it is within no bound."""
-        return math.isnan(value) or _OPERATORS[self.sign](value, self.bound)
+        """Whether the gate fails for a value. NaN and infinities fail every gate: nothing is known of them."""
+        return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
 
 def parse_condition(text: str) -> Condition:

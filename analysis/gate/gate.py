@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from ...tracer.progress import Progress, no_progress
 from ..check.check import check
 from ..check.checked import Checked
 from ..database import Database
+from ..statistics.intervals import Interval, NoInterval, ends
 from .condition import CHECK, Condition, parse_condition
-from .intervals import Interval
-from .measured import Run
+from .measured import Measured, Run
 
 FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
@@ -29,11 +30,11 @@ class Verdict:
     value: float
     """Of the run; of `check` the number of faults found."""
     low: float | None
-    """Ends of the interval over sequences; None where there is none."""
+    """Ends of the interval over groups; None where there is none: `how` says why."""
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound."""
+    """`failed`, `passed`, or `cannot tell` where the interval lies on both sides of the bound, or there is none to tell by."""
     fails: bool
     """Whether the value itself violates the condition: this decides the exit code."""
     how: str
@@ -67,13 +68,14 @@ def gate(
     columns of `stats`, `verl.k3_kl>1e-3` of those of `stats --like verl` (the last part of a name is enough), or `check`,
     which fails when the check of the comparison finds a fault.
 
-    Every number has an interval over sequences. What follows from sums of sequences is bootstrapped, and so are largest
-    values, whose interval ends at the value itself; quantiles of |d| are inverted from the bootstrapped share of tokens
-    above them (Woodruff 1952); all else, the frameworks' numbers among it, has a jackknife over 20 groups of sequences;
-    counts have none. Resampling has a fixed seed.
+    Every number has an interval over groups, which are the sequences of a step that share a `group_id`, or one that has
+    none. What follows from sums of sequences has a bootstrap-t; largest values a bootstrap that ends at the value itself;
+    quantiles of |d| are inverted from the bootstrap-t of the share of tokens above them (Woodruff 1952); all else, the
+    frameworks' numbers among it, has a jackknife over 20 parts of whole groups; counts have none. Of fewer than 8 groups
+    there is no interval. Resampling has a fixed seed. How often they hold is measured: docs/intervals.md.
 
     `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
-    both values that fail and values that do not. NaN fails.
+    both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail.
 
     Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
     passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
@@ -87,7 +89,7 @@ def gate(
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
     verdicts = [
-        _judged(conditions[text], *measured[text])
+        _judged(conditions[text], measured[text])
         if text in conditions
         else _checked(check(trace, pair=pair, partial=partial, progress=progress))
         for text in fail_on
@@ -95,15 +97,23 @@ def gate(
     return Gated(verdicts=tuple(verdicts))
 
 
-def _judged(condition: Condition, metric: str, value: float, interval: Interval | None, how: str) -> Verdict:
-    fails = condition.holds(value)
-    undecided = interval is not None and len({condition.holds(end) for end in interval}) > 1
-    verdict = CANNOT_TELL if undecided else FAILED if fails else PASSED
-    low, high = interval or (None, None)
+def _judged(condition: Condition, measured: Measured) -> Verdict:
+    fails, interval = condition.holds(measured.value), measured.interval
+    verdict = FAILED if fails else PASSED
+    if math.isfinite(measured.value) and interval is not None and not _is_decided(condition, interval):
+        verdict = CANNOT_TELL
+    low, high = (None if interval is None else ends(interval)) or (None, None)
     return Verdict(
-        condition=condition.text, metric=metric, value=value, low=low, high=high, bound=condition.bound,
-        verdict=verdict, fails=fails, how=how,
+        condition=condition.text, metric=measured.metric, value=measured.value, low=low, high=high, bound=condition.bound,
+        verdict=verdict, fails=fails, how=measured.how,
     )  # fmt: skip
+
+
+def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
+    """Whether all of an interval fails, or nothing of it; where every group gives the same value, that decides."""
+    if isinstance(interval, NoInterval):
+        return interval is NoInterval.ALIKE
+    return len({condition.holds(end) for end in interval}) == 1
 
 
 def _checked(checked: Checked) -> Verdict:

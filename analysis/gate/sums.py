@@ -1,23 +1,20 @@
 """What the statistics of a run need of each of its sequences, so that resampling these costs a product of matrices.
 
-Shapes: N sequences, C columns of sums, R resamples.
+Shapes: N sequences.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ..database import Database
+from ..pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..pairs import quoted_pair
 from ..source import Pair
-from ..totals import Array
-
-_SUMMED = (
-    "num_tokens", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_d", "sum_expm1_2d", "num_outside", "sum_prob_diff",
-    "sum_prob_a", "sum_prob_b", "sum_prob_a2", "sum_prob_b2", "sum_prob_ab",
-)  # fmt: skip
-_LARGEST = ("max_abs_d", "max_prob_diff")
-
+from ..statistics.intervals import unit
+from ..totals import Array, addable
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a largest value -> the largest value of each sequence."""
@@ -29,28 +26,34 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` that are what they are."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
     """What the statistics need of each sequence that has a token to compare."""
 
-    def __init__(self, database: Database, pair: Pair):
+    values: dict[str, Array]
+    """[N] columns that add up to the totals of FROM_SUMS."""
+    largest: dict[str, Array]
+    """[N] the largest values of LARGEST."""
+    unit_N: np.ndarray
+    """A number for each group."""
+
+    @classmethod
+    def of_sums(cls, sums: dict[str, Array], unit_N: np.ndarray) -> SequenceColumns:
+        """From [N] columns of schemas.sums."""
+        return cls(values=addable(sums), largest={name: sums[name] for name in LARGEST.values()}, unit_N=unit_N)
+
+    @classmethod
+    def read(cls, database: Database, pair: Pair) -> SequenceColumns:
+        """Of a pair of a trace."""
+        names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
         query = f"""
-            SELECT {", ".join((*_SUMMED, *_LARGEST))} FROM pair_sums({quoted_pair(pair)})
-            WHERE sum_d IS NOT NULL ORDER BY run, step, seq_id, iteration_a, iteration_b
+            SELECT {", ".join(names)}, {unit("s")} AS unit
+            FROM pair_sums({quoted_pair(pair)}) AS sums JOIN sequences AS s USING (run, step, seq_id)
+            WHERE sum_d IS NOT NULL ORDER BY sums.run, sums.step, sums.seq_id, iteration_a, iteration_b
         """
         found = database.connection.execute(query).fetchnumpy()
-        values = {name: np.asarray(column, dtype=np.float64) for name, column in found.items()}
-        self.largest = {name: values.pop(name) for name in _LARGEST}
-        sum_d, num_tokens = values["sum_d"], values["num_tokens"]
-        peak = sum_d.max(initial=-np.inf)
-        with np.errstate(over="ignore"):
-            self.values: dict[str, Array] = values | {
-                "num_sequences": np.ones_like(sum_d),
-                "abs_sum_d": np.abs(sum_d),
-                "abs_mean_d": np.abs(sum_d) / num_tokens,
-                "weight": np.exp(sum_d - peak),
-                "weight2": np.exp(2 * (sum_d - peak)),
-                "expm1_2_sum_d": np.expm1(2 * sum_d),
-            }
+        sums = {name: np.asarray(found[name], dtype=np.float64) for name in names}
+        return cls.of_sums(sums, np.asarray(found["unit"]))
 
     def __len__(self) -> int:
-        return len(self.values["sum_d"])
+        return len(self.unit_N)

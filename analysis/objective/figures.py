@@ -5,6 +5,7 @@ Shapes: N sequences, U updates (step and inner iteration).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.loss import SAPO, VESPO, Loss
+from ..statistics.moments import off_median
 from ..totals import Array, Totals
 from .loss_terms import SIDES
 from .sides import ADVANTAGE, DRIFT, MISMATCH
@@ -29,6 +31,18 @@ class Figure:
     """Of what the trace answers: see sides."""
     of_correction: bool = False
     """Whether it says something only where the loss has a correction."""
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    """What it cannot leave, nor its interval."""
+    in_tails: float | None = None
+    """In what share of the runs that a few tokens carry an interval of 95 % held the truth, where that is less than 90 %:
+    benchmarks/coverage.py, docs/intervals.md."""
+
+    @property
+    def told(self) -> str:
+        """Its meaning, and what is to know of its interval."""
+        if self.in_tails is None:
+            return self.meaning
+        return f"{self.meaning}; where a few tokens carry it, an interval of 95 % holds in {self.in_tails:.0%}"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:
@@ -56,24 +70,29 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
+    """Of totals around a centre near the means (see `totals_of`), so that this difference does not cancel."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
+
+
+def _variance(name: str) -> Callable[[Totals], Array]:
+    of = _covariance(f"off_{name}2", f"off_{name}", f"off_{name}", "num_tokens")
+    return lambda t: np.maximum(of(t), 0.0)
 
 
 def _correlation(t: Totals) -> Array:
     n = t["terms_known"]
-    spread = (n * t["sum_weighed2"] - t["sum_weighed"] ** 2) * (n * t["sum_gap2"] - t["sum_gap"] ** 2)
-    known = spread > 0
-    return np.where(
-        known,
-        (n * t["sum_weighed_gap"] - t["sum_weighed"] * t["sum_gap"]) / np.sqrt(np.where(known, spread, 1.0)),
-        np.nan,
-    )
+    spread_weighed = n * t["off_weighed2"] - t["off_weighed"] ** 2
+    spread_gap = n * t["off_gap2"] - t["off_gap"] ** 2
+    known = (spread_weighed > 0) & (spread_gap > 0)
+    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_gap, 1.0))
+    covariance = n * t["off_weighed_gap"] - t["off_weighed"] * t["off_gap"]
+    return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
 
 
 def _total_variance(t: Totals) -> Array:
     n = t["num_tokens"]
-    squares = t["sum_d2"] + 2 * t["sum_d_drift"] + t["sum_drift2"]
-    return squares / n - ((t["sum_d"] + t["sum_drift"]) / n) ** 2
+    squares = t["off_d2"] + 2 * t["off_d_drift"] + t["off_drift2"]
+    return np.maximum(squares / n - ((t["off_d"] + t["off_drift"]) / n) ** 2, 0.0)
 
 
 def _clipped_used(t: Totals) -> Array:
@@ -95,48 +114,51 @@ LINEAR = "linear"
 """What one needs that says something only where f is rho A but for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
+_SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
+"""Bounds of figures."""
+
 FIGURES: Mapping[str, Figure] = {
     "bias": Figure(_per_update(_of("applied")), "sum b of an update, weighed as the loss weighs its tokens: by how much the mismatch lifts the objective"),
     "bias_positive": Figure(_per_update(_column("w_applied_positive")), "of tokens with A > 0"),
     "bias_negative": Figure(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
-    "abs_bias": Figure(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled"),
-    "skew": Figure(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way"),
-    "size": Figure(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against"),
+    "abs_bias": Figure(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
+    "skew": Figure(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
+    "size": Figure(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
     "used": Figure(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
     "relative_bias": Figure(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
-    "relative_abs_bias": Figure(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|"),
+    "relative_abs_bias": Figure(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": Figure(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
     "relative_negative": Figure(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| of A < 0: below 0, they are punished too much"),
     "uncorrected_bias": Figure(_per_update(_of("plain")), "bias with the weights of the loss's correction left out", of_correction=True),
-    "uncorrected_abs_bias": Figure(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True),
-    "uncorrected_skew": Figure(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True),
+    "uncorrected_abs_bias": Figure(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True, bounds=_SIZE),
+    "uncorrected_skew": Figure(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True, bounds=_SIGNED),
     "uncorrected_relative_bias": Figure(_over(_of("plain"), _of("size")), "relative_bias without them", of_correction=True),
-    "uncorrected_relative_abs_bias": Figure(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without them", of_correction=True),
-    "clipped": Figure(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP})),
-    "clipped_true": Figure(_share("clipped_positive", "clipped_negative"), "share that it would clip under rho*", _CLIPPED),
-    "flipped": Figure(_share(*_FLIPS), "share whose clip decision the mismatch turns", _CLIPPED),
-    "to_clipped_positive": Figure(_share("to_clipped_positive"), "share clipped under the used ratio alone, A > 0", _CLIPPED),
-    "to_clipped_negative": Figure(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED),
-    "to_free_positive": Figure(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED),
-    "to_free_negative": Figure(_share("to_free_negative"), "the same, A < 0", _CLIPPED),
-    "clipped_by_mismatch": Figure(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED),
-    "cov_weighed_d": Figure(_covariance("sum_weighed_gap", "sum_weighed", "sum_gap", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
-    "corr_weighed_d": Figure(_correlation, "the same as a correlation"),
+    "uncorrected_relative_abs_bias": Figure(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without them", of_correction=True, bounds=_SIZE),
+    "clipped": Figure(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
+    "clipped_true": Figure(_share("clipped_positive", "clipped_negative"), "share that it would clip under rho*", _CLIPPED, bounds=_SHARE),
+    "flipped": Figure(_share(*_FLIPS), "share whose clip decision the mismatch turns", _CLIPPED, bounds=_SHARE),
+    "to_clipped_positive": Figure(_share("to_clipped_positive"), "share clipped under the used ratio alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "to_clipped_negative": Figure(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "to_free_positive": Figure(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "to_free_negative": Figure(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "clipped_by_mismatch": Figure(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
+    "cov_weighed_d": Figure(_covariance("off_weighed_gap", "off_weighed", "off_gap", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
+    "corr_weighed_d": Figure(_correlation, "the same as a correlation", bounds=_SIGNED),
     "first_order": Figure(lambda t: -t["sum_weighed_gap"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
-    "bad_updates": Figure(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5"),
-    "bad_updates_mismatch": Figure(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it"),
+    "bad_updates": Figure(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
+    "bad_updates_mismatch": Figure(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
     "mean_d": Figure(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
-    "mean_abs_d": Figure(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH})),
-    "var_d": Figure(_covariance("sum_d2", "sum_d", "sum_d", "num_tokens"), "variance of the mismatch d, nats squared", frozenset({MISMATCH})),
+    "mean_abs_d": Figure(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
+    "var_d": Figure(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": Figure(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
-    "var_drift": Figure(_covariance("sum_drift2", "sum_drift", "sum_drift", "num_tokens"), "variance of the policy drift", frozenset({DRIFT})),
-    "cov_d_drift": Figure(_covariance("sum_d_drift", "sum_d", "sum_drift", "num_tokens"), "their covariance", _BOTH),
-    "var_total": Figure(_total_variance, "variance of ln rho* = d + drift: the two and twice their covariance", frozenset({MISMATCH})),
-    "share_mismatch": Figure(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 by mean d^2 + mean drift^2", _BOTH),
+    "var_drift": Figure(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
+    "cov_d_drift": Figure(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "their covariance", _BOTH),
+    "var_total": Figure(_total_variance, "variance of ln rho* = d + drift: the two and twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
+    "share_mismatch": Figure(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 by mean d^2 + mean drift^2", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": Figure(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
-    "mean_abs_sum_d": Figure(_mean("abs_total_d", "num_sequences"), "mean over sequences of its size, nats", frozenset({MISMATCH})),
+    "mean_abs_sum_d": Figure(_mean("abs_total_d", "num_sequences"), "mean over sequences of its size, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "sequence_proxy": Figure(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: REINFORCE's gradient is off by it, with every gradient alike"),
-    "abs_sequence_proxy": Figure(_mean("abs_proxy", "sequences_known"), "mean of its size"),
+    "abs_sequence_proxy": Figure(_mean("abs_proxy", "sequences_known"), "mean of its size", bounds=_SIZE),
 }  # fmt: skip
 """Name of a figure -> how it follows from totals. The formulas are those of arXiv 2605.14220, 2602.04879 (bad updates) and
 2512.01374 (mismatch and drift)."""
@@ -152,9 +174,15 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, Figure]:
     }
 
 
-def totals_of(sums: Sums) -> dict[str, Array]:
-    """[N] columns that are added up to totals."""
+def totals_of(sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]:
+    """[N] columns that are added up to totals, of the whole run or of the sequences at each place.
+
+    Squares and products are around the median of the sequences' means there, so that totals of these do not cancel.
+    """
     columns = dict(sums.columns)
+    place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
+    columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
+    columns |= _around(columns, "weighed", "gap", columns["terms_known"], place_N)
     sum_d_N = columns["sum_d"]
     for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied"):
         for side in SIDES:
@@ -165,6 +193,16 @@ def totals_of(sums: Sums) -> dict[str, Array]:
         "sequences_known": (columns["terms_known"] > 0).astype(np.float64), "total_d": sum_d_N,
         "abs_total_d": np.abs(sum_d_N), "proxy": proxy_N, "abs_proxy": np.abs(proxy_N),
     }  # fmt: skip
+
+
+def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, place_N: np.ndarray) -> dict[str, Array]:
+    """[N] sums of two values, their squares and their product around the median of their means at each place."""
+    off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in (one, other)}
+    found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
+    for name, off_N in off.items():
+        found[f"off_{name}2"] = columns[f"spread_{name}"] + num_N * off_N**2
+    product_N = columns[f"spread_{one}_{other}"] + num_N * off[one] * off[other]
+    return found | {f"off_{one}_{other}": product_N}
 
 
 def values_of(figures: Mapping[str, Figure], totals: Totals) -> dict[str, Array]:

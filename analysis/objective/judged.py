@@ -17,8 +17,10 @@ class Estimate:
     value: float | None
     """None where there is nothing to divide by."""
     low: float | None
-    """Ends of the interval over groups; None where there are less than two, or where a resample has no value."""
+    """Ends of the interval over groups; None where there is none."""
     high: float | None
+    no_interval: str | None
+    """Why there is none, in words; None where there is one."""
     meaning: str
 
 

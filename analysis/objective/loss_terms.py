@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LOG_RATIO, Loss
+from ..statistics.moments import centred, co_moment
 from ..totals import Array
 from .terms import SAFETY_BOUND, clamped_exp, contribution, correction_weight, is_clipped
 
@@ -110,11 +111,15 @@ class Terms:
 
     def _moments(self) -> dict[str, Array]:
         """Of A rho* and d, over terms with an advantage."""
-        weighed = self.advantage * self.ratio_true
-        gap = self.gap if self.known is None else self.gap * self.known
+        weighed_K = self.advantage * self.ratio_true
+        gap_K = self.gap if self.known is None else self.gap * self.known
+        weighed, gap = (centred(values_K, self.starts_N, self.known_N, self.known) for values_K in (weighed_K, gap_K))
         return {
-            "terms_known": self.known_N, "sum_weighed": self._total(weighed), "sum_weighed2": self._total(weighed * weighed),
-            "sum_gap": self._total(gap), "sum_gap2": self._total(gap * gap), "sum_weighed_gap": self._total(weighed * gap),
+            "terms_known": self.known_N, "sum_weighed_gap": self._total(weighed_K * gap_K),
+            "mean_weighed": weighed.mean_N, "mean_gap": gap.mean_N,
+            "spread_weighed": co_moment(weighed, weighed, self.starts_N, self.known_N),
+            "spread_gap": co_moment(gap, gap, self.starts_N, self.known_N),
+            "spread_weighed_gap": co_moment(weighed, gap, self.starts_N, self.known_N),
         }  # fmt: skip
 
     def _total(self, values_K: Array) -> Array:

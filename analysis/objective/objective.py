@@ -12,11 +12,11 @@ from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
 from ...tracer.progress import Progress, no_progress
 from ..database import Database, opened
 from ..rows import Rows
+from ..statistics.intervals import NoInterval, bootstrap
 from ..totals import Array
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import Figure, as_float, chosen_figures, summed, totals_of, values_of
-from .intervals import bootstrap
 from .judged import Estimate, Objective
 from .shares import TOKEN_MEANS
 from .sides import ADVANTAGE, MISMATCH, Sides, choose_sides
@@ -60,7 +60,8 @@ def objective(
     The loss is read from what the trace records; every option that is given takes the place of what it says. Sums are weighed
     as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
     divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
-    few terms carry sum |b| counts terms alike. Intervals are over groups (see intervals.bootstrap). The KL term is left out.
+    few terms carry sum |b| counts terms alike. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
+    left out.
 
     What cannot be answered (no advantages, no pass `current`, one side only, a loss that is not known) is said in `cannot`
     and `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -87,32 +88,46 @@ def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, nu
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)
-    totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
-    totals["num_updates"] = np.asarray(float(num_updates))
-    intervals = bootstrap(figures, columns, sums.unit_N, num_updates, confidence)
-    estimates = _estimates(figures, totals, intervals)
+    of_figures = estimates(figures, columns, num_updates, sums.unit_N, confidence)
     carried = sums.carried if {MISMATCH, ADVANTAGE} <= sides.known else None
     of_run = None if carried is None else carried.of_run
-    by_update = summed(columns, sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
+    by_update = summed(totals_of(sums, sums.update_N), sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
     steps = _steps(figures, sums.updates, by_update, carried)
-    counts = {key: int(totals[key]) for key in _COUNTS}
+    counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
         trace=trace, loss=loss, loss_from=how, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
         num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
-        verdict=verdict(loss, estimates, of_run, steps, counts["num_tokens"], confidence),
-        notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=estimates, concentration=of_run,
+        verdict=verdict(loss, of_figures, of_run, steps, counts["num_tokens"], confidence),
+        notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=of_figures, concentration=of_run,
         steps=steps,
     )  # fmt: skip
 
 
-def _estimates(
-    figures: Mapping[str, Figure], totals: Mapping[str, Array], intervals: Mapping[str, tuple[float, float] | None]
+def estimates(
+    figures: Mapping[str, Figure], columns: Mapping[str, Array], num_updates: int, unit_N: np.ndarray, confidence: float
 ) -> dict[str, Estimate]:
+    """The figures of a run with their intervals over groups, from the [N] columns of `totals_of`.
+
+    What weighs a token within its update (the number of its tokens or sequences), and the number of updates, stay as they
+    were recorded.
+    """
+    constants = {"num_updates": float(num_updates)}
+    totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
+    totals |= {key: np.asarray(value) for key, value in constants.items()}
+    statistics = {name: figure.value for name, figure in figures.items()}
+    intervals = bootstrap(statistics, columns, unit_N, confidence, constants=constants)
     found = {}
     for name, value in values_of(figures, totals).items():
-        low, high = intervals[name] or (None, None)
-        found[name] = Estimate(name=name, value=as_float(value), low=low, high=high, meaning=figures[name].meaning)
+        interval, (least, most) = intervals[name], figures[name].bounds
+        low = high = no_interval = None
+        if isinstance(interval, NoInterval):
+            no_interval = str(interval)
+        else:
+            low, high = max(interval[0], least), min(interval[1], most)
+        found[name] = Estimate(
+            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval, meaning=figures[name].told
+        )
     return found
 
 

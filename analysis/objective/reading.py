@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from ..database import Database, quoted
+from ..statistics.intervals import unit
 from .sides import Sides
 
 BATCH_ROWS = 1024
@@ -62,8 +63,7 @@ def _query(sides: Sides, first_step: int, last_step: int) -> str:
     columns = [f"{name}.logprobs AS {name}" for name in names]
     lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
     return f"""
-        SELECT s.step, {now}.iteration, hash(s.seq_id) AS sequence,
-               hash(s.step, s.group_id, CASE WHEN s.group_id IS NULL THEN s.seq_id END) AS unit, s.num_response_tokens,
+        SELECT s.step, {now}.iteration, hash(s.seq_id) AS sequence, {unit("s")} AS unit, s.num_response_tokens,
                CASE WHEN {now}.forward_id IS NULL THEN 0::UBIGINT ELSE hash({now}.writer, {now}.forward_id) END AS micro_batch,
                s.num_response_tokens > 0 AND {lengths} AS is_whole,
                s.advantage, coalesce(s.advantages, []::FLOAT[]) AS advantages,

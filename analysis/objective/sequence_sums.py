@@ -9,18 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from ...schemas.loss import Loss
+from ..statistics.moments import centred, co_moment
 from ..totals import Array
 from .loss_terms import SIDES, Differences, Terms, terms_of
 from .tokens import Tokens
 
 TOKEN_COLUMNS = (
-    "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "sum_d_drift",
-    "num_bad", "num_bad_mismatch", "advantage",
+    "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
+    "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
 """Of the tokens of a sequence that count and have a finite logprob in every pass, and of others the NaN and the infinite ones.
 
-d = train - rollout and drift = current - train, nats; num_bad: A < 0 and p(rollout) - p(current) >= 0.5, num_bad_mismatch:
-p(train) instead of p(current); advantage: the mean."""
+d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
+and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
 
 SIGNED_COLUMNS = ("size", "used", "plain", "abs_plain", "applied", "abs_applied", "clipped", "to_clipped", "to_free")
 """Over terms by the sign of the advantage, sizes and biases times the tokens that a term stands for.
@@ -28,8 +29,10 @@ SIGNED_COLUMNS = ("size", "used", "plain", "abs_plain", "applied", "abs_applied"
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
 clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
 
-MOMENT_COLUMNS = ("terms_known", "sum_weighed", "sum_weighed2", "sum_gap", "sum_gap2", "sum_weighed_gap")
-"""Over terms with an advantage: weighed = A rho*, gap = d of the term."""
+MOMENT_COLUMNS = (
+    "terms_known", "sum_weighed_gap", "mean_weighed", "mean_gap", "spread_weighed", "spread_gap", "spread_weighed_gap",
+)  # fmt: skip
+"""Over terms with an advantage: weighed = A rho*, gap = d of the term; spread: sums of squares and products around the means."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), *MOMENT_COLUMNS)
 
@@ -40,14 +43,23 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
         "sum_d2": parts.total(parts.d_T * parts.d_T), "sum_drift": parts.total(parts.drift_T),
-        "sum_drift2": parts.total(parts.drift_T * parts.drift_T), "sum_d_drift": parts.total(parts.d_T * parts.drift_T),
-        "advantage": parts.advantage_N,
+        "sum_drift2": parts.total(parts.drift_T * parts.drift_T), "advantage": parts.advantage_N,
     }  # fmt: skip
+    found |= _spreads(parts)
     found |= _bad(tokens, parts)
     terms = terms_of(loss, parts)
     over_terms, size_K = terms.sums(loss)
     found |= over_terms
     return np.stack([found[name] for name in COLUMNS]), size_K, terms
+
+
+def _spreads(parts: Differences) -> dict[str, Array]:
+    """Means of d and drift, and sums of squares and products around them."""
+    d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
+    sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
+    for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
+        sums[f"spread_{name}"] = co_moment(one, other, parts.starts_N, parts.num_N)
+    return sums
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:

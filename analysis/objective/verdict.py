@@ -50,7 +50,7 @@ def _direction(relative: Estimate, size: Estimate, confidence: float) -> str:
         f"cancelling it would be {_percent(most)}."
     )
     if relative.low is None or relative.high is None:
-        return f"Whether the mismatch pushes one way cannot be told from less than two groups. {how_much}"
+        return f"Whether the mismatch pushes one way cannot be told: {relative.no_interval}. {how_much}"
     if relative.low <= 0 <= relative.high:
         noise = "next to nothing" if most < SMALL else "noise" if most < LARGE else "noise, and a large one"
         return f"The mismatch pushes no way that this many groups could show: {noise}. {how_much}"

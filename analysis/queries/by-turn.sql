@@ -7,7 +7,7 @@ SELECT run, turn,
        avg(d) AS mean_d,
        avg(abs(d)) AS mean_abs_d,
        max(abs(d)) AS max_abs_d,
-       corr(exp(logprob_a), exp(logprob_b)) AS prob_pearson
+       corr(expm1(logprob_a::DOUBLE), expm1(logprob_b::DOUBLE)) AS prob_pearson
 FROM (
     SELECT *, sum((mask AND NOT before)::INTEGER) OVER sequence AS turn
     FROM (

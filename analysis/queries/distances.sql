@@ -13,7 +13,7 @@ SELECT run, step,
        avg(exp(d)) AS is_ratio_mean,
        avg(abs(exp(d) - 1)) AS mean_abs_ratio_error,
        avg(ser) FILTER (is_first) AS ser,
-       stddev_samp(abs(exp(logprob_a) - exp(logprob_b))) AS prob_diff_std
+       stddev_samp(exp(greatest(logprob_a, logprob_b)::DOUBLE) * -expm1(-abs(d))) AS prob_diff_std
 FROM (
     -- Either's logprob less that of the mean of both probabilities.
     SELECT *, -ln((1 + exp(-abs(d))) / 2) - greatest(-d, 0) AS from_mean_a,

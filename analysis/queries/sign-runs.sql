@@ -1,7 +1,8 @@
 -- How long d keeps its sign, a row a run.
 -- Unit: tokens; share_positive is a share of the tokens with d other than 0.
 -- Source: independent signs, of which a share p is positive, change from one token to the next with probability 2 p (1 - p):
---   expected_run = tokens / (first tokens + 2 p (1 - p) neighbours). A token with d = 0 and the end of a response end a run.
+--   expected_run = tokens / (first tokens + 2 p (1 - p) neighbours). A token with d = 0, one that does not count or is not
+--   finite, and the end of a response end a run.
 -- Meaning: mean_run far above expected_run says that errors hang together: a state that is off (cache, position, weights) or
 --   a temperature, not rounding.
 SELECT run,
@@ -18,10 +19,12 @@ FROM (
     FROM (
         SELECT *, sum((direction IS DISTINCT FROM before)::INTEGER) OVER sequence AS stretch
         FROM (
-            SELECT run, step, seq_id, iteration_a, iteration_b, position, sign(d) AS direction,
-                   lag(sign(d)) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position) AS before
-            FROM pair('train', 'rollout')
-            WHERE mask AND isfinite(d)
+            SELECT *, lag(direction) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position) AS before
+            FROM (
+                SELECT run, step, seq_id, iteration_a, iteration_b, position,
+                       CASE WHEN mask AND isfinite(d) THEN sign(d) ELSE 0 END AS direction
+                FROM pair('train', 'rollout')
+            )
         )
         WINDOW sequence AS (PARTITION BY run, step, seq_id, iteration_a, iteration_b ORDER BY position)
     )

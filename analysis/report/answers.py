@@ -139,7 +139,7 @@ def _bends(subject: Subject) -> Answer:
         question=question, sounds=sounds, short=word,
         clause=f"it moves the objective by {_moved(relative, found)}",
         figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling",
-        sureness=(_interval(relative, found).strip(" ()") or "no interval: fewer than two groups") + f", {subject.part}",
+        sureness=(_interval(relative, found).strip(" ()") or f"no interval: {relative.no_interval}") + f", {subject.part}",
         detail=" ".join(found.verdict), command=command,
     )  # fmt: skip
 
@@ -193,7 +193,8 @@ def _fell(subject: Subject) -> Answer:
     return Answer(
         question=question, sounds=BAD, short=_cause(found),
         clause=f"{fall.outcome} {fall.verb} from step {fall.step} on; {_because(found)}",
-        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} ({fall.low} to {fall.high})",
+        figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} (95 % interval "
+        f"{fall.interval[0]} to {fall.interval[1]})",
         sureness=f"{found.suspects[0].probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence, command=command,
     )  # fmt: skip

@@ -188,7 +188,7 @@ def _arms(subject: Subject) -> Shares | None:
     return Shares(
         key="arms", title="What each replay removes of the gap", unit="share of the gap's mean square",
         note=f"The replay takes the place of {a}: 1 means that it agrees with {b} then, 0 that it changes nothing, below 0 that "
-        "it lies further away. Lines are 95 % intervals over sequences.",
+        "it lies further away. Lines are 95 % intervals over groups of sequences.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
 

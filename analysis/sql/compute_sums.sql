@@ -1,7 +1,7 @@
--- Sums and quantiles of a range of steps of one run.
+-- Sums and quantiles of a range of steps of one run; the view computed_sums has its sums.
 INSERT INTO computed_sequence_sums
     SELECT run, {a}, {b}, {sum_columns}
-    FROM sums_of_tokens({a}, {b}, {run}, {first_step}, {last_step});
+    FROM computed_sums;
 
 INSERT INTO computed_step_quantiles
     SELECT {run}, {a}, {b}, step, num_tokens, cuts[1], cuts[2], cuts[3]

@@ -1,16 +1,31 @@
 -- Scalar macros that the statistics share.
 
 -- exp(x) - 1 - x, accurate for every x: the plain form loses all digits below 1e-8 (relative error 160 at 1e-9).
--- Below 0.02 the series to x^8 is within 1e-14 of it.
+-- Below 0.02 the series to x^8 is within 1e-14 of it; exp(x) - 1 = 2 exp(x / 2) sinh(x / 2).
 CREATE OR REPLACE MACRO expm1_minus(x) AS
     CASE WHEN abs(x) < 0.02
          THEN x * x * (0.5 + x * (1 / 6.0::DOUBLE + x * (1 / 24.0::DOUBLE + x * (1 / 120.0::DOUBLE
               + x * (1 / 720.0::DOUBLE + x * (1 / 5040.0::DOUBLE + x / 40320.0::DOUBLE))))))
+         WHEN abs(x) <= 2 THEN 2 * exp(x / 2) * sinh(x / 2) - x
          ELSE exp(x) - 1 - x
     END;
 
 -- exp(x) - 1, accurate for every x.
-CREATE OR REPLACE MACRO expm1(x) AS CASE WHEN isinf(x) THEN exp(x) - 1 ELSE x + expm1_minus(x) END;
+CREATE OR REPLACE MACRO expm1(x) AS
+    CASE WHEN abs(x) < 0.02 THEN x + expm1_minus(x)
+         WHEN abs(x) <= 2 THEN 2 * exp(x / 2) * sinh(x / 2)
+         ELSE exp(x) - 1
+    END;
+
+-- The effective sample size of n weights exp(d) as a share, (sum w)^2 / (n sum w^2): w and w2 are the sums of exp(d) and
+-- exp(2 d) where |d| <= 300, `far` is the list of all other d, NULL without any, and `peak` the largest d of all.
+CREATE OR REPLACE MACRO effective_share(n, peak, w, w2, far) AS
+    CASE WHEN far IS NULL THEN w * w / (n * w2)
+         ELSE (CASE WHEN w IS NULL THEN 0 ELSE w * exp(-peak) END
+               + list_sum(list_transform(far, lambda x: exp(x - peak)))) ** 2
+              / (n * (CASE WHEN w IS NULL THEN 0 ELSE w2 * exp(-2 * peak) END
+                      + list_sum(list_transform(far, lambda x: exp(2 * (x - peak))))))
+    END;
 
 -- What a number is to torch. min and max give NaN where one value is NaN, std is of n - 1, and comparisons with NaN are
 -- false: to DuckDB NaN is the largest number, and a deviation of what is not finite an error.
@@ -19,6 +34,10 @@ CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::
 CREATE OR REPLACE MACRO torch_std(x) AS
     CASE WHEN count(x) = 0 THEN NULL
          WHEN bool_and(isfinite(x)) AND count(x) > 1 THEN stddev_samp(x) FILTER (isfinite(x))
+         ELSE 'NaN'::DOUBLE END;
+CREATE OR REPLACE MACRO torch_squares(x) AS -- the sum of squares around the mean
+    CASE WHEN count(x) = 0 THEN NULL
+         WHEN bool_and(isfinite(x)) THEN var_pop(x) FILTER (isfinite(x)) * count(x)
          ELSE 'NaN'::DOUBLE END;
 CREATE OR REPLACE MACRO torch_median(x) AS
     CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE quantile_disc(x, 0.5) END;

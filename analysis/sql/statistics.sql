@@ -3,14 +3,19 @@
 --   share_outside = share of tokens with exp(d) outside [0.8, 1.25]
 --   log_ppl_abs_diff_sum = mean over sequences of |sum d|               arXiv 2602.01826, eq. 8
 --   log_ppl_abs_diff_mean = mean over sequences of |mean d|             verl, rollout_corr/log_ppl_abs_diff
---   ess_token = (sum w)^2 / (n sum w^2) with w = exp(d); ess_sequence the same with w = exp(sum d) of a sequence
+--   ess_token = (sum w)^2 / (n sum w^2) with w = exp(d); ess_sequence the same with w = exp(sum d) of a sequence; both are
+--   added up relative to the largest w
 --   chi2_token = mean(exp(2 d)) - 1; chi2_sequence = mean(exp(2 sum d)) - 1, neither clamped
 -- Sequence means are over the sequences that have a token to compare.
 
+-- Of sums of x, y, x^2, y^2 and x y that are taken around (about) the means, so that no difference here cancels.
 CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
     CASE WHEN n * xx - x * x > 0 AND n * yy - y * y > 0
-         THEN (n * xy - x * y) / sqrt((n * xx - x * x) * (n * yy - y * y))
+         THEN torch_clamp((n * xy - x * y) / (sqrt(n * xx - x * x) * sqrt(n * yy - y * y)), -1.0, 1.0)
     END;
+
+-- The mean of a sequence's probabilities less the largest of all, exp(top), in units of the latter.
+CREATE OR REPLACE MACRO fall_from(top, peak, mean_fall) AS expm1(peak - top) + exp(peak - top) * mean_fall;
 
 -- Sums that lose no digits to the order of the rows; an infinity stays one.
 CREATE OR REPLACE MACRO total(x) AS CASE WHEN isfinite(sum(x)) THEN fsum(x) ELSE sum(x) END;
@@ -29,10 +34,10 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
            num_outside / sums.num_tokens AS share_outside,
            sum_prob_diff / sums.num_tokens AS prob_diff_mean,
            max_prob_diff AS prob_diff_max,
-           correlation(sums.num_tokens, sum_prob_a, sum_prob_b, sum_prob_a2, sum_prob_b2, sum_prob_ab) AS prob_pearson,
+           correlation(sums.num_tokens, 0.0, 0.0, spread_prob_a, spread_prob_b, spread_prob_ab) AS prob_pearson,
            abs(sum_d) AS log_ppl_abs_diff_sum,
            abs(sum_d) / sums.num_tokens AS log_ppl_abs_diff_mean,
-           (sums.num_tokens + sum_expm1_d) ** 2 / (sums.num_tokens * (sums.num_tokens + sum_expm1_2d)) AS ess_token,
+           sum_weight ** 2 / (sums.num_tokens * sum_weight2) AS ess_token,
            CASE WHEN sum_d IS NOT NULL THEN 1.0::DOUBLE END AS ess_sequence,
            sum_expm1_2d / sums.num_tokens AS chi2_token,
            expm1(2 * sum_d) AS chi2_sequence
@@ -52,10 +57,10 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
            total_outside / grouped.num_tokens AS share_outside,
            total_prob_diff / grouped.num_tokens AS prob_diff_mean,
            prob_diff_max,
-           correlation(grouped.num_tokens, total_prob_a, total_prob_b, total_prob_a2, total_prob_b2, total_prob_ab)
+           correlation(grouped.num_tokens, total_off_a, total_off_b, total_spread_a, total_spread_b, total_spread_ab)
                AS prob_pearson,
            log_ppl_abs_diff_sum, log_ppl_abs_diff_mean,
-           (grouped.num_tokens + total_expm1_d) ** 2 / (grouped.num_tokens * (grouped.num_tokens + total_expm1_2d)) AS ess_token,
+           total_weight ** 2 / (grouped.num_tokens * total_weight2) AS ess_token,
            ess_sequence,
            total_expm1_2d / grouped.num_tokens AS chi2_token,
            chi2_sequence
@@ -70,23 +75,34 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
                total(sum_d2) AS total_d2,
                total(sum_k3) AS total_k3,
                max(max_abs_d) AS max_abs_d,
-               total(sum_expm1_d) AS total_expm1_d,
                total(sum_expm1_2d) AS total_expm1_2d,
+               total(sum_weight * exp(peak_d - top_d)) AS total_weight,
+               total(sum_weight2 * exp(2 * (peak_d - top_d))) AS total_weight2,
                sum(num_outside)::BIGINT AS total_outside,
                total(sum_prob_diff) AS total_prob_diff,
                max(max_prob_diff) AS prob_diff_max,
-               total(sum_prob_a) AS total_prob_a,
-               total(sum_prob_b) AS total_prob_b,
-               total(sum_prob_a2) AS total_prob_a2,
-               total(sum_prob_b2) AS total_prob_b2,
-               total(sum_prob_ab) AS total_prob_ab,
+               total(num_tokens * off_a) AS total_off_a,
+               total(num_tokens * off_b) AS total_off_b,
+               total(spread_prob_a + num_tokens * off_a * off_a) AS total_spread_a,
+               total(spread_prob_b + num_tokens * off_b * off_b) AS total_spread_b,
+               total(spread_prob_ab + num_tokens * off_a * off_b) AS total_spread_ab,
                average(abs(sum_d)) AS log_ppl_abs_diff_sum,
                average(abs(sum_d) / num_tokens) AS log_ppl_abs_diff_mean,
                total(exp(sum_d - peak)) ** 2 / (count(sum_d) * total(exp(2 * (sum_d - peak)))) AS ess_sequence,
                average(expm1(2 * sum_d)) AS chi2_sequence
         FROM (
-            SELECT *, max(sum_d) OVER (PARTITION BY run, grouped_step) AS peak
-            FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
+            SELECT *, exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
+                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
+            FROM (
+                SELECT *, fall_from(top_a, peak_a, mean_fall_a) AS fall_a, fall_from(top_b, peak_b, mean_fall_b) AS fall_b
+                FROM (
+                    SELECT *, max(sum_d) OVER grouped AS peak, max(peak_d) OVER grouped AS top_d,
+                           max(peak_a) OVER grouped AS top_a, max(peak_b) OVER grouped AS top_b
+                    FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
+                    WINDOW grouped AS (PARTITION BY run, grouped_step)
+                )
+            )
+            WINDOW grouped AS (PARTITION BY run, grouped_step)
         )
         GROUP BY run, grouped_step
     ) AS grouped

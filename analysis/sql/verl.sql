@@ -24,10 +24,10 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
            chi2_token AS "rollout_corr/chi2_token", chi2_seq AS "rollout_corr/chi2_seq",
            (num_tokens > 0)::INTEGER AS "training/rollout_probs_diff_valid",
            diff_max AS "training/rollout_probs_diff_max", total_diff / num_tokens AS "training/rollout_probs_diff_mean",
-           CASE WHEN num_tokens > 1 THEN sqrt(floored((total_diff2 - total_diff * total_diff / num_tokens)
+           CASE WHEN num_tokens > 1 THEN sqrt(floored((total_spread - total_off * total_off / num_tokens)
                                                            / (num_tokens - 1)))
                 ELSE 'NaN'::DOUBLE END AS "training/rollout_probs_diff_std",
-           coalesce(correlation(num_tokens, total_old, total_rollout, total_old2, total_rollout2, total_product),
+           coalesce(correlation(num_tokens, total_off_old, total_off_rollout, total_old, total_rollout, total_product),
                     'NaN'::DOUBLE) AS "training/rollout_actor_probs_pearson_corr"
     FROM (
         SELECT run, grouped_step AS step, sum(num_tokens) AS num_tokens,
@@ -42,20 +42,38 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                torch_max(mean_rollout - mean_old) AS log_ppl_diff_max,
                torch_min(mean_rollout - mean_old) AS log_ppl_diff_min,
                mean_in_order(exp(mean_rollout - mean_old), place) AS ppl_ratio,
-               sum_in_order(sum_squared_ratio, place) / sum(num_tokens) - 1 AS chi2_token,
-               mean_in_order(exp(2 * verl_clamped(sum_d)), place) - 1 AS chi2_seq,
+               sum_in_order(sum_expm1_2d, place) / sum(num_tokens) AS chi2_token,
+               mean_in_order(expm1(2 * verl_clamped(sum_d)), place) AS chi2_seq,
                torch_max(max_prob_diff) AS diff_max,
                sum_in_order(sum_prob_diff, place) AS total_diff,
-               sum_in_order(sum_prob_diff2, place) AS total_diff2,
-               sum_in_order(sum_old_prob, place) AS total_old,
-               sum_in_order(sum_rollout_prob, place) AS total_rollout,
-               sum_in_order(sum_old_prob2, place) AS total_old2,
-               sum_in_order(sum_rollout_prob2, place) AS total_rollout2,
-               sum_in_order(sum_prob_product, place) AS total_product
+               -- Squares and products of probabilities, taken around a centre near their means.
+               sum_in_order(num_tokens * off_diff, place) AS total_off,
+               sum_in_order(spread_prob_diff + num_tokens * off_diff * off_diff, place) AS total_spread,
+               sum_in_order(num_tokens * off_a, place) AS total_off_old,
+               sum_in_order(num_tokens * off_b, place) AS total_off_rollout,
+               sum_in_order(spread_prob_a + num_tokens * off_a * off_a, place) AS total_old,
+               sum_in_order(spread_prob_b + num_tokens * off_b * off_b, place) AS total_rollout,
+               sum_in_order(spread_prob_ab + num_tokens * off_a * off_b, place) AS total_product
         FROM (
-            SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
-                   row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
-            FROM verl_sequences(a, b)
+            SELECT *, mean_prob_diff - median(mean_prob_diff) OVER grouped AS off_diff,
+                   exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
+                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
+            FROM (
+                -- NULL of a sequence without a token, which adds nothing to what follows.
+                SELECT *, CASE WHEN num_tokens > 0 THEN fall_from(top_a, peak_a, mean_fall_a) END AS fall_a,
+                       CASE WHEN num_tokens > 0 THEN fall_from(top_b, peak_b, mean_fall_b) END AS fall_b
+                FROM (
+                    SELECT *, max(CASE WHEN num_tokens > 0 THEN peak_a END) OVER grouped AS top_a,
+                           max(CASE WHEN num_tokens > 0 THEN peak_b END) OVER grouped AS top_b
+                    FROM (
+                        SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
+                               row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
+                        FROM verl_sequences(a, b)
+                    )
+                    WINDOW grouped AS (PARTITION BY run, grouped_step)
+                )
+            )
+            WINDOW grouped AS (PARTITION BY run, grouped_step)
         )
         GROUP BY run, grouped_step
     )

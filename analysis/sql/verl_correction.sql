@@ -33,12 +33,12 @@ CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS 
     SELECT run, step, seq_id, iteration_a, iteration_b, sum_d,
            coalesce(means.num_tokens, 0) AS num_tokens,
            coalesce(mean_weight, 0.0) AS mean_weight, coalesce(mean_ratio, 0.0) AS mean_ratio,
-           sum_weight, sum_weight2, max_weight, min_weight, num_high, num_low
+           sum_weight, sum_weight2, spread_weight, max_weight, min_weight, num_high, num_low
     FROM verl_sequences(a, b)
     LEFT JOIN (
         SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
                avg(weight) AS mean_weight, avg(ratio) AS mean_ratio,
-               sum(weight) AS sum_weight, sum(weight * weight) AS sum_weight2,
+               sum(weight) AS sum_weight, sum(weight * weight) AS sum_weight2, torch_squares(weight) AS spread_weight,
                torch_max(weight) AS max_weight, torch_min(weight) AS min_weight,
                count(*) FILTER (above(ratio, verl_upper(rollout_is_threshold))) AS num_high,
                count(*) FILTER (below(ratio, coalesce(verl_lower(rollout_is_threshold),
@@ -59,7 +59,7 @@ CREATE OR REPLACE MACRO verl_is_groups(a, b, by_step, rollout_is, rollout_is_thr
                AS "rollout_corr/rollout_is_ratio_fraction_high",
            CASE rollout_is WHEN 'token' THEN num_low / num_tokens ELSE share_sum_low END
                AS "rollout_corr/rollout_is_ratio_fraction_low",
-           CASE WHEN num_tokens > 1 THEN sqrt(floored(sum_weight2 / num_tokens - (sum_weight / num_tokens) ** 2))
+           CASE WHEN num_tokens > 1 THEN sqrt(floored(total_spread / num_tokens - (total_off / num_tokens) ** 2))
                 ELSE 0.0 END AS "rollout_corr/rollout_is_std",
            (sum_weight / num_tokens + 1e-8) ** 2 / nullif(sum_weight2 / num_tokens, 0)
                AS "rollout_corr/rollout_is_eff_sample_size",
@@ -76,6 +76,8 @@ CREATE OR REPLACE MACRO verl_is_groups(a, b, by_step, rollout_is, rollout_is_thr
     FROM (
         SELECT run, grouped_step AS step, count(*) AS num_sequences, sum(num_tokens) AS num_tokens,
                sum(sum_weight) AS sum_weight, sum(sum_weight2) AS sum_weight2,
+               sum(num_tokens * off_weight) AS total_off,
+               sum(spread_weight + num_tokens * off_weight * off_weight) AS total_spread,
                torch_max(max_weight) AS max_weight, torch_min(min_weight) AS min_weight,
                sum(num_high) AS num_high, sum(num_low) AS num_low,
                torch_max(sum_d) AS max_sum, torch_min(sum_d) AS min_sum,
@@ -87,10 +89,13 @@ CREATE OR REPLACE MACRO verl_is_groups(a, b, by_step, rollout_is, rollout_is_thr
                avg(above(mean_ratio, upper)::INTEGER) AS seq_high, avg(below(mean_ratio, lower)::INTEGER) AS seq_low,
                avg(mean_weight) FILTER (num_tokens > 0) AS full_mean
         FROM (
-            SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
-                   verl_upper(rollout_is_threshold) AS upper,
-                   coalesce(verl_lower(rollout_is_threshold), 1 / verl_upper(rollout_is_threshold)) AS lower
-            FROM verl_is_rows(a, b, rollout_is, rollout_is_threshold)
+            SELECT *, mean_weight - median(mean_weight) OVER (PARTITION BY run, grouped_step) AS off_weight
+            FROM (
+                SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
+                       verl_upper(rollout_is_threshold) AS upper,
+                       coalesce(verl_lower(rollout_is_threshold), 1 / verl_upper(rollout_is_threshold)) AS lower
+                FROM verl_is_rows(a, b, rollout_is, rollout_is_threshold)
+            )
         )
         GROUP BY run, grouped_step
     )
@@ -137,14 +142,14 @@ CREATE OR REPLACE MACRO verl_kept(x, lower, upper) AS
     (upper IS NULL OR (x <= upper AND NOT isnan(x) AND (lower IS NULL OR x >= lower)));
 
 -- verl_rs_rows(...): a row a (sequence, option) of the sequences that have a token. `value` is the sequence's statistic,
--- of token options the mean; the sums are over its tokens, which share the statistic where it is the sequence's.
+-- of token options the mean; what is summed is over its tokens, which share the statistic where it is the sequence's.
 CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper, num_tokens, value,
            CASE taken_over WHEN 'token' THEN sum_k ELSE num_tokens * value END AS sum_statistic,
            CASE taken_over WHEN 'token' THEN max_k ELSE value END AS max_statistic,
            CASE taken_over WHEN 'token' THEN min_k ELSE value END AS min_statistic,
-           CASE taken_over WHEN 'token' THEN sum_inside ELSE num_tokens * inside END AS sum_inside,
-           CASE taken_over WHEN 'token' THEN sum_inside2 ELSE num_tokens * inside * inside END AS sum_inside2,
+           CASE taken_over WHEN 'token' THEN mean_inside ELSE inside END AS mean_inside,
+           CASE taken_over WHEN 'token' THEN spread_inside ELSE 0.0 END AS spread_inside,
            CASE WHEN taken_over = 'token' THEN num_high WHEN above(value, upper) THEN num_tokens ELSE 0 END AS num_high,
            CASE WHEN taken_over = 'token' THEN num_low WHEN below(value, lower) THEN num_tokens ELSE 0 END AS num_low,
            CASE WHEN taken_over = 'token' THEN num_rejected WHEN verl_kept(value, lower, upper) THEN 0
@@ -157,13 +162,13 @@ CREATE OR REPLACE MACRO verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold) AS 
             FROM (
                 SELECT run, step, seq_id, iteration_a, iteration_b, place, option, taken_over, kind, lower, upper,
                        count(*) AS num_tokens, sum(k) AS sum_k, torch_max(k) AS max_k, torch_min(k) AS min_k,
-                       sum(torch_clamp(k, coalesce(lower, 0.0), upper)) AS sum_inside,
-                       sum(torch_clamp(k, coalesce(lower, 0.0), upper) ** 2) AS sum_inside2,
+                       avg(torch_clamp(k, coalesce(lower, 0.0), upper)) AS mean_inside,
+                       torch_squares(torch_clamp(k, coalesce(lower, 0.0), upper)) AS spread_inside,
                        count(*) FILTER (above(k, upper)) AS num_high,
                        count(*) FILTER (below(k, lower)) AS num_low,
                        count(*) FILTER (NOT verl_kept(k, lower, upper)) AS num_rejected
                 FROM (
-                    SELECT *, CASE kind WHEN 'k1' THEN -d WHEN 'k2' THEN 0.5 * d * d ELSE exp(d) - 1 - d END AS k
+                    SELECT *, CASE kind WHEN 'k1' THEN -d WHEN 'k2' THEN 0.5 * d * d ELSE expm1_minus(d) END AS k
                     FROM verl_tokens(a, b), verl_rs_options(rollout_rs, rollout_rs_threshold)
                 )
                 GROUP BY ALL
@@ -181,7 +186,8 @@ CREATE OR REPLACE MACRO verl_rs_groups(a, b, by_step, rollout_rs, rollout_rs_thr
                 WHEN any_value(taken_over) = 'token' THEN sum(num_low) / sum(num_tokens)
                 ELSE avg(below(value, lower)::INTEGER) END AS fraction_low,
            CASE WHEN sum(num_tokens) > 1
-                THEN sqrt(floored(sum(sum_inside2) / sum(num_tokens) - (sum(sum_inside) / sum(num_tokens)) ** 2))
+                THEN sqrt(floored(sum(spread_inside + num_tokens * off_inside * off_inside) / sum(num_tokens)
+                                  - (sum(num_tokens * off_inside) / sum(num_tokens)) ** 2))
                 ELSE 0.0 END AS std,
            avg(value) AS seq_mean, CASE WHEN count(*) > 1 THEN torch_std(value) ELSE 0.0 END AS seq_std,
            torch_max(value) AS seq_max, torch_min(value) AS seq_min, torch_max(abs(value)) AS seq_max_deviation,
@@ -190,8 +196,11 @@ CREATE OR REPLACE MACRO verl_rs_groups(a, b, by_step, rollout_rs, rollout_rs_thr
            sum(num_rejected) / sum(num_tokens) AS masked_fraction,
            avg((num_rejected > 0)::INTEGER) AS seq_masked_fraction
     FROM (
-        SELECT *, CASE WHEN by_step THEN step END AS grouped_step
-        FROM verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold)
+        SELECT *, mean_inside - median(mean_inside) OVER (PARTITION BY run, grouped_step, place, option) AS off_inside
+        FROM (
+            SELECT *, CASE WHEN by_step THEN step END AS grouped_step
+            FROM verl_rs_rows(a, b, rollout_rs, rollout_rs_threshold)
+        )
     )
     GROUP BY run, grouped_step, place, option
     ORDER BY run, grouped_step, place;
@@ -208,7 +217,7 @@ CREATE OR REPLACE MACRO verl_rs_mask(a, b, rollout_rs, rollout_rs_threshold) AS 
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask,
            CASE WHEN NOT mask THEN false
                 WHEN d IS NOT NULL THEN coalesce(kept, true) AND verl_kept(-d, k1_lower, k1_upper)
-                     AND verl_kept(0.5 * d * d, NULL, k2_upper) AND verl_kept(exp(d) - 1 - d, NULL, k3_upper)
+                     AND verl_kept(0.5 * d * d, NULL, k2_upper) AND verl_kept(expm1_minus(d), NULL, k3_upper)
                 END AS keep
     FROM (
         SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, verl_clamped(d) AS d

@@ -158,9 +158,32 @@ def test_correlations(trace, tokens):
             "mean_d_negative": d[advantage < 0].mean(),
         }
         close(row, expected)
+
+
+def test_a_lag_counts_tokens_of_the_response_also_those_that_the_loss_masks(trace, tokens):
     (row,) = rows(trace, "autocorrelation")
-    same = tokens["sequence"][:-1] == tokens["sequence"][1:]
-    close(row, {"lag_1": np.corrcoef(tokens["d"][:-1][same], tokens["d"][1:][same])[0, 1]})
+    at = {(int(s), int(p)): d for s, p, d in zip(*(tokens[c] for c in ("sequence", "position", "d")), strict=True)}
+    expected = {"num_tokens": len(at)}
+    for lag in (1, 2, 8, 32):
+        pairs = [(d, at[sequence, place + lag]) for (sequence, place), d in at.items() if (sequence, place + lag) in at]
+        expected[f"lag_{lag}"] = np.corrcoef(*np.transpose(pairs))[0, 1]
+    close(row, expected)
+
+
+def test_masked_tool_output_joins_no_neighbours(tmp_path):
+    # d is +, -, +, - within each turn of the model; over a tool's output the last and the first token have one sign.
+    d = np.array([0.5, -0.5, 0.5, 7.0, 7.0, 0.5, -0.5, 0.5])
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=[[1]], response_ids=[[2] * 8], response_mask=[[True] * 3 + [False] * 2 + [True] * 3]
+        )
+        recorder.add_scores("rollout", batch, logprobs=[np.full(8, -9.0)])
+        recorder.add_scores("train", batch, logprobs=[-9.0 + d])
+    (row,) = rows(tmp_path / "run", "autocorrelation")
+    assert row["num_tokens"] == 6
+    assert row["lag_1"] == pytest.approx(-1.0)
+    (row,) = rows(tmp_path / "run", "sign-runs")
+    assert (row["num_tokens"], row["num_runs"], row["longest_run"]) == (6, 6, 1)
 
 
 def test_what_is_not_finite_is_counted_by_side(trace):

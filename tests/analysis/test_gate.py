@@ -1,7 +1,6 @@
 """Conditions on a run: what they mean, their intervals, and the exit code."""
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from tim_trace.analysis.check.check import check
 from tim_trace.analysis.database import Database
 from tim_trace.analysis.gate.condition import metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
-from tim_trace.analysis.gate.intervals import jackknife, student_quantile
 from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.totals import FROM_SUMS
@@ -18,11 +16,11 @@ from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
 
-def record(path, gaps, base=lambda place: -1.0):
+def record(path, gaps, base=lambda place: -1.0, groups=None):
     """A sequence for each list of d, over rollout logprobs of -1 or of each token's place."""
     with Recorder(path) as recorder:
         batch = recorder.add_sequences(
-            step=1, prompt_ids=[[1]] * len(gaps), response_ids=[[2] * len(each) for each in gaps]
+            step=1, prompt_ids=[[1]] * len(gaps), response_ids=[[2] * len(each) for each in gaps], group_ids=groups
         )
         recorder.add_scores("rollout", batch, logprobs=[[base(place) for place in range(len(each))] for each in gaps])
         recorder.add_scores(
@@ -50,7 +48,8 @@ def test_a_condition_says_what_fails():
     )  # fmt: skip
     assert [parse_condition(f"tim.k3{sign}2").holds(2) for sign in (">", ">=", "<", "<=")] == [False, True, False, True]
     assert parse_condition("nemo-rl.js_divergence_error<-1.5").bound == -1.5
-    assert all(parse_condition(f"tim.k3{sign}1").holds(math.nan) for sign in (">", "<"))
+    values = (math.nan, math.inf, -math.inf)
+    assert all(parse_condition(f"tim.k3{sign}1").holds(value) for sign in (">", "<", ">=", "<=") for value in values)
 
 
 @pytest.mark.parametrize("text", ["k3>1", "tim.k3", "tim.k3=1", "tim.k3>", "tim.k3>x", "tim.k3>nan", "tim.>1", ""])
@@ -73,7 +72,7 @@ def test_a_metric_is_found_by_the_end_of_its_name():
 
 def test_sums_of_sequences_give_what_stats_gives(noisy):
     (row,) = stats(noisy).dicts()
-    columns = SequenceColumns(Database(noisy), ("train", "rollout"))
+    columns = SequenceColumns.read(Database(noisy), ("train", "rollout"))
     totals = {name: values.sum() for name, values in columns.values.items()}
     for name, formula in FROM_SUMS.items():
         assert formula(totals) == pytest.approx(row[name], rel=1e-9), name
@@ -86,24 +85,65 @@ def test_sums_of_sequences_give_what_stats_gives(noisy):
 def test_numbers_worked_by_hand(tmp_path):
     # d: 0.1, 0.1 in one sequence and -0.3 in the other.
     run = record(tmp_path / "run", [[0.1, 0.1], [-0.3]])
-    mean, largest, count = judged(run, "tim.mean_abs_d>0.16", "tim.max_abs_d>=0.4", "tim.num_tokens<3")
+    mean, largest, middle, count = judged(
+        run, "tim.mean_abs_d>0.16", "tim.max_abs_d>=0.4", "tim.p50_abs_d>9", "tim.num_tokens<3"
+    )
     assert mean.value == pytest.approx(0.5 / 3, rel=1e-6)
-    # Of two sequences a resample is one of them twice, or both.
-    assert (mean.low, mean.high) == (pytest.approx(0.1, rel=1e-6), pytest.approx(0.3, rel=1e-6))
-    assert (mean.fails, mean.verdict) == (True, "cannot tell")
-    assert (largest.fails, largest.verdict) == (False, "passed")
-    assert (largest.low, largest.high) == (pytest.approx(0.1, rel=1e-6), largest.value)
+    assert (mean.fails, largest.fails) == (True, False)
+    # Two sequences say nothing of how sure that is.
+    for verdict in (mean, largest, middle):
+        assert (verdict.low, verdict.high, verdict.verdict) == (None, None, "cannot tell")
+        assert verdict.how == "no interval: 2 groups are fewer than 8 groups"
     assert (count.value, count.low, count.fails, count.verdict) == (3, None, False, "passed")
 
 
-def test_the_bootstrap_is_over_sequences_and_not_over_tokens(tmp_path):
-    # Every token of a sequence is off alike: 100 tokens a sequence tell no more than one does.
+def test_the_interval_of_a_largest_value_ends_at_it(tmp_path):
+    (largest,) = judged(record(tmp_path / "run", [[0.01 * n] for n in range(1, 21)]), "tim.max_abs_d>=0.25")
+    assert largest.high == largest.value == pytest.approx(0.2, rel=1e-6)
+    # Of 20 sequences the top n are in no resample with a probability of (1 - n / 20)^20: 0.12 for 2, and 0.012 for 4.
+    assert largest.low == pytest.approx(0.17, rel=1e-6)
+    assert (largest.verdict, largest.how.endswith("of the largest: ends at the value")) == ("passed", True)
+
+
+def test_the_bootstrap_is_over_groups_and_not_over_sequences_or_tokens(tmp_path):
+    # Every token of a prompt is off alike: 4 sequences of 25 tokens tell no more than one token does.
     draw = np.random.default_rng(0)
     sizes = draw.exponential(0.1, 200).astype(np.float32).clip(0, 0.9)
-    (verdict,) = judged(record(tmp_path / "run", [[float(-d)] * 100 for d in sizes]), "tim.mean_abs_d>1")
+    gaps = [[float(-d)] * 25 for d in np.repeat(sizes, 4)]
+    (verdict,) = judged(
+        record(tmp_path / "run", gaps, groups=[str(place // 4) for place in range(800)]), "tim.mean_abs_d>1"
+    )
     spread = sizes.std() / math.sqrt(200)
     assert verdict.high - verdict.low == pytest.approx(2 * 1.96 * spread, rel=0.15)
     assert verdict.low < verdict.value < verdict.high
+    assert verdict.how == "bootstrap-t over 200 groups"
+
+
+def test_a_group_is_of_one_step(tmp_path):
+    # The same prompt at another step is another group: its sequences are sampled from other weights.
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2):
+            batch = recorder.add_sequences(step=step, response_ids=[[1]] * 8, group_ids=["0", "1", "2", "3"] * 2)
+            recorder.add_scores("rollout", batch, logprobs=[[-1.0]] * 8)
+            recorder.add_scores("train", batch, logprobs=[[-1.0 - step * place / 100] for place in range(8)])
+    (verdict,) = judged(tmp_path / "run", "tim.k3>1")
+    assert verdict.how.startswith("bootstrap-t over 8 groups")
+
+
+def test_a_gate_never_passes_on_what_is_no_number(tmp_path):
+    # d of -24: exp(d) is 4e-11 everywhere, and all weights count. Sums of exp(d) - 1 gave NaN or infinity.
+    draw = np.random.default_rng(1)
+    gaps = draw.uniform(-24, -17, (16, 20)).tolist()
+    (verdict,) = judged(record(tmp_path / "run", gaps), "tim.ess_token<0.1")
+    d = np.float32(-1) + np.array(gaps, np.float32) + 1
+    weights = np.exp(d.astype(float))
+    assert verdict.value == pytest.approx(weights.sum() ** 2 / (320 * (weights**2).sum()), rel=1e-5)
+    assert 0 <= verdict.low < verdict.value < verdict.high <= 1
+    # exp(2 d) beyond what a double holds is known to be larger than any bound, and is no number either way.
+    huge = record(tmp_path / "huge", [[500.0]] * 9, base=lambda place: -600.0)
+    for condition in ("tim.chi2_token<1", "tim.chi2_token>1"):
+        (verdict,) = judged(huge, condition)
+        assert (verdict.value, verdict.fails, verdict.verdict) == (math.inf, True, "failed")
 
 
 def test_more_confidence_is_a_wider_interval_and_the_same_twice(noisy):
@@ -132,26 +172,16 @@ def test_a_framework_s_number_has_the_jackknife_s_interval(noisy):
     ours, theirs = judged(noisy, "tim.k3>1", "verl.k3_kl>1")
     assert theirs.metric == "rollout_corr/k3_kl"
     assert theirs.value == pytest.approx(ours.value, rel=1e-9)
-    assert theirs.high - theirs.low == pytest.approx(ours.high - ours.low, rel=0.4)
-    assert "jackknife over 300 sequences" in theirs.how
+    # 20 parts tell less than 300 groups.
+    assert ours.high - ours.low < theirs.high - theirs.low < 2 * (ours.high - ours.low)
+    assert "jackknife over 20 parts of 300 groups" in theirs.how
+    assert theirs.low < theirs.value < theirs.high
 
 
-def test_the_jackknife_of_a_mean_is_its_standard_error():
-    # With as many groups as sequences it is the textbook standard error, exactly.
-    values = np.array([1.0, 2.0, 4.0, 9.0, 3.0, 5.0])
-    low, high = jackknife(6, values.mean(), lambda places: np.delete(values, places).mean(), 0.95)
-    error = values.std(ddof=1) / math.sqrt(6)
-    assert (high - low) / 2 == pytest.approx(student_quantile(0.975, 5) * error)
-    assert (low + high) / 2 == pytest.approx(4.0)
-    assert jackknife(5, 1.0, lambda places: 1.0, 0.95) is None
-    assert jackknife(6, 1.0, lambda places: math.nan, 0.95) is None
-
-
-def test_student_s_quantiles():
-    # The printed tables' figures.
-    for freedom, quantile in ((5, 2.571), (10, 2.228), (19, 2.093), (120, 1.980)):
-        assert student_quantile(0.975, freedom) == pytest.approx(quantile, abs=2e-3)
-    assert student_quantile(0.9, 10**9) == pytest.approx(NormalDist().inv_cdf(0.9))
+def test_a_framework_s_largest_value_has_no_interval(noisy):
+    (verdict,) = judged(noisy, "verl.rollout_probs_diff_max>1")
+    assert (verdict.low, verdict.verdict) == (None, "cannot tell")
+    assert verdict.how == "no interval: single sequences decide it"
 
 
 def test_leaving_sequences_out_keeps_nothing_of_it(noisy, tmp_path):
@@ -173,14 +203,20 @@ def test_leaving_sequences_out_keeps_nothing_of_it(noisy, tmp_path):
 
 
 def test_a_number_that_resamples_lack_has_no_interval(tmp_path):
-    # Of two sequences of one token each, a resample may be one of them twice: that has no correlation.
+    # One of eight sequences has another probability than the others: without it there is no correlation.
     with Recorder(tmp_path / "run") as recorder:
-        batch = recorder.add_sequences(step=1, prompt_ids=[[1]] * 2, response_ids=[[2]] * 2)
-        recorder.add_scores("rollout", batch, logprobs=[[-1.0], [-2.0]])
-        recorder.add_scores("train", batch, logprobs=[[-1.5], [-3.0]])
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]] * 8, response_ids=[[2]] * 8)
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0]] * 7 + [[-2.0]])
+        recorder.add_scores("train", batch, logprobs=[[-1.5 - place / 10] for place in range(8)])
     (verdict,) = judged(tmp_path / "run", "tim.prob_pearson<0")
-    assert (verdict.verdict, verdict.low) == ("passed", None)
-    assert "no interval" in verdict.how
+    assert (verdict.verdict, verdict.low) == ("cannot tell", None)
+    assert verdict.how == "no interval: without some groups it has no value"
+
+
+def test_a_value_that_every_group_gives_is_decided(tmp_path):
+    (verdict,) = judged(record(tmp_path / "run", [[0.0, 0.0]] * 9), "tim.k3>0")
+    assert (verdict.value, verdict.low, verdict.verdict) == (0, None, "passed")
+    assert verdict.how == "no interval: every group gives the same value"
 
 
 def test_nan_never_passes(tmp_path):

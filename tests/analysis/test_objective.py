@@ -547,14 +547,14 @@ def test_few_tokens_carry_it(tmp_path):
     assert found.value("bias") == pytest.approx((down - up) / 1000, rel=1e-6)
 
 
-def test_groups_that_agree_leave_no_interval_and_noise_holds_zero(tmp_path):
+def test_groups_that_agree_and_few_groups_leave_no_interval(tmp_path):
     rows = 40
     same = one_sequence(tmp_path / "same", [-1.0, -0.5], [-1.1, -0.5], rows=rows)
     found = objective(same, loss="reinforce").figures["bias"]
-    assert found.low == pytest.approx(found.value) == pytest.approx(found.high)
+    assert (found.low, found.high, found.no_interval) == (None, None, "every group gives the same value")
     single = objective(one_sequence(tmp_path / "one", [-1.0], [-1.1]))
-    assert single.figures["bias"].low is None
-    assert "cannot be told from less than two groups" in single.verdict[0]
+    assert (single.figures["bias"].low, single.figures["bias"].no_interval) == (None, "fewer than 8 groups")
+    assert "cannot be told: fewer than 8 groups" in single.verdict[0]
 
 
 def noisy(path, shift, seed=0, rows=200):
@@ -573,6 +573,31 @@ def noisy(path, shift, seed=0, rows=200):
         recorder.add_scores("rollout", batch, logprobs=rollout.astype(np.float32))
         recorder.add_scores("train", batch, logprobs=(rollout + d).astype(np.float32))
     return path
+
+
+def test_variances_keep_their_digits_where_the_mismatch_is_large_and_even(tmp_path):
+    # d is -19 give or take a few units in float32's last place; step 2 has another level than the run.
+    draw = np.random.default_rng(4)
+    levels, steps = (-19.0, -3.0), []
+    with Recorder(tmp_path / "run") as recorder:
+        for step, level in enumerate(levels, 1):
+            advantage = draw.normal(size=10)
+            batch = recorder.add_sequences(step=step, response_ids=[[1] * 9] * 10, advantage=advantage)
+            rollout = np.full((10, 9), -1.0, np.float32)
+            train = (rollout + level + draw.integers(-3, 4, (10, 9)) * 4e-6).astype(np.float32)
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train)
+            steps.append((train.astype(float) - rollout, np.repeat(np.float32(advantage), 9).reshape(10, 9)))
+    found = objective(tmp_path / "run", loss="reinforce")
+    d, advantage = (np.concatenate([step[side] for step in steps]) for side in (0, 1))
+    assert found.value("var_d") == pytest.approx(np.var(d), rel=1e-12)
+    for row, (of_step, weight) in zip(found.steps.dicts(), steps, strict=True):
+        weighed = weight * np.exp(of_step)
+        assert row["var_d"] == row["var_total"] == pytest.approx(np.var(of_step), rel=1e-10)
+        assert row["corr_weighed_d"] == pytest.approx(np.corrcoef(weighed.ravel(), of_step.ravel())[0, 1], abs=1e-8)
+        assert row["cov_weighed_d"] == pytest.approx(
+            np.mean((weighed - weighed.mean()) * (of_step - of_step.mean())), rel=1e-8
+        )
 
 
 def test_the_verdict_tells_noise_from_a_push(tmp_path):
@@ -724,14 +749,16 @@ def test_sequences_that_a_pass_lacks_are_counted(tmp_path):
 
 
 def test_the_command_says_it_in_words_and_as_json(tmp_path):
-    trace = write(tmp_path / "run", [make(seed) for seed in (16, 17)], LOSSES["ppo"])
+    trace = write(tmp_path / "run", [make(seed) for seed in (16, 17, 18)], LOSSES["ppo"])
     done = tim_trace("objective", trace)
     assert done.code == 0
     assert done.stdout.startswith("The mismatch pushes ")
     assert "Worst steps, by bias:" in done.stdout
     told = tim_trace("objective", trace, "--json").json()
     assert told["figures"]["bias"]["value"] == objective(trace).value("bias")
-    assert [(row["step"], row["iteration"]) for row in told["steps"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(row["step"], row["iteration"]) for row in told["steps"]] == [
+        (step, iteration) for step in (1, 2, 3) for iteration in (0, 1)
+    ]
     assert told["loss"]["clip_high"] == 0.3
     soft = tim_trace("objective", trace, "--loss", "sapo", "--sapo-temperature-pos", "2.5", "--json").json()
     assert soft["figures"]["used"]["value"] == objective(trace, loss="sapo", sapo_temperature_pos=2.5).value("used")

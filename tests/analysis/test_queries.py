@@ -230,8 +230,9 @@ def test_runs_of_one_sign(trace, tokens):
     (row,) = rows(trace, "sign-runs")
     lengths, firsts = [], 0
     for each in of_sequences(tokens):
-        before = 0
-        for sign in np.sign(each["d"]):
+        before, last = 0, -1
+        for place, sign in zip(each["position"], np.sign(each["d"]), strict=True):
+            before, last = before if place == last + 1 else 0, place
             if sign and sign == before:
                 lengths[-1] += 1
             elif sign:

@@ -5,7 +5,7 @@ import pytest
 from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis import sums
+from tim_trace.analysis import pair_sums, sums, token_lists
 from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.sums import summarize
@@ -228,12 +228,14 @@ def test_only_steps_without_sums_are_computed(tmp_path):
     assert len(list((path / "sums").glob("sequence_sums-*"))) == 2
 
 
-def test_chunks_change_no_number(tmp_path, monkeypatch):
+def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     make_trace(tmp_path / "run", steps=7, rows=5)
     whole = {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")}
     for path in (tmp_path / "run" / "sums").iterdir():
         path.unlink()
     monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
+    monkeypatch.setattr(token_lists, "_BLOCK_TOKENS", 7)
     assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
 
 

@@ -11,7 +11,7 @@ from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
 
-def make_trace(path, error_t, error_r, reference=None, mask=None, arm=None, identity=None):
+def make_trace(path, error_t, error_r, reference=None, mask=None, arm=None, identity=None, groups=None):
     """A trace whose trainer and engine lie off an exact reference by errors given a token, [sequences][tokens]."""
     rows, tokens = np.shape(error_t)
     exact = np.full((rows, tokens), -1.0) if reference is None else np.asarray(reference)
@@ -22,6 +22,7 @@ def make_trace(path, error_t, error_r, reference=None, mask=None, arm=None, iden
             response_ids=np.zeros((rows, tokens), int),
             prompt_ids=np.zeros((rows, 1), int),
             response_mask=mask,
+            group_ids=groups,
         )
         values = {"train": exact + error_t, "rollout": exact + error_r, "replay/fp64": exact}
         values |= {"replay/as-recorded": exact + (error_t if identity is None else identity)} | (
@@ -70,7 +71,33 @@ def test_an_arm_removes_what_the_gap_is_smaller_with_it(tmp_path):
     trace = make_trace(tmp_path / "run", [[0, 0], [0, 0]], [[R, R], [R, R]], arm=[[R / 2, R / 2], [R / 2, R / 2]])
     ((name, gap, removed, low, high),) = triangulate(trace, arm=["dtype=bf16"]).arms.rows
     assert (name, gap) == ("replay/bf16", R / 2)
-    assert (removed, low, high) == pytest.approx((0.75, 0.75, 0.75), rel=1e-12)
+    assert removed == pytest.approx(0.75, rel=1e-12)
+    assert (low, high) == (None, None)
+
+
+def test_few_groups_and_groups_that_agree_leave_no_interval(tmp_path):
+    few = triangulate(make_trace(tmp_path / "few", [[T, -T]] * 7, [[R, R]] * 7))
+    assert (few.num_groups, few.no_interval, few.sides[0].share_low) == (7, "fewer than 8 groups", None)
+    assert few.sentence.endswith("(no interval: fewer than 8 groups).")
+    alike = triangulate(make_trace(tmp_path / "alike", [[T, -T]] * 8, [[R, R]] * 8))
+    assert (alike.num_groups, alike.no_interval) == (8, "every group gives the same value")
+
+
+def test_sequences_of_a_prompt_are_resampled_together(tmp_path):
+    # Sequences of a prompt are copies of each other: eight of them tell no more than one.
+    draw = np.random.default_rng(0)
+    errors = [draw.normal(0, 1e-3 * draw.lognormal(0, 0.5, (12, 1)), (12, 30)) for _ in range(2)]
+    alone = triangulate(make_trace(tmp_path / "alone", *errors))
+    prompts = [str(row // 8) for row in range(96)]
+    grouped = triangulate(make_trace(tmp_path / "grouped", *(np.repeat(e, 8, axis=0) for e in errors), groups=prompts))
+    apart = triangulate(make_trace(tmp_path / "apart", *(np.repeat(e, 8, axis=0) for e in errors)))
+    assert (alone.num_groups, grouped.num_groups, apart.num_groups) == (12, 12, 96)
+    for one, same, narrow in zip(alone.sides, grouped.sides, apart.sides, strict=True):
+        # Groups are drawn in another order.
+        width = one.share_high - one.share_low
+        assert (same.share_low, same.share_high) == pytest.approx((one.share_low, one.share_high), abs=0.1 * width)
+        assert narrow.share_high - narrow.share_low < 0.5 * width
+    assert "95 % interval over 12 groups" in grouped.sentence or "Both sides" in grouped.sentence
 
 
 def test_masked_tokens_do_not_count(tmp_path):

@@ -1,0 +1,1 @@
+"""What is inferred from a run: intervals of its numbers."""

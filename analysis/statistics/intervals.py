@@ -1,0 +1,307 @@
+"""Intervals over groups: sequences of one prompt are off together, and so are the tokens of a sequence.
+
+What is resampled is a group: the sequences of one step that share a `group_id`, or one sequence that has none. How often
+these intervals hold the truth is measured by benchmarks/coverage.py; docs/intervals.md has the table.
+
+Shapes: N sequences, G units (groups, or several of them), R resamples, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from functools import lru_cache
+
+import numpy as np
+
+from ..totals import Array, Totals
+
+Interval = tuple[float, float]
+Statistic = Callable[[Totals], Array]
+"""A number, or an array of one a resample, from totals of columns."""
+
+SEED = 20_260_000
+"""Of every resampling: the same trace gives the same interval."""
+
+MIN_GROUPS = 8
+"""Of fewer groups there is no interval: Student's t held the truth in 80 to 90 % of such runs where prompts differ, and a
+studentized bootstrap that held it was 5 to 8 times as wide, or without an end."""
+
+MOST_UNITS = 256
+"""Groups that are resampled; of more of them each n-th is added to one unit, which leaves the spread of sums as it is."""
+
+PARTS = 20
+"""Parts of whole groups that a jackknife leaves out in turn."""
+
+_RESAMPLES = (1_000, 20_000)
+"""At least and at most so many, and in between as many as put _BEYOND of them beyond each end."""
+_BEYOND = 25
+
+_STEP = 1e-5
+"""Relative step of the differences that slopes are taken from."""
+
+_NOISE = 1e-9
+"""An error that is this share of what it is made of is what rounding of the slopes leaves: all groups are alike."""
+
+_NO_SPREAD = 1e-6
+"""A resample whose error is this share of the run's or less was drawn from groups that are all alike."""
+
+
+_BLOCK = 1 << 15
+"""Influences that are worked on at once: few enough that they stay in a core's cache."""
+
+
+class NoInterval(StrEnum):
+    """Why a number has no interval."""
+
+    FEW = f"fewer than {MIN_GROUPS} groups"
+    ALIKE = "every group gives the same value"
+    UNDEFINED = "without some groups it has no value"
+    CARRIED = "too few groups carry it"
+    SINGLE = "single sequences decide it"
+
+
+def ends(found: Interval | NoInterval) -> Interval | None:
+    """The interval, or None where there is none."""
+    return None if isinstance(found, NoInterval) else found
+
+
+def unit(table: str) -> str:
+    """SQL of a number for each group: of a step's sequences with one group_id, or of a sequence without one."""
+    of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
+    return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
+
+
+def bootstrap(
+    statistics: Mapping[str, Statistic],
+    columns: Mapping[str, Array],
+    unit_N: np.ndarray,
+    confidence: float,
+    *,
+    constants: Mapping[str, float] | None = None,
+    open_ended: bool = False,
+) -> dict[str, Interval | NoInterval]:
+    """Intervals of statistics of totals, by bootstrap-t over groups (Efron 1981; Hall 1988).
+
+    Whole groups are drawn with replacement, as many as there are. t = (resample's value - value) / (resample's error) of
+    each resample, where the error is that of the linearised statistic (the infinitesimal jackknife, Efron 1982); value - t
+    error at two quantiles of t are the ends. Two things are wider than in the textbook, since few groups are narrower than
+    what they are drawn from: the quantiles lie as far out as Hesterberg 2015 (What Teachers Should Know About the Bootstrap,
+    section 3.2, there of percentiles) puts them, and no end is nearer than Student's t with G - 1 degrees of freedom.
+
+    `constants` are added to the totals as they are. An end may be infinite with `open_ended`; otherwise that is CARRIED.
+    """
+    units_N, num_groups = _units(unit_N)
+    if num_groups < MIN_GROUPS:
+        return dict.fromkeys(statistics, NoInterval.FEW)
+    resampling = _Resampling(units_N, columns, confidence, constants or {})
+    return {name: resampling.interval(statistic, open_ended) for name, statistic in statistics.items()}
+
+
+def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
+    """The interval of a mean of independent values, each a group of its own."""
+    columns = {"value": np.asarray(values, np.float64), "one": np.ones(len(values))}
+    return bootstrap({"mean": lambda t: t["value"] / t["one"]}, columns, np.arange(len(values)), confidence)["mean"]
+
+
+def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
+    """How far down the largest value would be without its top groups: it ends at the value itself.
+
+    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the run's own largest value, so that nothing is said
+    of what a longer run would hold.
+    """
+    units_N, num_groups = _units(unit_N)
+    if num_groups < MIN_GROUPS:
+        return NoInterval.FEW
+    top_G = np.full(units_N.max() + 1, -np.inf)
+    np.maximum.at(top_G, units_N, values_N)
+    number = len(top_G)
+    drawn_RG = np.random.default_rng(SEED).integers(0, number, (_RESAMPLES[0], number))
+    low = np.quantile(top_G[drawn_RG].max(axis=1), (1 - confidence) / 2, method="closest_observation")
+    return float(low), float(top_G.max())
+
+
+def jackknife(
+    unit_N: np.ndarray, value: float, without: Callable[[np.ndarray], float], confidence: float
+) -> Interval | NoInterval:
+    """The interval of any smooth number, from replicates in each of which a part of the groups is left out.
+
+    `without` gives the number when the sequences of these places are left out. The groups are dealt into P = PARTS parts, or
+    one each; P value - (P - 1) value_p are Tukey's pseudo-values, whose mean has the interval of independent values. SINGLE
+    where most parts leave the number as it is to the last digit: a largest value, say.
+    """
+    groups_N, num_groups = numbered(unit_N)
+    if num_groups < MIN_GROUPS:
+        return NoInterval.FEW
+    if not math.isfinite(value):
+        return NoInterval.UNDEFINED
+    num_parts = min(PARTS, num_groups)
+    part_of_group = np.empty(num_groups, np.int64)
+    part_of_group[np.random.default_rng(SEED).permutation(num_groups)] = np.arange(num_groups) % num_parts
+    part_N = part_of_group[groups_N]
+    replicates = np.array([without(np.flatnonzero(part_N == part)) for part in range(num_parts)])
+    if not np.isfinite(replicates).all():
+        return NoInterval.UNDEFINED
+    if (replicates == value).all():
+        return NoInterval.ALIKE
+    if np.count_nonzero(replicates == value) > num_parts / 2:
+        return NoInterval.SINGLE
+    pseudo = num_parts * value - (num_parts - 1) * replicates
+    found = mean_interval(pseudo, confidence)
+    if isinstance(found, NoInterval):
+        return found
+    bias = float(pseudo.mean()) - value
+    return found[0] - bias, found[1] - bias
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t.
+
+    >>> round(student_quantile(0.975, 1), 3)
+    12.706
+    """
+    from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the time that scipy.stats takes to import
+
+    return float(stdtrit(freedom, probability))
+
+
+def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
+    """[N] the number of each element's group, in the order in which groups first come; and how many groups there are."""
+    _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[place_N.reshape(-1)], len(first)
+
+
+def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
+    """[N] the unit that each element is resampled with; and how many groups there are."""
+    groups_N, num_groups = numbered(unit_N)
+    return groups_N % MOST_UNITS, num_groups
+
+
+class _Resampling:
+    """Units of a run, and how often each resample draws each of them."""
+
+    def __init__(
+        self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
+    ):
+        self._units_N, self._columns, self._constants = units_N, columns, constants
+        self._totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
+        self._number = number = int(units_N.max()) + 1
+        self._student = student_quantile((1 + confidence) / 2, number - 1)
+        self._level = _expanded(self._student, number)
+        least, most = _RESAMPLES
+        num_resamples = int(min(max(least, math.ceil(_BEYOND / self._level)), most))
+        self._counts_RG = _draws(number, num_resamples)
+        self._by_unit: dict[str, tuple[float, float, Array, Array]] = {}
+
+    def interval(self, statistic: Statistic, open_ended: bool) -> Interval | NoInterval:
+        names = self._read_by(statistic)
+        if not names:
+            return NoInterval.ALIKE
+        with np.errstate(all="ignore"):
+            scale_C, total_C, off_CG, resampled_RC = (
+                np.stack([self._column(name)[part] for name in names], axis=-1 if part == 3 else 0) for part in range(4)
+            )
+            (value,) = self._values(statistic, names, total_C[None])
+            values_R = self._values(statistic, names, resampled_RC)
+            slopes_RC = self._slopes(statistic, names, total_C[None], scale_C)
+            (error,) = self._errors(slopes_RC, off_CG, np.ones((1, self._number)))
+            parts = np.sqrt(np.sum((slopes_RC.T * off_CG) ** 2))
+            errors_R = self._errors(self._slopes(statistic, names, resampled_RC, scale_C), off_CG, self._counts_RG)
+        if not (
+            np.isfinite(value) and np.isfinite(error) and np.isfinite(values_R).all() and np.isfinite(errors_R).all()
+        ):
+            return NoInterval.UNDEFINED
+        if error <= _NOISE * parts:
+            return NoInterval.ALIKE
+        off_R = values_R - value
+        alike_R = errors_R <= _NO_SPREAD * error
+        t_R = off_R / np.where(alike_R, 1.0, errors_R)
+        t_R[alike_R] = np.where(off_R == 0, 0.0, np.copysign(np.inf, off_R))[alike_R]
+        below, above = np.quantile(t_R, [self._level, 1 - self._level], method="closest_observation")
+        low, high = value - max(above, self._student) * error, value + max(-below, self._student) * error
+        return (float(low), float(high)) if open_ended or math.isfinite(high - low) else NoInterval.CARRIED
+
+    def _read_by(self, statistic: Statistic) -> list[str]:
+        """The columns that a statistic reads."""
+        seen = _Seen(self._totals | self._fixed(()))
+        with np.errstate(all="ignore"):
+            statistic(seen)
+        return [name for name in self._columns if name in seen.names]
+
+    def _column(self, name: str) -> tuple[float, float, Array, Array]:
+        """Its scale, its total, [G] what each unit is off the mean unit, and [R] the resamples' totals."""
+        if name not in self._by_unit:
+            by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
+            total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
+            off_G = np.asarray(by_unit_G - total / self._number, np.float64)
+            # No BLAS: its threads wait for each other where cores are busy, fifty times as long as this takes.
+            resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
+            self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
+        return self._by_unit[name]
+
+    def _fixed(self, shape: tuple[int, ...]) -> dict[str, Array]:
+        return {name: np.full(shape, value) for name, value in self._constants.items()}
+
+    def _values(self, statistic: Statistic, names: list[str], totals_RC: Array) -> Array:
+        totals = {name: totals_RC[:, place] for place, name in enumerate(names)} | self._fixed((len(totals_RC),))
+        return np.asarray(statistic(totals), np.float64)
+
+    def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
+        """[R, C] the derivative of a statistic to each total."""
+        slopes_RC = np.zeros_like(totals_RC)
+        for place, scale in enumerate(scale_C):
+            if scale > 0:
+                moved = [totals_RC.copy(), totals_RC.copy()]
+                for sign, totals in zip((1, -1), moved, strict=True):
+                    totals[:, place] += sign * _STEP * scale
+                up, down = (self._values(statistic, names, totals) for totals in moved)
+                slopes_RC[:, place] = (up - down) / (2 * _STEP * scale)
+        return slopes_RC
+
+    def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
+        """[R] the standard error of a statistic that is linear with some slopes, of units drawn so often."""
+        squares_R = np.empty(len(slopes_RC))
+        at_once = max(1, _BLOCK // self._number)
+        for first in range(0, len(slopes_RC), at_once):
+            rows = slice(first, first + at_once)
+            influence_RG = np.einsum("rc,cg->rg", slopes_RC[rows], off_CG)
+            total_R = np.einsum("rg,rg->r", counts_RG[rows], influence_RG)
+            influence_RG *= influence_RG
+            squares_R[rows] = np.einsum("rg,rg->r", counts_RG[rows], influence_RG) - total_R**2 / self._number
+        return np.asarray(np.sqrt(np.maximum(squares_R, 0.0) * self._number / (self._number - 1)))
+
+
+class _Seen(Mapping[str, Array]):
+    """Totals that note which of them were asked for."""
+
+    def __init__(self, totals: Mapping[str, Array]):
+        self._totals, self.names = totals, set[str]()
+
+    def __getitem__(self, name: str) -> Array:
+        self.names.add(name)
+        return self._totals[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._totals)
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+
+@lru_cache(maxsize=4)
+def _draws(number: int, num_resamples: int) -> Array:
+    """[R, G] how often each resample draws each unit, the same every time."""
+    drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
+    drawn_RG += np.arange(num_resamples)[:, None] * number
+    counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)
+    return np.asarray(counts.reshape(num_resamples, number), np.float64)
+
+
+def _expanded(student: float, number: int) -> float:
+    """The level of the lower quantile: where the normal distribution has sqrt(G / (G - 1)) times Student's quantile."""
+    from scipy.special import ndtr
+
+    return float(ndtr(-math.sqrt(number / (number - 1)) * student))

@@ -1,0 +1,70 @@
+"""Sums of squares and products around means, in two passes, so that nothing cancels; and their merging over sequences.
+
+Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
+
+Shapes: T tokens of several sequences, one after the other; N sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..totals import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Centred:
+    """Values of tokens around the mean of their sequence."""
+
+    mean_N: Array
+    """0 of a sequence without a token that counts. Of equal values it is their value, to the last bit."""
+    off_T: Array
+    """0 where a token does not count."""
+    left_N: Array
+    """What rounding of the mean leaves over: the sum of `off_T`."""
+
+
+def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
+    """Values around their mean; `num_N` of a sequence's tokens count, those of `counted_T`, and the others are 0."""
+    divisor_N = np.maximum(num_N, 1)
+    mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
+    off_T = values_T - repeated(mean_N, starts_N, len(values_T))
+    if counted_T is not None:
+        off_T *= counted_T
+    left_N = np.add.reduceat(off_T, starts_N)
+    return Centred(mean_N=mean_N + left_N / divisor_N, off_T=off_T, left_N=left_N)
+
+
+def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) -> Array:
+    """[N] sum of (x - mean x) (y - mean y) over the tokens of a sequence.
+
+    >>> starts, num = np.array([0]), np.array([2.0])
+    >>> x, y = (centred(np.array(values), starts, num) for values in ([1.0, 3.0], [2.0, 8.0]))
+    >>> co_moment(x, y, starts, num).tolist()
+    [6.0]
+    """
+    return np.asarray(
+        np.add.reduceat(one.off_T * other.off_T, starts_N) - one.left_N * other.left_N / np.maximum(num_N, 1)
+    )
+
+
+def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
+    """[N] how far a sequence's mean lies from the median of the sequences at its place; 0 where no token counts.
+
+    Sums around such a centre, n (mean - centre) and n (mean - centre)^2 beside the co-moments within a sequence, add up
+    over sequences, and no digits are lost when the mean is taken from them.
+    """
+    off_N = np.zeros(len(mean_N))
+    there_N = np.flatnonzero(num_N > 0)
+    order = there_N[np.lexsort((mean_N[there_N], place_N[there_N]))]
+    _, first, count = np.unique(place_N[order], return_index=True, return_counts=True)
+    centre = mean_N[order[first + count // 2]]
+    off_N[order] = mean_N[order] - np.repeat(centre, count)
+    return off_N
+
+
+def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
+    """[T] each sequence's value at each of its tokens."""
+    return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))

@@ -1,0 +1,456 @@
+"""How often the intervals that tim-trace prints hold the truth, on made-up runs whose truth is known.
+
+python benchmarks/coverage.py              # every cell, 200 runs each: about 10 minutes on one core
+python benchmarks/coverage.py --quick      # a few cells, 50 runs each: about a minute
+python benchmarks/coverage.py --json FILE  # every cell's counts, too
+
+A cell is a number of sequences in groups of some size, a correlation within a group, and tails. A run of a cell is drawn
+and handed to the functions that `gate`, `triangulate`, `objective` and `diagnose` print their intervals by; the truth is the
+number of 200,000 sequences. `lowest` is where an interval of nominally 95 % held the truth least often, `mean` is over cells,
+`none` how often there was no interval; cells where fewer than a tenth of the runs have one are passed over. A quantile above
+the largest value of the run counts as neither: the text says that the interval ends there.
+
+`dynamics`, `attribute` and `watch` say of a series over steps when it changed or how fast it grows. Their cells are a number of
+steps and the autocorrelation of the series' scatter; runs in which nothing was found count under `none`.
+
+The exit code is 1 where 90 % are missed by more than chance; where the text names a level, that one is.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from tim_trace.analysis.attribution.fall import Outcome, find_fall
+from tim_trace.analysis.diagnosis.settled import removed_interval
+from tim_trace.analysis.dynamics.changes import change_points
+from tim_trace.analysis.dynamics.laws import growths
+from tim_trace.analysis.dynamics.onsets import onsets_of
+from tim_trace.analysis.dynamics.quantities import Series
+from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
+from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
+from tim_trace.analysis.objective.concentration import Carried
+from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
+from tim_trace.analysis.objective.objective import estimates
+from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
+from tim_trace.analysis.objective.shares import LossRows
+from tim_trace.analysis.objective.shares import shares as loss_shares
+from tim_trace.analysis.objective.sides import ADVANTAGE, DRIFT, MISMATCH
+from tim_trace.analysis.objective.sums import Sums
+from tim_trace.analysis.objective.tokens import Tokens
+from tim_trace.analysis.pair_sums import FiniteTokens, pair_sums
+from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife
+from tim_trace.analysis.totals import FROM_SUMS
+from tim_trace.analysis.triangulate import shares
+from tim_trace.schemas.loss import Loss
+
+NOMINAL, WANTED = 0.95, 0.90
+RUNS, QUICK_RUNS = 200, 50
+
+SIZES = ((8, 1), (32, 1), (32, 4), (128, 1), (128, 8), (128, 16), (512, 1), (512, 4), (512, 16))
+"""(sequences, of which so many are a group); of fewer than MIN_GROUPS groups there is no interval to measure."""
+QUICK_SIZES = ((8, 1), (32, 4), (128, 8))
+
+CORRELATIONS = (0.0, 0.3, 0.8)
+"""Of what two sequences of a group have in common."""
+
+SCALE, SPREAD, SHIFT = 0.05, 0.5, 0.3
+"""Of the errors of logits: their size; the standard deviation of its logarithm, and of their mean in sizes, over sequences."""
+
+TRUTH_SEQUENCES = 200_000
+
+JACKKNIFED = ("k1", "k3", "mean_abs_d", "prob_pearson", "ess_token", "chi2_token")
+"""What frameworks' numbers are made of, given to the jackknife that `gate` takes these through."""
+
+STEPS = (24, 60, 120)
+QUICK_STEPS = (60,)
+AUTOCORRELATIONS = (0.0, 0.5, 0.8)
+"""Of a series' scatter from one step to the next."""
+
+JUMP, RAMP, GROWTH = (4.0, 8.0), (6.0, 12.0), 0.01
+"""Sizes of changes in standard deviations of the scatter, of which a ramp reaches all at the last step; slope of ln k3."""
+
+LOSS = Loss()
+KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Runs that are drawn alike."""
+
+    num_sequences: int
+    group_size: int
+    correlation: float
+    tails: str
+    """`normal`, or `heavy`: errors of logits have Student's distribution with 3 degrees of freedom."""
+
+    @property
+    def name(self):
+        return f"{self.num_sequences} in groups of {self.group_size}, correlation {self.correlation}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesCell:
+    """Series over the steps of a run that are drawn alike."""
+
+    num_steps: int
+    autocorrelation: float
+
+    @property
+    def name(self):
+        return f"{self.num_steps} steps, autocorrelation {self.autocorrelation}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Tokens of sequences of 16 to 48 tokens, one after the other."""
+
+    unit_N: np.ndarray
+    lengths_N: np.ndarray
+    logprobs: dict[str, np.ndarray]
+    """Pass -> [T]: `exact`, the `train`er's and the engine's (`rollout`) errors on it, `replay` as the trainer without half of
+    its error, `current` some updates later."""
+    advantage_N: np.ndarray
+
+
+def draw_run(draw, cell):
+    """Two tokens to choose from, of which the engine samples one: d = train - rollout has mean exp(d) = 1, as it is in a run.
+
+    Sizes and means of the errors differ between sequences, and are correlated within a group.
+    """
+    num_groups = cell.num_sequences // cell.group_size
+    lengths_N = draw.integers(16, 49, cell.num_sequences)
+
+    def of_sequence():
+        of_group = np.repeat(draw.normal(size=num_groups), cell.group_size)
+        return np.sqrt(cell.correlation) * of_group + np.sqrt(1 - cell.correlation) * draw.normal(
+            size=cell.num_sequences
+        )
+
+    def errors():
+        size_T, shift_T = (np.repeat(of_sequence(), lengths_N) for _ in range(2))
+        noise_T = draw.standard_t(3, len(size_T)) if cell.tails == "heavy" else draw.normal(size=len(size_T))
+        return SCALE * np.exp(SPREAD * size_T) * (noise_T + SHIFT * shift_T)
+
+    logits_T = draw.normal(1.5, 2.0, lengths_N.sum())
+    train_T, rollout_T = errors(), errors()
+    sampled_T = np.where(draw.random(len(logits_T)) < 1 / (1 + np.exp(-logits_T - rollout_T)), 1, -1)
+    logits = {
+        "exact": logits_T, "train": logits_T + train_T, "rollout": logits_T + rollout_T, "replay": logits_T + train_T / 2,
+        "current": logits_T + train_T + draw.normal(0, 0.1, len(logits_T)),
+    }  # fmt: skip
+    advantage_N = of_sequence()
+    return Run(
+        unit_N=np.repeat(np.arange(num_groups), cell.group_size), lengths_N=lengths_N,
+        logprobs={name: -np.logaddexp(0, -sampled_T * values_T) for name, values_T in logits.items()}, advantage_N=advantage_N,
+    )  # fmt: skip
+
+
+class Numbers:
+    """The numbers of a run, and the intervals that are printed of them."""
+
+    def __init__(self, run):
+        self.run = run
+        train_T, rollout_T, exact_T, replay_T = (run.logprobs[name] for name in ("train", "rollout", "exact", "replay"))
+        none_N = np.zeros(len(run.lengths_N), np.int64)
+        tokens = FiniteTokens(
+            a_T=train_T, b_T=rollout_T, num_tokens_N=run.lengths_N, num_nan_N=none_N, num_inf_N=none_N
+        )
+        sums = {name: column.astype(np.float64) for name, column in pair_sums(tokens).items()}
+        self.columns = SequenceColumns.of_sums(sums, run.unit_N)
+        self.d_T, self.row_T = train_T - rollout_T, np.repeat(np.arange(len(run.lengths_N)), run.lengths_N)
+        error_t, error_r = train_T - exact_T, rollout_T - exact_T
+        self.parts = {"train": error_t * (error_t - error_r), "rollout": error_r * (error_r - error_t)}
+        self.removed = {"removed": self.d_T**2 - (replay_T - rollout_T) ** 2}
+        self.left_T = (replay_T - rollout_T) ** 2
+        self.objective = self._objective()
+
+    def _objective(self):
+        run = self.run
+        tokens = Tokens(
+            train_T=run.logprobs["train"], rollout_T=run.logprobs["rollout"], now_T=run.logprobs["current"], there_T=None,
+            advantage_T=None, advantage_N=run.advantage_N, lengths_N=run.lengths_N,
+        )  # fmt: skip
+        columns = np.concatenate([sequence_sums(LOSS, block)[0] for block, _ in tokens.blocks()], axis=1)
+        none_N = np.zeros(len(run.lengths_N), np.int64)
+        rows = LossRows(update_R=none_N, num_tokens_R=run.lengths_N, micro_batch_R=none_N.astype(np.uint64))
+        return Sums(
+            unit_N=run.unit_N, updates=[(1, 0)], update_N=none_N, share_N=loss_shares(LOSS, rows),
+            num_rows_U=rows.num_rows_U, micro_batches_known=False, columns=dict(zip(COLUMNS, columns, strict=True)),
+            carried=Carried(),
+        )  # fmt: skip
+
+    def own(self):
+        """The numbers of `stats` that follow from sums."""
+        totals = {name: values.sum() for name, values in self.columns.values.items()}
+        return {name: float(formula(totals)) for name, formula in FROM_SUMS.items()}
+
+    def values(self):
+        """Every number: (command, name) -> value."""
+        found = {("gate", name): value for name, value in self.own().items()}
+        found |= {("gate", name): float(np.quantile(np.abs(self.d_T), p)) for name, p in QUANTILES.items()}
+        found |= {("gate, framework", name): found["gate", name] for name in JACKKNIFED}
+        for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
+            found |= {(command, name): float(part_T.sum() / (self.d_T**2).sum()) for name, part_T in parts.items()}
+        found["diagnose, replay", "removed"] = found["triangulate, arm", "removed"]
+        columns = totals_of(self.objective)
+        totals = {name: values.sum() for name, values in columns.items()} | {"num_updates": np.ones(())}
+        figures = chosen_figures(LOSS, KNOWN)
+        return found | {("objective", name): float(value) for name, value in values_of(figures, totals).items()}
+
+    def intervals(self):
+        """Every interval: (command, name) -> (low, high), None where there is none; and whose end is named as the largest."""
+        values, named = self.values(), set()
+        own = {name: values["gate", name] for name in FROM_SUMS}
+        found = {("gate", each.metric): each.interval for each in resampled(self.columns, own, NOMINAL)}
+        size_T = np.abs(self.d_T)
+        for name, probability in QUANTILES.items():
+            above_N = np.bincount(self.row_T, size_T > values["gate", name])
+            cuts = quantile_cuts(probability, above_N, self.run.lengths_N.astype(float), self.run.unit_N, NOMINAL)
+            found["gate", name] = cuts if isinstance(cuts, NoInterval) else tuple(np.quantile(size_T, cuts))
+            if found["gate", name][1] == size_T.max():
+                named.add(("gate", name))
+        for name in JACKKNIFED:
+            value = values["gate, framework", name]
+            found["gate, framework", name] = jackknife(self.run.unit_N, value, self._without(name), NOMINAL)
+        groups_T = self.run.unit_N[self.row_T]
+        for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
+            found |= {(command, name): ends for name, (_, ends) in shares(groups_T, parts, self.d_T).items()}
+        gap_N, left_N = (np.bincount(self.row_T, squares_T) for squares_T in (self.d_T**2, self.left_T))
+        found["diagnose, replay", "removed"] = removed_interval(gap_N, left_N, self.run.unit_N)
+        figures = estimates(chosen_figures(LOSS, KNOWN), totals_of(self.objective), 1, self.run.unit_N, NOMINAL)
+        found |= {("objective", name): (each.low, each.high) for name, each in figures.items()}
+        return {
+            key: ends if isinstance(ends, tuple) and ends[0] is not None else None for key, ends in found.items()
+        }, named
+
+    def _without(self, name):
+        def without(places):
+            kept = np.ones(len(self.columns), bool)
+            kept[places] = False
+            return float(FROM_SUMS[name]({key: values[kept].sum() for key, values in self.columns.values.items()}))
+
+        return without
+
+
+def scatter(draw, cell):
+    """A first-order autoregression of variance 1."""
+    noise = draw.normal(size=cell.num_steps + 100)
+    for place in range(1, len(noise)):
+        noise[place] += cell.autocorrelation * noise[place - 1]
+    return noise[100:] * np.sqrt(1 - cell.autocorrelation**2)
+
+
+def series_intervals(draw, cell):
+    """(command, name) -> (low, high) and the truth, each of a series of its own; None for the ends where none was found."""
+    n = cell.num_steps
+    steps, first = np.arange(1, n + 1), int(draw.integers(n // 4, 3 * n // 4)) + 1
+    moves = [("jump", size, size * (steps >= first)) for size in JUMP]
+    moves += [("ramp", size, size * np.maximum(steps - first + 1, 0) / (n - first + 1)) for size in RAMP]
+    found = {}
+    for kind, size, moved in moves:
+        name = f"{kind} of {size:g} sd"
+        values = 20 + scatter(draw, cell) - moved
+        series = Series(name="reward", steps=steps, values=values, scale="linear", kind="reward")
+        onsets = onsets_of({"reward": change_points(series)}, {"reward": "reward"})
+        found["dynamics", name] = (onsets[0].change.low, onsets[0].change.high) if onsets else None, first
+        fall = find_fall(Outcome(name="reward", steps=steps, values=values, is_evaluation=False))
+        # A fall is said to begin at the last step that it leaves alone, or at the first that it moves.
+        found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), first
+    k3 = np.exp(-8 + GROWTH * steps + 0.3 * scatter(draw, cell))
+    for each in growths(Series(name="k3", steps=steps, values=k3, scale="log", kind="mismatch")):
+        found["dynamics", f"slope of ln k3, {each.part}"] = (each.low, each.high), GROWTH
+    return found
+
+
+def measure_series(cell, num_runs, seed):
+    """(command, name) -> Count of a cell of series."""
+    found = defaultdict(Count)
+    for number in range(num_runs):
+        for key, (ends, truth) in series_intervals(np.random.default_rng([seed, number]), cell).items():
+            count = found[key]
+            if ends is None:
+                count.none += 1
+            elif ends[0] <= truth <= ends[1]:
+                count.held += 1
+            else:
+                count.missed += 1
+    return found
+
+
+@dataclass(kw_only=True)
+class Count:
+    """What became of one number's intervals in a cell."""
+
+    held: int = 0
+    missed: int = 0
+    none: int = 0
+    named: int = 0
+    """Ends at the largest value, as the text says, and missed the truth."""
+
+    @property
+    def coverage(self):
+        return self.held / (self.held + self.missed)
+
+    @property
+    def is_printed(self):
+        """Whether a tenth of the runs have an interval; of fewer, what holds is chance."""
+        return self.held + self.missed > (self.none + self.named) / 9
+
+
+def measure(cell, truth, num_runs, seed):
+    """(command, name) -> Count of a cell."""
+    found = defaultdict(Count)
+    for number in range(num_runs):
+        run = draw_run(np.random.default_rng([seed, number]), cell)
+        intervals, named = Numbers(run).intervals()
+        for key, ends in intervals.items():
+            count = found[key]
+            if ends is None:
+                count.none += 1
+            elif ends[0] <= truth[key] <= ends[1]:
+                count.held += 1
+            elif key in named and truth[key] > ends[1]:
+                count.named += 1
+            else:
+                count.missed += 1
+    return found
+
+
+def cells(sizes, tails):
+    """Every cell of the sizes; a group of one sequence has no correlation."""
+    for num_sequences, group_size in sizes:
+        for correlation in CORRELATIONS if group_size > 1 else (0.0,):
+            yield Cell(num_sequences=num_sequences, group_size=group_size, correlation=correlation, tails=tails)
+
+
+def promised(key):
+    """In what share of the runs an interval is to hold: 90 %, or what is printed beside it of runs that few tokens carry."""
+    command, name = key
+    if command == "gate, framework":
+        return min(TAILS.values())
+    if command == "gate":
+        return min(TAILS.get(name, WANTED), WANTED)
+    return FIGURES[name].in_tails or WANTED if command == "objective" else WANTED
+
+
+def falls_short(count, share):
+    """Whether so few held the truth by less than one chance in twenty, had they held it in this share."""
+    printed = count.held + count.missed
+    return count.coverage < share - 1.64 * np.sqrt(share * (1 - share) / printed)
+
+
+def report(counts):
+    """One line a number: where it held least often, for each kind of tails; returns the cells that fall short."""
+    short = []
+    print(f"{'':38}{'normal tails':^36}{'heavy tails':^36}")
+    print(f"{'interval':38}" + f"{'lowest':>8}{'mean':>7}{'none':>7}  {'in':12}" * 2)
+    keys = list(dict.fromkeys(key for found in counts.values() for key in found))
+    for key in sorted(keys, key=lambda key: (key[0], keys.index(key))):
+        line = f"{', '.join(key):38}"
+        for tails in ("normal", "heavy"):
+            found = {cell: count[key] for cell, count in counts.items() if cell.tails == tails}
+            known = {cell: count.coverage for cell, count in found.items() if count.is_printed}
+            if not known:
+                line += f"{'-':>8}{'-':>7}{'100%':>7}  {'':12}"
+                continue
+            worst = min(known, key=known.get)
+            total = sum(count.held + count.missed + count.none + count.named for count in found.values())
+            none = sum(count.none for count in found.values()) / total
+            where = f"{worst.num_sequences}/{worst.group_size} {worst.correlation:g}"
+            line += f"{known[worst]:>8.1%}{np.mean(list(known.values())):>7.1%}{none:>7.1%}  {where:12}"
+            share = promised(key) if tails == "heavy" else WANTED
+            short += [(key, cell, known[cell], share) for cell in known if falls_short(found[cell], share)]
+        print(line, flush=True)
+    return short
+
+
+def report_series(counts):
+    """The same of series: one line a number; returns the cells that fall short."""
+    short = []
+    print(f"\n{'interval of a series':38}{'lowest':>8}{'mean':>7}{'none':>7}  in")
+    for key in sorted({key for found in counts.values() for key in found}):
+        found = {cell: count[key] for cell, count in counts.items() if key in count}
+        known = {
+            cell: count.coverage for cell, count in found.items() if count.held + count.missed and count.is_printed
+        }
+        none = sum(count.none for count in found.values()) / sum(c.held + c.missed + c.none for c in found.values())
+        if not known:
+            print(f"{', '.join(key):38}{'-':>8}{'-':>7}{none:>7.1%}")
+            continue
+        worst = min(known, key=known.get)
+        where = f"{worst.num_steps} steps, {worst.autocorrelation:g}"
+        print(f"{', '.join(key):38}{known[worst]:>8.1%}{np.mean(list(known.values())):>7.1%}{none:>7.1%}  {where}")
+        short += [(key, cell, known[cell], WANTED) for cell in known if falls_short(found[cell], WANTED)]
+    return short
+
+
+def measure_groups(quick, num_runs, start):
+    """Cell -> (command, name) -> Count. Seeds are 0 of normal tails and 1 of heavy ones, with the number of the run."""
+    counts = {}
+    for seed, tails in enumerate(("normal", "heavy")):
+        alone = Cell(num_sequences=TRUTH_SEQUENCES, group_size=1, correlation=0.0, tails=tails)
+        truth = Numbers(draw_run(np.random.default_rng(seed), alone)).values()
+        for cell in cells(QUICK_SIZES if quick else SIZES, tails):
+            counts[cell] = measure(cell, truth, num_runs, seed)
+            print(f"{tails} tails, {cell.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return counts
+
+
+def measure_all_series(quick, num_runs, start):
+    """Cell -> (command, name) -> Count. The seed is 2, with the number of the run."""
+    counts = {}
+    for num_steps in QUICK_STEPS if quick else STEPS:
+        for autocorrelation in AUTOCORRELATIONS:
+            cell = SeriesCell(num_steps=num_steps, autocorrelation=autocorrelation)
+            counts[cell] = measure_series(cell, num_runs, 2)
+            print(f"{cell.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return counts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cells, fewer runs")
+    parser.add_argument("--runs", type=int, metavar="N", help=f"runs of each cell (default: {RUNS})")
+    parser.add_argument(
+        "--only", choices=("groups", "series"), help="measure intervals over groups, or of series, alone"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every cell's counts")
+    options = parser.parse_args()
+    num_runs = options.runs or (QUICK_RUNS if options.quick else RUNS)
+    start, short = time.perf_counter(), []
+    counts = {} if options.only == "series" else measure_groups(options.quick, num_runs, start)
+    if counts:
+        short += report(counts)
+        print(
+            f"\n{num_runs} runs a cell; no interval of fewer than {MIN_GROUPS} groups; the jackknife is over {PARTS} parts."
+        )
+        print(
+            f"largest values ({', '.join(LARGEST)}) have an interval that ends at the value, as is printed beside it."
+        )
+    of_series = {} if options.only == "groups" else measure_all_series(options.quick, num_runs, start)
+    if of_series:
+        short += report_series(of_series)
+    if options.json:
+        rows = [
+            {"command": key[0], "name": key[1], "sequences": cell.num_sequences, "group_size": cell.group_size,
+             "correlation": cell.correlation, "tails": cell.tails, **vars(count)}
+            for cell, found in counts.items() for key, count in found.items()
+        ]  # fmt: skip
+        rows += [
+            {"command": key[0], "name": key[1], **vars(cell), **vars(count)}
+            for cell, found in of_series.items() for key, count in found.items()
+        ]  # fmt: skip
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+    for key, cell, coverage, share in short:
+        tails = f" with {cell.tails} tails" if isinstance(cell, Cell) else ""
+        print(f"{', '.join(key)}: {coverage:.1%}{tails}, {cell.name}; wanted: {share:.0%}")
+    sys.exit(bool(short))
+
+
+if __name__ == "__main__":
+    main()
