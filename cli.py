@@ -592,6 +592,10 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
+@click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
@@ -634,6 +638,10 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     help="Precision of the reference.",
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
+@click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -669,6 +677,10 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
 @click.option(
     "--table", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",
@@ -715,23 +727,28 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
 @click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
+@click.option(
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 @click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
 def weights(
-    trace: str, by: str, dtype: str | None, verify: bool, exported: tuple[int, str] | None, as_json: bool, as_csv: bool
-) -> None:
+    trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
+    exported: tuple[int, str] | None, as_json: bool, as_csv: bool,
+) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
     from .analysis.weights import OK, engine_dtype, export
     from .analysis.weights import weights as versions
 
     _check_format(as_json, as_csv)
     if exported is not None:
-        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype)}")
+        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype, weights_from=weights_from)}")
         return
-    rows = versions(trace, by=by, dtype=dtype, verify=verify, progress=_progress)
+    rows = versions(trace, by=by, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress)
     _print(rows, as_json, as_csv)
     if dtype is None and (engine := engine_dtype(trace)) is not None:
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")

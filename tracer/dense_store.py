@@ -91,8 +91,7 @@ class SealedGroup:
             if self._files is None:
                 if not self.store.exists(relative):
                     return None
-                size = int(self.store.filesystem.size(self.store.checked_path(relative)) or 0)
-                self._open[name] = VerifiedFile(self.store, relative, size, None)
+                self._open[name] = VerifiedFile(self.store, relative, self.store.file_size(relative), None)
             elif name not in self._files:
                 return None
             else:

@@ -39,9 +39,20 @@ class WeightReader:
     It holds the version that it read last: going from one version to the next applies one delta.
     """
 
-    def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, needs_checksums: bool = False):
-        """`writers` account for the versions, and say to which attempt at training each belongs."""
+    def __init__(
+        self,
+        store: Store,
+        writers: Sequence[WriterState] = (),
+        *,
+        needs_checksums: bool = False,
+        checkpoints: str | None = None,
+    ):
+        """`writers` account for the versions, and say to which attempt at training each belongs.
+
+        `checkpoints` is the folder where the trace says that its weights are, to be told where it has none.
+        """
         self.store = store
+        self.checkpoints = checkpoints
         self.damaged: list[str] = []
         """What cannot be read or is missing, a sentence each."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
@@ -220,8 +231,18 @@ class WeightReader:
                     f"a writer's part is missing (there: {held})"
                 )
 
+    @property
+    def told_checkpoints(self) -> str:
+        """Where the trace says that its weights are, and how to have them read."""
+        return (
+            f"they lie in checkpoints outside of it, by its own word in {self.checkpoints!r}, which is not read unless you name "
+            "the folder: --weights-from DIR, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
+        )
+
     def _range(self) -> str:
         versions = self.versions
+        if not versions and self.checkpoints is not None:
+            return self.told_checkpoints
         if not versions:
             return "it has none: record with --weights delta, or name checkpoints with --weights-from"
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
