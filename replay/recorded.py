@@ -84,7 +84,7 @@ class RecordedRun:
         model_factory: str | None = None,
         weights_from: str | os.PathLike[str] | None = None,
     ):
-        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay.
+        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
         `model_factory` is `module:function` of what builds the model, where transformers does not know its class;
         `weights_from` a folder of checkpoints to read the weights from, where the trace does not have them.

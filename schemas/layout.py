@@ -83,7 +83,9 @@ _OWN = re.compile(
 
 
 _TOKENIZER_KINDS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
-_OF_MODELS = re.compile(r"(config|generation_config|adapter_config)\.json|(model|pytorch_model|adapter_model)\b.*\.json", re.I)
+_OF_MODELS = re.compile(
+    r"(config|generation_config|adapter_config)\.json|(model|pytorch_model|adapter_model)\b.*\.json", re.I
+)
 
 
 def is_tokenizer(name: str) -> bool:

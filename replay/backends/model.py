@@ -17,7 +17,7 @@ from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
 from . import packing, trusted
 
-MAX_MODULES = 1_000_000
+MAX_MODULES = 200_000
 """Modules and tensors of a model."""
 
 
@@ -53,19 +53,14 @@ def build(
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         model = _of_transformers(model_class, config, chosen)
-    except _NO_MODEL as error:
+    except CannotReplay:
+        raise
+    except Exception as error:  # whatever transformers raises for a config that is none of the class's
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             "that the trace names (tim-trace info), choose another --attention, or build it with --model-factory"
         ) from error
     return model.to(device)
-
-
-_NO_MODEL = (
-    ImportError, AttributeError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AssertionError,
-    NotImplementedError, MemoryError,
-)  # fmt: skip
-"""What a config that is not one of the class's makes transformers raise."""
 
 
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any]) -> Any:

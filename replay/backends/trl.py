@@ -31,7 +31,9 @@ class TrlScorer:
         self._grad = bool(contract.get("grad_enabled"))
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
-        self._head(model, temperature=contract.get("temperature") or 1.0, cast_lm_head_to_fp32=head_in_fp32, outputs=outputs)
+        self._head(
+            model, temperature=contract.get("temperature") or 1.0, cast_lm_head_to_fp32=head_in_fp32, outputs=outputs
+        )
         model.train(bool(contract.get("training_mode")))
         self._model = model
         self.backbone = model.base_model

@@ -149,7 +149,9 @@ def check_experts(name: str | None) -> None:
 def check_dtype(name: str) -> None:
     """Raise CannotReplay for what is not the name of a dtype that a model can have."""
     if name not in DTYPES:
-        raise CannotReplay(f"the contract names the dtype {_named(name)}, which is none of {', '.join(DTYPES)}; is the trace damaged?")
+        raise CannotReplay(
+            f"the contract names the dtype {_named(name)}, which is none of {', '.join(DTYPES)}; is the trace damaged?"
+        )
 
 
 def model_class(path: str) -> Any:
@@ -188,7 +190,9 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
         if name == "architecture" and ":" in str(value):  # timm's names of places
-            raise CannotReplay(f"the model's config names the architecture {_named(value)}, which is a place; {_FACTORY[3:]}")
+            raise CannotReplay(
+                f"the model's config names the architecture {_named(value)}, which is a place; {_FACTORY[3:]}"
+            )
         found[name] = _safe_value(name, value)
     return found
 
@@ -208,7 +212,9 @@ def _safe_value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_safe_value(name, item) for item in value]
     if isinstance(value, int) and (abs(value) >= 1 << 40 or (value > _MOST and _COUNTS.search(name))):
-        raise CannotReplay(f"the model's config asks for {_named(name)} {value:,}, which no model has; is the trace damaged?")
+        raise CannotReplay(
+            f"the model's config asks for {_named(name)} {value:,}, which no model has; is the trace damaged?"
+        )
     return value
 
 

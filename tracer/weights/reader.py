@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from ...schemas.checksums import whole_hash
-from ...schemas.errors import DamagedTrace, WeightsMissing
+from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
@@ -124,7 +124,17 @@ class WeightReader:
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
-        parts = self._parts(version, attempt)
+        try:
+            return self._load(self._parts(version, attempt))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, TimTraceError):
+                raise
+            raise DamagedTrace(
+                f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not fit each other ({first_line(error)}); restore "
+                "the folder from a copy"
+            ) from error
+
+    def _load(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
         filled: dict[str, int] = {}
         seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -191,13 +201,19 @@ class WeightReader:
                     f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype}, and no array"
                 )
             size = chunk_elements(dtype, len(bits[dtype]))
+            if len(set(chunks)) != len(chunks) or not all(
+                0 <= index * size < max(len(bits[dtype]), 1) for index in chunks
+            ):
+                raise DamagedTrace(
+                    f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                )
             for index in chunks:
                 where = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
                 target = bits[dtype][index * size : (index + 1) * size]
                 # A keyframe's whole chunks are the bits themselves, and need no room of their own.
                 in_place = record.is_keyframe and len(target) == size
                 try:
-                    part_C = decode_chunk(self.store.read_bytes(where), dtype, target if in_place else None)
+                    part_C = decode_chunk(self.store.read_bytes(where), dtype, size, target if in_place else None)
                 except (OSError, ValueError) as error:
                     what = "keyframe" if record.is_keyframe else "delta"
                     raise DamagedTrace(
@@ -270,6 +286,8 @@ def _layout(content: bytes, expected: str | None) -> WeightLayout:
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content is not what was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
+    if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
+        raise ValueError("it names a tensor twice")
     _check_room(found)
     return found
 
@@ -282,5 +300,6 @@ def _check_room(layout: WeightLayout) -> None:
             raise ValueError(f"{tensor.name} cannot be {tensor.dtype} of shape {tensor.shape}")
     whole = sum(math.prod(t.whole_shape) * ITEM_BYTES[t.dtype] for t in layout.tensors if t.whole_shape is not None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if max(layout.num_bytes, whole) > memory:
-        raise ValueError(f"its tensors have {max(layout.num_bytes, whole):,} bytes, and this machine {memory:,}")
+    needed = 2 * max(layout.num_bytes, whole)  # what is held, and what is given away
+    if needed > memory:
+        raise ValueError(f"its tensors need {needed:,} bytes, and this machine has {memory:,}")
