@@ -915,7 +915,7 @@ def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
         _print_json(rows)
     elif as_csv:
         for line in to_csv(rows):
-            click.echo(_harmless(line))
+            click.echo(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
     else:
         _say(to_text(rows, _width()))
 

@@ -159,10 +159,10 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
     shape = tuple(int(size) for size in sizes.split(",") if size)
     storage = np.dtype("uint16" if dtype == BFLOAT16 else dtype if dtype in DATA_TYPES else None)
     if name != segment.name or not array.isidentifier() or dtype not in (*DATA_TYPES, BFLOAT16):
-        raise ValueError(f"{ascii(group)}/{ascii(array)} of {ascii(typed)}")
+        raise ValueError(f"{group!a}/{array!a} of {typed!a}")
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
-        raise ValueError(f"{num_rows:,} rows of {ascii(typed)} from {start:,}, and {values.size:,} values")
+        raise ValueError(f"{num_rows:,} rows of {typed!a} from {start:,}, and {values.size:,} values")
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 

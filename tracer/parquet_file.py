@@ -29,7 +29,7 @@ IDENTITY = b"tim-trace file"
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 _MAGIC = b"PAR1"
-_FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 256
+_FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 """Values of a column that a file may claim: so many of any file, and more by its bytes. Tokens take more than half a byte."""
 
 

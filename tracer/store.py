@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -17,7 +19,6 @@ from ..schemas.errors import DamagedTrace, TraceNotFound
 from ..schemas.layout import MANIFEST, TEMPORARY_PREFIX, WRITERS
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
-
 
 _READ_BYTES = 64 << 20
 """Bytes that the system is asked for at once: it takes room for all that it is asked for."""
@@ -45,8 +46,8 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's own name, which names the run."""
-        return self.root.rsplit("/", 1)[-1]
+        """The folder's own name, which names the run; bytes that are no UTF-8 are replaced, as no table can hold them."""
+        return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def path(self, relative: str) -> str:
         """Path of a file of the trace, as this store's file system names it."""
@@ -88,7 +89,10 @@ class Store:
     def file_size(self, relative: str) -> int:
         """Bytes of a file."""
         path = self.checked_path(relative)
-        return os.stat(path).st_size if self.is_local else int(self.filesystem.size(path) or 0)
+        if not self.is_local:
+            return int(self.filesystem.size(path) or 0)
+        with self._no_file_told(relative):
+            return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file, fewer where it ends before. Raises DamagedTrace for what is no regular file."""
@@ -96,7 +100,8 @@ class Store:
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
         # Opening a FIFO would wait for somebody who writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with self._no_file_told(relative):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise DamagedTrace(f"{self.shown(relative)}: is no regular file, and is not read; remove it")
@@ -107,6 +112,16 @@ class Store:
             return parts[0] if len(parts) == 1 else b"".join(parts)
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def _no_file_told(self, relative: str) -> Iterator[None]:
+        """Raise DamagedTrace for a socket, and for a link in a circle."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ELOOP):
+                raise
+            raise DamagedTrace(f"{self.shown(relative)}: is no regular file ({error.strerror}); remove it") from error
 
     def read_json(self, relative: str) -> bytes:
         """The bytes of a JSON document. Raises DamagedTrace for one that is too large to be one of ours."""

@@ -55,7 +55,7 @@ class _Torch(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    dtypes: dict[str, int]
+    dtypes: Annotated[dict[str, int], msgspec.Meta(min_length=1)]
     attention: str | None = None
     experts: str | None = None
 
@@ -95,8 +95,6 @@ def check_contract(contract: Contract, where: str) -> None:
     """Raise CannotReplay for a contract of which a replay cannot read what it needs."""
     try:
         read = msgspec.convert(contract, _Scoring)
-        if not read.model.dtypes:
-            raise msgspec.ValidationError("no dtype - at `$.model.dtypes`")
     except msgspec.ValidationError as error:
         raise CannotReplay(f"{where}: its contract is none that can be replayed ({error})") from error
     autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
