@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import DamageWarning, TimTraceError, TimTraceWarning
+from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning
 
 SECTIONS = {
     "get a trace": ("record", "import"),
@@ -34,7 +34,7 @@ class _Failure(click.ClickException):
     """An error of ours, as click shows it."""
 
     def __init__(self, error: TimTraceError):
-        super().__init__(str(error))
+        super().__init__(_told(error))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
@@ -52,7 +52,7 @@ def _plain_warnings() -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, TimTraceWarning):
             if str(message) not in told:
-                _tell(str(message))
+                _tell(_one_line(str(message)))
                 _damage_told.extend([str(message)] if issubclass(category, DamageWarning) else [])
             told.add(str(message))
         else:
@@ -202,7 +202,7 @@ def info(traces: Sequence[str], as_json: bool) -> None:
     if as_json:
         _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
     else:
-        click.echo("\n\n".join(info_text(trace, _width()) for trace in found))
+        _say("\n\n".join(info_text(trace, _width()) for trace in found))
 
 
 @_example("tim-trace verify runs/demo")
@@ -223,11 +223,11 @@ def verify(trace: str, as_json: bool) -> None:
     if as_json:
         _print_json(asdict(found) | {"folders": found.folders, "is_whole": found.is_whole})
     else:
-        click.echo(to_text(found.folders, _width()))
+        _say(to_text(found.folders, _width()))
         for sentence in found.damaged:
-            click.echo(f"damaged: {sentence}")
+            _say(f"damaged: {_one_line(sentence)}")
         for sentence in found.ignored:
-            click.echo(f"passed over: {sentence}")
+            _say(f"passed over: {_one_line(sentence)}")
         if found.unchecked_writers:
             _tell(
                 f"{len(found.unchecked_writers)} writers are of a release that wrote no checksums: that their files can be "
@@ -242,7 +242,13 @@ def verify(trace: str, as_json: bool) -> None:
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
 @click.option("--unsafe", is_flag=True, default=False, help="Let the query write, and read other files.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
-@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV.")
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    default=False,
+    help="Print CSV; text is as recorded, so a spreadsheet may take it for a formula.",
+)
 def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
@@ -268,7 +274,13 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
 @click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    default=False,
+    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+)
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_json: bool, as_csv: bool) -> None:
     """List the named queries, or run one: its rows over one trace or several.
 
@@ -375,7 +387,13 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 )  # fmt: skip
 @click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    default=False,
+    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+)
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis.database import Database
@@ -405,7 +423,7 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
     found = look(trace, pair=pair, progress=_progress)
-    _print_json(diagnosis_json(found)) if as_json else click.echo(diagnosis_text(found, _width()))
+    _print_json(diagnosis_json(found)) if as_json else _say(diagnosis_text(found, _width()))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -427,7 +445,7 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     from .analysis.check.text import checked_json, checked_text
 
     found = look(trace, pair=pair, partial=partial, progress=_progress)
-    _print_json(checked_json(found)) if as_json else click.echo(checked_text(found, _width()))
+    _print_json(checked_json(found)) if as_json else _say(checked_text(found, _width()))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -457,7 +475,13 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    default=False,
+    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+)
 def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: Any) -> None:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
 
@@ -518,7 +542,7 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
     from .analysis.objective.text import objective_json, objective_text
 
     found = bend(trace, progress=_progress, **options)
-    _print_json(objective_json(found)) if as_json else click.echo(objective_text(found, _width(), by))
+    _print_json(objective_json(found)) if as_json else _say(objective_text(found, _width(), by))
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -538,7 +562,7 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     from .analysis.dynamics.text import dynamics_json, dynamics_text
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
-    _print_json(dynamics_json(found)) if as_json else click.echo(dynamics_text(found, _width()))
+    _print_json(dynamics_json(found)) if as_json else _say(dynamics_text(found, _width()))
 
 
 @_example(
@@ -592,6 +616,10 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
+@click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
 )  # fmt: skip
@@ -634,6 +662,10 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     help="Precision of the reference.",
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
+@click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -646,7 +678,7 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     if as_json:
         _print_json(asdict(found) | {"sentence": found.sentence})
     else:
-        click.echo(triangulation_text(found, _width()))
+        _say(triangulation_text(found, _width()))
 
 
 @_example(
@@ -669,6 +701,10 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
+@click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
 @click.option(
     "--table", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",
@@ -696,7 +732,7 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     if as_json:
         _print_json(asdict(found) | {"sentence": found.sentence})
     else:
-        click.echo(gradient_text(found, table, _width()))
+        _say(gradient_text(found, table, _width()))
 
 
 @_example("tim-trace weights runs/demo --by module")
@@ -715,23 +751,34 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
 @click.option(
+    "--weights-from", metavar="DIR",
+    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
+)  # fmt: skip
+@click.option(
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option("--csv", "as_csv", is_flag=True, default=False, help="Print CSV, with every digit.")
+@click.option(
+    "--csv",
+    "as_csv",
+    is_flag=True,
+    default=False,
+    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+)
 def weights(
-    trace: str, by: str, dtype: str | None, verify: bool, exported: tuple[int, str] | None, as_json: bool, as_csv: bool
-) -> None:
+    trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
+    exported: tuple[int, str] | None, as_json: bool, as_csv: bool,
+) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
     from .analysis.weights import OK, engine_dtype, export
     from .analysis.weights import weights as versions
 
     _check_format(as_json, as_csv)
     if exported is not None:
-        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype)}")
+        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype, weights_from=weights_from)}")
         return
-    rows = versions(trace, by=by, dtype=dtype, verify=verify, progress=_progress)
+    rows = versions(trace, by=by, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress)
     _print(rows, as_json, as_csv)
     if dtype is None and (engine := engine_dtype(trace)) is not None:
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
@@ -764,7 +811,7 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
     if as_json:
         _print_json(asdict(found) | {"cause": found.cause})
     else:
-        click.echo(attribution_text(found))
+        _say(attribution_text(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -787,7 +834,7 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
     if output is None and png is None and pdf is None:
         raise click.UsageError("name what to write: -o FILE.html, --png DIR or --pdf FILE")
     made = put_together(list(traces), output=output, png=png, pdf=pdf, progress=_progress, **options)
-    click.echo(made.verdicts[0].sentence)
+    _say(_one_line(made.verdicts[0].sentence))
     for path in (output, png, pdf):
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")
@@ -868,9 +915,9 @@ def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
         _print_json(rows)
     elif as_csv:
         for line in to_csv(rows):
-            click.echo(line)
+            click.echo(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
     else:
-        click.echo(to_text(rows, _width()))
+        _say(to_text(rows, _width()))
 
 
 def _print_json(value: Any) -> None:
@@ -887,7 +934,39 @@ def _width() -> int | None:
 
 
 def _tell(sentence: str) -> None:
-    click.echo(f"tim-trace: {sentence}", err=True)
+    from .analysis.rows import printable_lines
+
+    click.echo(f"tim-trace: {printable_lines(sentence)}", err=True)
+
+
+def _harmless(line: str) -> str:
+    """A line of CSV as it is for a file or a pipe, whose text is what was recorded; on a terminal without what would act on it."""
+    from .analysis.rows import printable_lines
+
+    return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
+
+
+def _say(text: str) -> None:
+    """Print a text for reading; what would act on a terminal is spelled out."""
+    from .analysis.rows import printable_lines
+
+    click.echo(printable_lines(text))
+
+
+_MOST_TOLD = 4000
+"""Characters of an error that are printed."""
+
+
+def _one_line(sentence: str) -> str:
+    from .analysis.rows import printable
+
+    return printable(sentence if len(sentence) <= _MOST_TOLD else f"{sentence[:_MOST_TOLD]} ...")
+
+
+def _told(error: TimTraceError) -> str:
+    """An error in one line; DuckDB's own words about a query in several, of which those after the first are indented."""
+    first, *others = str(error)[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [str(error)]
+    return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
-from .rows import Rows, to_text
+from .rows import Rows, shown, to_text
 
 TABLES = ("step", "module", "arm")
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
@@ -13,6 +13,7 @@ _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
 
 def gradient_text(found: GradientReport, table: str = "step", width: int | None = None) -> str:
     """Write gradients for reading: a row a step and arm, a kind of module of these, or an arm over all steps."""
+    found = shown(found)
     rows = {"step": by_step, "module": by_module, "arm": by_arm}[table](found.steps)
     loss = found.loss
     corrected = "" if loss.correction == "none" else f", correction {loss.correction}"

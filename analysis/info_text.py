@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo
-from .rows import Rows, to_text
+from .rows import Rows, shown, to_text
 
 _STATES = {
     LIVE: "live: it is being recorded",
@@ -17,6 +17,7 @@ _STATES = {
 
 def info_text(info: TraceInfo, width: int | None = None) -> str:
     """Write what a trace holds, for reading."""
+    info = shown(info)
     facts = [
         ("trace", info.path),
         (

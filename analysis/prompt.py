@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..schemas.errors import InvalidQuery
 from .query import Session
-from .rows import Rows
+from .rows import Rows, printable_lines
 
 GREETING = (
     "views: sequences scores passes metrics steps tokens; macros: pair pair_sequences pair_steps pair_runs\n"
@@ -37,7 +37,7 @@ def prompt(session: Session, show: Callable[[Rows], None]) -> None:
         try:
             show(session.ask(query))
         except InvalidQuery as error:
-            print(error, file=sys.stderr)
+            print(printable_lines(str(error)), file=sys.stderr)
 
 
 def _read() -> str | None:

@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
@@ -52,8 +52,11 @@ def table(values: Sequence[Any]) -> Rows:
 
 def to_json(value: Any) -> str:
     """Write a value as JSON. NaN and infinities, which JSON has no numbers for, become the strings `NaN`, `Infinity`
-    and `-Infinity`; null stays "not recorded"."""
-    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+    and `-Infinity`; null stays "not recorded". Characters that would act on a terminal are escaped."""
+    text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(char if char == "\n" or char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 def to_csv(rows: Rows) -> Iterator[str]:
@@ -69,6 +72,7 @@ def to_text(rows: Rows, width: int | None = None) -> str:
     """Write a table for reading: numbers with six digits, one row as a list of names and values, wide tables in blocks."""
     if not rows.columns:
         return ""
+    rows = Rows(tuple(map(printable, rows.columns)), rows.rows)
     if len(rows) == 1 and len(rows.columns) > 8:
         return _vertical(rows)
     cells = [[_cell(value) for value in row] for row in rows.rows]
@@ -137,8 +141,41 @@ def _cell(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line, with its control characters spelled out: those of a model's output must not act on a terminal."""
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+    """The text in one line, with its control characters spelled out: those of a model's output must not act on a terminal.
+
+    >>> printable("a\\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _spelled(ord(char)) for char in text)
+
+
+def _spelled(code: int) -> str:
+    return f"\\x{code:02x}" if code < 1 << 8 else f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines, which stay lines."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def shown(value: Any) -> Any:
+    """A result with every text in it in one line and printable, so that what a trace says cannot pass for a line of ours.
+
+    Numbers, and what is neither a dataclass nor a collection, stay as they are.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {shown(key): shown(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(shown(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        changed = {name: new for name, item in own.items() if (new := shown(item)) is not item}
+        return replace(value, **changed) if changed else value
+    return value
 
 
 def _csv_cell(value: Any) -> Any:

@@ -107,18 +107,20 @@ def triangulate(
     steps: str = "all",
     reference: str = "fp64",
     arm: Sequence[str] = (),
+    weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Triangulation:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it.
 
     Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
-    Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference.
+    Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference. `weights_from`
+    is the folder of the run's checkpoints, where the trace has no weights of its own.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
     if reference not in ("fp64", "fp32"):
         raise InvalidOption(f"reference: got {reference!r}; use fp64 or fp32")
-    run = RecordedRun(trace)
+    run = RecordedRun(trace, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
@@ -136,7 +138,7 @@ def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progres
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
-    results = replay(run.store.url, steps=_list(steps), arm=lacking, progress=progress)
+    results = replay(run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, progress=progress)
     return all(result.identity_held for result in results)
 
 

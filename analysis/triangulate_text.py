@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from .rows import Rows, table, to_text
+from .rows import Rows, shown, table, to_text
 from .triangulate import Triangulation
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     """Write who is wrong, for reading."""
+    found = shown(found)
     steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
     facts = [
         ("reference", found.reference),

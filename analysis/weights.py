@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing
-from ..schemas.layout import PASSES, TOKENIZER
+from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
 from ..schemas.weights import ITEM_BYTES, WeightVersion
+from ..tracer.contracts import read_contract
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, write_folder
@@ -34,6 +34,7 @@ def weights(
     by: str = "version",
     dtype: str | None = None,
     verify: bool = False,
+    weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
     """List the versions of the weights: what they take, and which share of their elements changed.
@@ -45,7 +46,8 @@ def weights(
     the versions in which no element changed.
 
     With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it: what an engine
-    of that dtype loads, where the trainer keeps a master of more bits.
+    of that dtype loads, where the trainer keeps a master of more bits. `weights_from` is the folder of the run's checkpoints,
+    where the trace has no weights of its own.
 
     Raises WeightsMissing when the trace has none, TraceNotFound, NewerTrace.
     """
@@ -53,7 +55,7 @@ def weights(
         raise InvalidOption(f"by: got {by!r}; use version or module")
     if dtype is not None and by == "module":
         raise InvalidOption("dtype: goes with --by version")
-    reader = _open(trace)
+    reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
         if by == "module":
             raise InvalidOption(f"{trace}: its weights are checkpoints, which tell no changes; use --by version")
@@ -74,39 +76,50 @@ def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
     stored = {tensor.dtype for part in next(iter(reader.parts.values())) for tensor in reader.layout(part).tensors}
     short = {long: name for name, long in DTYPES.items() if name != "tf32"}
     for name in store.files(f"{PASSES}/{ROLLOUT}"):
-        contract = json.loads(store.read_bytes(f"{PASSES}/{ROLLOUT}/{name}"))["contract"]
-        engine = contracts.engine_dtype(contract)
+        engine = contracts.engine_dtype(read_contract(store, ROLLOUT, name.removesuffix(".json")))
         if engine in short and engine not in stored:
             return short[engine]
     return None
 
 
 def export(
-    trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str], *, dtype: str | None = None
+    trace: str | os.PathLike[str],
+    version: int,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a version's weights as a folder that transformers' `from_pretrained` loads; rounded, where a `dtype` is given.
+
+    Of the files that the trace keeps as its tokenizer those are written that can be one: no code, no pickle, no config of a
+    model. Load the folder of a stranger's trace without trust_remote_code.
 
     Raises WeightsMissing, DamagedTrace, InvalidOption when something lies at `folder`.
     """
     store = Store(trace)
-    tensors = _open(trace).load(version)
+    tensors = _open(trace, weights_from).load(version)
     if dtype is not None:
         tensors = rounded(tensors, torch_name(dtype))
     config = next((state.model["config"] for state in store.writers()[0] if state.model.get("config")), None)
     if config is None:
         raise WeightsMissing(f"{trace}: has no model config, so that no folder can be written of its weights")
-    tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER)}
+    tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
     write_folder(target, tensors, _exported_config(config, tensors), tokenizer)
     return target
 
 
-def _open(trace: str | os.PathLike[str]) -> WeightReader | CheckpointReader:
+def _open(
+    trace: str | os.PathLike[str], weights_from: str | os.PathLike[str] | None = None
+) -> WeightReader | CheckpointReader:
     store = Store(trace)
     store.manifest()
-    reader = open_weights(store)
+    reader = open_weights(store, weights_from)
     if not reader.versions:
         hint = reader.damaged[0] if reader.damaged else "record with --weights delta, or --weights-from DIR"
+        if isinstance(reader, WeightReader) and not reader.damaged and reader.checkpoints is not None:
+            hint = reader.told_checkpoints
         raise WeightsMissing(f"{trace}: has no weights; {hint}")
     return reader
 

@@ -45,6 +45,7 @@ def replay(
     arm: Sequence[str | Arm] = (),
     arm_file: str | os.PathLike[str] | None = None,
     model_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
     capture: str = "logprobs",
     capture_fraction: float = 1.0,
     force: bool = False,
@@ -60,7 +61,11 @@ def replay(
     stands for other changes. One model is in memory at a time, and arms that can share it do. `as_recorded` says that
     nothing else is wanted, and refuses a change.
 
-    `model_factory`, as `module:function`, builds the model where transformers does not know its class.
+    `model_factory`, as `module:function`, builds the model where transformers does not know its class. `weights_from` is the
+    folder of the run's checkpoints, where the trace has no weights of its own.
+
+    What the trace names is not called: the model is one of transformers' own classes and the scoring function TRL's, or the
+    replay is refused.
 
     `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
     share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
@@ -70,7 +75,7 @@ def replay(
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
         raise InvalidOption(f"as-recorded: changes nothing, and {arms[1].name} does; leave one of them out")
-    run = RecordedRun(trace, model_factory=model_factory)
+    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
     results: list[ReplayedStep] = []

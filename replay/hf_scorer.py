@@ -17,7 +17,7 @@ from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
-from .backends import kernels, packing, routing, trl
+from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
@@ -52,6 +52,8 @@ class HfScorer:
             )
         if arm.routing:
             run.check_routing()
+        if run.model_factory is None:
+            trusted.check_scoring(contract)
         self._scorer: Any = None
         self._model: Any = None
         self._routers: list[Router] = []

@@ -30,6 +30,7 @@ from ..tracer.trace_files import PROTOCOL, TraceFiles
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
+from .backends.trusted import check_contract
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts."""
@@ -76,12 +77,19 @@ class RecordedRow:
 class RecordedRun:
     """A trace on this machine that can be replayed."""
 
-    def __init__(self, trace: str | os.PathLike[str], *, model_factory: str | None = None):
-        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay.
+    def __init__(
+        self,
+        trace: str | os.PathLike[str],
+        *,
+        model_factory: str | None = None,
+        weights_from: str | os.PathLike[str] | None = None,
+    ):
+        """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory` is `module:function` of what builds the model, where transformers does not know its class.
+        `model_factory` is `module:function` of what builds the model, where transformers does not know its class;
+        `weights_from` a folder of checkpoints to read the weights from, where the trace does not have them.
         """
-        self.model_factory = model_factory
+        self.model_factory, self.weights_from = model_factory, weights_from
         self.store = Store(trace)
         self.manifest = self.store.manifest()
         if not self.store.is_local:
@@ -106,12 +114,14 @@ class RecordedRun:
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
         """The weights of its versions."""
-        return open_weights(self.store)
+        return open_weights(self.store, self.weights_from)
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
         for state in states:
             if state.model.get("config"):
+                if not isinstance(state.model["config"], dict):
+                    raise CannotReplay(f"{self.store.url}: the model's config is no JSON object; is the trace damaged?")
                 return state.model, state.tokenizer
         raise CannotReplay(
             f"{self.store.url}: does not say which model was trained, so that none can be rebuilt; record with "
@@ -138,8 +148,11 @@ class RecordedRun:
         contract = self.contract(pass_name, digest)
         config = self.model["config"]
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | dict(contract.get("model") or {})
-        return {"torch": {}, "temperature": 1.0} | contract | {"model": model}
+        given = contract.get("model") or {}
+        model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | (given if isinstance(given, dict) else {"dtypes": given})
+        whole = {"torch": {}, "temperature": 1.0} | contract | {"model": model}
+        check_contract(whole, f"{self.store.url}: pass {pass_name!r}")
+        return whole
 
     def arms(self, pass_name: str) -> list[Contract]:
         """Every contract that a pass has."""
@@ -178,6 +191,8 @@ class RecordedRun:
 
     def step(self, step: int, pass_name: str = TRAIN) -> list[RecordedRow]:
         """The rows of a step in the order in which they went through the model. Raises CannotReplay."""
+        if not 0 <= step < 1 << 40:
+            raise CannotReplay(f"{self.store.url}: step {step:,} is none that a run has; is the trace damaged?")
         named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]
         sequences = self.table(SEQUENCES, ds.field("step") == step, named)
         columns = [

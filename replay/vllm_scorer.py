@@ -12,13 +12,11 @@ from ..schemas.passes import ROLLOUT
 from ..tracer import environment
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
+from .backends import trusted
 from .backends.vllm import VllmEngine
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
-
-_KEPT_ARGUMENTS = ("max_num_seqs", "max_num_batched_tokens", "quantization", "enforce_eager", "kv_cache_dtype",
-                   "tensor_parallel_size", "gpu_memory_utilization", "max_model_len")  # fmt: skip
 
 
 class VllmScorer:
@@ -44,16 +42,16 @@ class VllmScorer:
     @property
     def dtype(self) -> str:
         """torch's name of the engine's dtype: the arm's, the recorded engine's, or the trainer's."""
-        recorded = None if self.arm.dtype else engine_dtype(self.rollout)
-        return recorded or self.numerics.dtype
+        dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
+        trusted.check_dtype(dtype)
+        return dtype
 
     @property
     def _decodes(self) -> bool:
         return self.arm.mode == "decode"
 
     def _arguments(self) -> dict[str, Any]:
-        recorded = self.rollout.get("engine_arguments") or {}
-        arguments = {name: recorded[name] for name in _KEPT_ARGUMENTS if recorded.get(name) is not None}
+        arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
         arguments["dtype"] = self.dtype
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
@@ -70,7 +68,7 @@ class VllmScorer:
 
     def build(self) -> VllmEngine:
         """The engine, to be started with its first weights."""
-        config = self.run.model["config"]
+        config = trusted.safe_config(self.run.model["config"])
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:

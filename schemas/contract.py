@@ -26,8 +26,10 @@ def contract_hash(contract: Contract) -> str:
 
 def engine_dtype(contract: Contract) -> str | None:
     """torch's name of the dtype that a recorded engine computed in; None where its contract does not say."""
-    dtype = ((contract.get("config") or {}).get("model_config") or {}).get("dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    found: Any = contract
+    for name in ("config", "model_config", "dtype"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found.removeprefix("torch.") if isinstance(found, str) else None
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,9 @@ CHECKSUM = "checksum"
 """Name of the field: XXH3-128 of the other fields as JSON with sorted keys and without spaces."""
 MAX_BYTES = 64 << 20
 """A larger document is refused unread."""
+MAX_DEPTH = 64
+"""Values inside of each other; what reads them goes down as deep."""
+_MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
 
@@ -31,9 +34,30 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
     `where` and `what` (such as `a writer's state`) are named in errors.
     """
     try:
-        return dict(json.loads(content))
+        values = json.loads(content)
+        _check(values)
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error
+    return dict(values)
+
+
+def _check(document: Any) -> None:
+    """Raise ValueError for what no document of ours holds, and what would stop those that read it."""
+    if not isinstance(document, dict):
+        raise TypeError(f"it is of type {type(document).__name__}")
+    waiting: list[tuple[int, Any]] = [(1, document)]
+    while waiting:
+        depth, value = waiting.pop()
+        if isinstance(value, str):
+            value.encode()  # half a surrogate pair is no text, and cannot be printed
+        elif isinstance(value, int):
+            if abs(value) > _MAX_INTEGER:
+                raise ValueError("it holds an integer beyond 64 bits")
+        elif isinstance(value, (dict, list)):
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested deeper than {MAX_DEPTH} values")
+            inside = value if isinstance(value, list) else (*value, *value.values())
+            waiting += [(depth + 1, item) for item in inside]
 
 
 def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool) -> dict[str, Any]:

@@ -82,6 +82,21 @@ _OWN = re.compile(
 )  # fmt: skip
 
 
+_TOKENIZER_KINDS = (".json", ".jsonl", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
+_OF_MODELS = re.compile(
+    r"(config|generation_config|adapter_config)\.json|(model|pytorch_model|adapter_model)\b.*\.json", re.I
+)
+
+
+def is_tokenizer(name: str) -> bool:
+    """Whether a file of this name can be a tokenizer's: no code, no weights, and no config of a model.
+
+    >>> is_tokenizer("vocab.json"), is_tokenizer("config.json"), is_tokenizer("modeling_x.py")
+    (True, False, False)
+    """
+    return name.lower().endswith(_TOKENIZER_KINDS) and _OF_MODELS.fullmatch(name) is None
+
+
 def is_temporary(name: str) -> bool:
     """Whether this is the name of an unfinished file or folder of ours, and not merely one that begins alike."""
     return _TEMPORARY.fullmatch(name) is not None

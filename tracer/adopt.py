@@ -16,15 +16,16 @@ from .journal import JOURNALED, journaled_segments, read_journal
 from .liveness import liveness
 from .seal import seal
 from .store import Store
-from .whole_file import remove_temporaries, write_part
+from .whole_file import check_no_links, remove_temporaries, write_part
 
 
 def adopt(folder: Path) -> None:
     """Seal the journals of writers that are not alive any more; does nothing for the others.
 
     A segment that cannot be sealed stays a journal, which is readable as well. Of several processes that do this at once one
-    does it.
+    does it. Raises StorageError where a folder of the trace is a link.
     """
+    check_no_links(folder)
     store = Store(folder)
     with _alone(folder):
         states, damaged = store.writers()

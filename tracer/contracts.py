@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ..schemas.contract import contract_hash
+from ..schemas.documents import read_object
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import PASSES
 from .store import Store, first_line
@@ -16,9 +16,11 @@ def read_contract(store: Store, pass_name: str, digest: str) -> dict[str, Any]:
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:
-        content = json.loads(store.read_json(relative))
+        content = read_object(store.read_json(relative), where, "a contract")
         name, contract = content["pass"], dict(content["contract"])
         found = contract_hash(contract)
+    except DamagedTrace:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a copy") from error
     if (name, found) != (pass_name, digest):

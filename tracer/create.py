@@ -134,6 +134,8 @@ def _put_back(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         return
     for aside in folder.glob(f"{REPLACED_PREFIX}*"):
+        if aside.is_symlink() or not aside.is_dir():
+            continue
         for entry in sorted(aside.iterdir(), key=lambda entry: entry.name == MANIFEST):
             entry.rename(folder / entry.name)
         aside.rmdir()

@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile
-from ..schemas.errors import InvalidRecord
-from .dense_group import BFLOAT16, open_dense, parsed
+from ..schemas.errors import DamagedTrace, InvalidRecord
+from ..schemas.layout import Segment
+from .dense_group import BFLOAT16, Block, blocks_of, open_dense
 from .journal import DENSE_SCHEMA
 from .staging import is_tensor
 from .store import Store
@@ -126,33 +127,31 @@ def _typed(dtype: str, values: np.ndarray) -> str:
     return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
-def write_group(path: Path, blocks: Sequence[pa.RecordBatch]) -> SealedFile:
+def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
     """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
 
-    Returns what to say of its root, which accounts for every file of it.
+    Returns what to say of its root, which accounts for every file of it. Raises DamagedTrace for blocks that no writer gives.
     """
     import zarr
 
     from .dense_store import account
 
     root = zarr.open_group(path, mode="w", zarr_format=3)
-    by_array: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for batch in blocks:
-        for row in range(batch.num_rows):
-            entry = {name: batch[name][row] for name in batch.schema.names}
-            by_array.setdefault((entry["group"].as_py(), entry["array"].as_py()), []).append(entry)
-    for (group, name), entries in by_array.items():
-        dtype, storage, trailing = parsed(entries[0]["dtype"].as_py())
-        _write_array(root, f"{group.partition('/')[2]}/{name}", dtype, storage, trailing, entries)
+    by_array: dict[tuple[str, str], list[Block]] = {}
+    for block in blocks_of(batches, segment):
+        by_array.setdefault((block.group, block.array), []).append(block)
+    for (group, name), blocks in by_array.items():
+        _write_array(root, f"{group.partition('/')[2]}/{name}", blocks)
     return account(path)
 
 
-def _write_array(
-    root: Any, name: str, dtype: str, storage: np.dtype, trailing: tuple[int, ...], entries: list[dict[str, Any]]
-) -> None:
+def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
     from zarr.codecs import BloscCodec, Crc32cCodec
 
-    num_rows = sum(entry["rows"].as_py() for entry in entries)
+    dtype, storage, trailing = blocks[0].dtype, blocks[0].values.dtype, blocks[0].values.shape[1:]
+    if any((block.dtype, block.values.shape[1:]) != (dtype, trailing) for block in blocks):
+        raise DamagedTrace(f"{name}: its rows are of two shapes")
+    num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
     chunk = max(1, min(num_rows, CHUNK_BYTES // row_bytes))
     shard = chunk * min(CHUNKS_A_SHARD, -(-num_rows // chunk))
@@ -172,8 +171,8 @@ def _write_array(
     # Rows are gathered to whole shards first: a shard is a file, and no file is written twice.
     pending: list[np.ndarray] = []
     written = waiting = 0
-    for entry in sorted(entries, key=lambda e: e["start"].as_py()):
-        pending.append(np.frombuffer(entry["data"].as_buffer(), storage).reshape(-1, *trailing))
+    for block in sorted(blocks, key=lambda block: block.start):
+        pending.append(block.values)
         waiting += len(pending[-1])
         while waiting >= shard:
             rows = np.concatenate(pending)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
 from .journal import DENSE_TABLE, journaled_segments, read_journal
-from .store import Store
+from .store import Store, first_line
 
 BFLOAT16 = "bfloat16"
+DATA_TYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+"""dtypes of arrays, as NumPy and Zarr name them."""
 
 Rows = Callable[[int, int], np.ndarray]
 """(first row, number of rows) -> their bits."""
@@ -95,14 +100,14 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
 def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
     blocks: dict[str, list[tuple[int, np.ndarray]]] = {}
     dtypes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for batch in read_journal(store, segment, DENSE_TABLE).batches:
-        for row in range(batch.num_rows):
-            if batch["group"][row].as_py() == group:
-                name = batch["array"][row].as_py()
-                dtype, storage, trailing = parsed(batch["dtype"][row].as_py())
-                values = np.frombuffer(batch["data"][row].as_buffer(), storage).reshape(-1, *trailing)
-                blocks.setdefault(name, []).append((batch["start"][row].as_py(), values))
-                dtypes[name] = dtype, trailing
+    for block in blocks_of(read_journal(store, segment, DENSE_TABLE).batches, segment):
+        if block.group == group:
+            blocks.setdefault(block.array, []).append((block.start, block.values))
+            if dtypes.setdefault(block.array, (block.dtype, block.values.shape[1:])) != (
+                block.dtype,
+                block.values.shape[1:],
+            ):
+                raise DamagedTrace(f"{store.shown(segment.journal(DENSE_TABLE))}: {group} has rows of two shapes")
 
     def rows_of(name: str) -> Rows:
         def bits(start: int, rows: int) -> np.ndarray:
@@ -122,10 +127,43 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
     )
 
 
-def parsed(typed: str) -> tuple[str, np.dtype, tuple[int, ...]]:
-    """Read `dtype[trailing,shape]`: dtype, the dtype that holds its bits, shape of a row."""
-    dtype, _, shape = typed.rstrip("]").partition("[")
-    return dtype, np.dtype("uint16" if dtype == BFLOAT16 else dtype), tuple(int(n) for n in shape.split(",") if n)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one array in a journal."""
+
+    group: str
+    array: str
+    dtype: str
+    """What the bits mean: `bfloat16` comes as uint16."""
+    start: int
+    values: np.ndarray
+
+
+def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:
+    """The blocks of a segment's journal. Raises DamagedTrace for names and sizes that no writer gives."""
+    for batch in batches:
+        for row in range(batch.num_rows):
+            try:
+                yield _block({name: batch[name][row] for name in batch.schema.names}, segment)
+            except (ValueError, TypeError, KeyError, AttributeError, InvalidRecord) as error:
+                raise DamagedTrace(
+                    f"{segment.journal(DENSE_TABLE)}: holds a block that no writer gives ({first_line(error)}); remove the file"
+                ) from error
+
+
+def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
+    group, array, typed, start, num_rows = (row[name].as_py() for name in ("group", "array", "dtype", "start", "rows"))
+    name, _, pass_name = group.partition("/")
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))
+    dtype, _, sizes = typed.rstrip("]").partition("[")
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    storage = np.dtype("uint16" if dtype == BFLOAT16 else dtype if dtype in DATA_TYPES else None)
+    if name != segment.name or not array.isidentifier() or dtype not in (*DATA_TYPES, BFLOAT16):
+        raise ValueError(f"{group!a}/{array!a} of {typed!a}")
+    values = np.frombuffer(row["data"].as_buffer(), storage)
+    if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
+        raise ValueError(f"{num_rows:,} rows of {typed!a} from {start:,}, and {values.size:,} values")
+    return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
@@ -19,6 +20,7 @@ from zarr.abc.store import Store as ZarrStore
 from ..schemas.checksums import BLOCK_BYTES, BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
+from .dense_group import BFLOAT16, DATA_TYPES
 from .store import Store, first_line
 from .verified_file import VerifiedFile
 
@@ -27,11 +29,12 @@ FILES = "tim-trace files"
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
-DATA_TYPES = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-)  # fmt: skip
 MAX_CHUNK_BYTES = 256 << 20
 """A row of 128 million halves, and more than any chunk that is written here."""
+MAX_CHUNKS_A_SHARD = 1 << 16
+_OF_INDEX = ["bytes", "crc32c"]
+_OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
+_CRC_BYTES = 4
 MAX_DOCUMENT_BYTES = 16 << 20
 
 
@@ -91,8 +94,7 @@ class SealedGroup:
             if self._files is None:
                 if not self.store.exists(relative):
                     return None
-                size = int(self.store.filesystem.size(self.store.checked_path(relative)) or 0)
-                self._open[name] = VerifiedFile(self.store, relative, size, None)
+                self._open[name] = VerifiedFile(self.store, relative, self.store.file_size(relative), None)
             elif name not in self._files:
                 return None
             else:
@@ -130,13 +132,14 @@ class _Array:
 
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
-            _check_array(document)
+            self._chunks = _check_array(document)
             self.dtype = str(document["attributes"]["dtype"])
             self.shape = tuple(int(size) for size in document["shape"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedTrace(
                 f"{where}: no array that tim-trace writes ({first_line(error)}); it is not opened"
             ) from error
+        self._row_bytes = math.prod(self.shape[1:]) * np.dtype(document["data_type"]).itemsize
         self._group, self._name = group, name
         self._zarr: Any = None
 
@@ -147,11 +150,17 @@ class _Array:
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, and scores name rows {start:,} to "
                 f"{start + count:,}"
             )
+        row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if count * row_bytes > memory // 4:
+            raise DamagedTrace(
+                f"{self._group._shown(self._name)}: {count:,} rows of {row_bytes:,} bytes are asked for at once, which is more than "
+                "any sequence has"
+            )
         import zarr
 
         try:
             if self._zarr is None:
-                store = _Files(self._group, self._name)
+                store = _Files(self._group, self._name, self._chunks)
                 self._zarr = zarr.open_array(store=store, mode="r", zarr_format=3)
             return np.asarray(self._zarr[start : start + count])
         except DamagedTrace:
@@ -163,40 +172,79 @@ class _Array:
             ) from error
 
 
-def _check_array(document: Mapping[str, Any]) -> None:
-    """Raise ValueError for metadata of anything but the arrays that are written here."""
+class _Chunks(NamedTuple):
+    """How an array's chunks lie in its files."""
+
+    num_bytes: int
+    """Of a chunk as it is in memory."""
+    num_in_shard: int | None
+    """Chunks of a file; None where a file is one chunk."""
+    are_compressed: bool
+
+    def check(self, content: bytes, *, is_whole: bool) -> None:
+        """Raise ValueError for a file, or a chunk of it, that claims to hold more than it can.
+
+        blosc makes room for what a chunk's header says; the numbers of a shard's index are those of its chunks.
+        """
+        starts = [0]
+        if is_whole and self.num_in_shard is not None:
+            index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]
+            starts = [int(start) for start in np.frombuffer(index, "<u8")[::2] if start < len(content)]
+        for start in starts if self.are_compressed else ():
+            if int.from_bytes(content[start + 4 : start + 8], "little") > self.num_bytes:
+                raise ValueError("a chunk claims to hold more than a chunk does")
+
+
+def _check_array(document: Mapping[str, Any]) -> _Chunks:
+    """Say how an array's chunks lie. Raise ValueError for metadata of anything but the arrays that are written here."""
     if document["zarr_format"] != 3 or document["node_type"] != "array":
         raise ValueError("it is no Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
-    if not 1 <= len(shape) <= 4 or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
+    if not _are_sizes(shape) or not 1 <= len(shape) <= 4:
         raise ValueError(f"its shape is {shape!r:.80}")
     if data_type not in DATA_TYPES:
         raise ValueError(f"its data type is {data_type!r:.80}")
+    meant = document["attributes"]["dtype"]
+    if data_type != ("uint16" if meant == BFLOAT16 else meant):
+        raise ValueError(f"its data type {data_type} does not hold {meant!r:.80}")
     if document.get("storage_transformers"):
         raise ValueError("it has storage transformers")
-    chunk = document["chunk_grid"]["configuration"]["chunk_shape"]
-    for codec in _codecs(document["codecs"]):
+    item = np.dtype(data_type).itemsize
+    if math.prod(shape[1:]) * item > MAX_CHUNK_BYTES:
+        raise ValueError(f"its rows have the shape {shape[1:]!r:.80}")
+    grid, chunk = document["chunk_grid"], document["chunk_grid"]["configuration"]["chunk_shape"]
+    if grid["name"] != "regular" or document["chunk_key_encoding"]["name"] != "default":
+        raise ValueError("its chunks lie on another grid, or under other names")
+    names, num_chunks = _names(document["codecs"]), None
+    if names[0] == "sharding_indexed":
+        sharding, shard = document["codecs"][0]["configuration"], chunk
+        outer, names, chunk = names, _names(sharding["codecs"]), sharding["chunk_shape"]
+        if len(outer) > 1 or _names(sharding["index_codecs"]) != _OF_INDEX:
+            raise ValueError("its codecs are nested, or in another order")
+        if not (_are_sizes(shard) and _are_sizes(chunk)) or len(shard) != len(chunk) or min(chunk) < 1:
+            raise ValueError(f"its shards have the shape {shard!r:.80}")
+        num_chunks = math.prod(-(-whole // part) for whole, part in zip(shard, chunk, strict=True))
+        if num_chunks > MAX_CHUNKS_A_SHARD or sharding.get("index_location", "end") != "end":
+            raise ValueError(f"its shards have the shape {shard!r:.80} of chunks {chunk!r:.80}")
+    if names not in _OF_CHUNK:
+        raise ValueError("its codecs are nested, or in another order")
+    if not _are_sizes(chunk) or len(chunk) != len(shape) or min(chunk) < 1 or math.prod(chunk) * item > MAX_CHUNK_BYTES:
+        raise ValueError(f"its chunks have the shape {chunk!r:.80}")
+    return _Chunks(math.prod(chunk) * item, num_chunks, "blosc" in names)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 0 and all(type(v) is int and 0 <= v < 1 << 48 for v in values)
+
+
+def _names(codecs: Any) -> list[str]:
+    """Names of codecs. Raise ValueError for one that is not written here, before anything is made of its settings."""
+    if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
+        raise ValueError("it has no codecs, or too many")
+    for codec in codecs:
         if codec["name"] not in CODECS:
             raise ValueError(f"its codec {codec['name']!r:.80} is none of {', '.join(CODECS)}")
-        if codec["name"] == "sharding_indexed":
-            chunk = codec["configuration"]["chunk_shape"]
-    if math.prod(int(size) for size in chunk) * np.dtype(data_type).itemsize > MAX_CHUNK_BYTES or min(chunk) < 1:
-        raise ValueError(f"its chunks have the shape {chunk!r:.80}")
-
-
-def _codecs(entries: Any, depth: int = 0) -> list[Mapping[str, Any]]:
-    """Codecs, and those inside of them."""
-    if depth > 2 or not isinstance(entries, list):
-        raise ValueError("its codecs are nested")
-    found: list[Mapping[str, Any]] = []
-    for entry in entries:
-        inner = entry.get("configuration", {})
-        found += [
-            entry,
-            *_codecs(inner.get("codecs", []), depth + 1),
-            *_codecs(inner.get("index_codecs", []), depth + 1),
-        ]
-    return found
+    return [codec["name"] for codec in codecs]
 
 
 def _accounted(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, bytes]]:
@@ -220,9 +268,9 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 class _Files(ZarrStore):
     """The files of one array, for zarr to read."""
 
-    def __init__(self, group: SealedGroup, name: str):
+    def __init__(self, group: SealedGroup, name: str, chunks: _Chunks):
         super().__init__(read_only=True)
-        self._group, self._name = group, name
+        self._group, self._name, self._chunks = group, name, chunks
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Files) and (self._group, self._name) == (other._group, other._name)
@@ -249,6 +297,8 @@ class _Files(ZarrStore):
         elif isinstance(byte_range, SuffixByteRequest):
             start = -byte_range.suffix
         content = self._group.read(f"{self._name}/{key}", start, stop)
+        if content is not None and not isinstance(byte_range, SuffixByteRequest) and key != DOCUMENT:
+            self._chunks.check(content, is_whole=byte_range is None)
         return None if content is None else prototype.buffer.from_bytes(content)
 
     async def get_partial_values(

@@ -20,7 +20,7 @@ import xxhash
 
 from ..schemas.layout import JOURNAL, TABLES, Segment
 from .store import Store, first_line
-from .whole_file import check_there
+from .whole_file import check_inside, check_there
 
 DENSE_TABLE = "dense"
 JOURNALED = (*TABLES, DENSE_TABLE)
@@ -40,6 +40,8 @@ DENSE_SCHEMA = pa.schema(
 IDENTITY = b"tim-trace file"
 """Metadata of a stream's schema: the path that it was written under."""
 
+_HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
+"""Numbers of fields in Arrow's Message and RecordBatch, and of the kind of message that is one."""
 _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
@@ -57,6 +59,7 @@ class JournalStream:
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
         check_there(folder)
+        check_inside(folder, relative)
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
@@ -134,12 +137,10 @@ def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
             if schema is None:
                 schema = _checked_schema(message, relative)
             else:
-                batch = pa.ipc.read_record_batch(message, schema)
-                batch.validate(full=True)
-                batches.append(batch)
+                batches.append(_batch(message, schema))
         except _Torn:
             return JournalContent(batches=tuple(batches), torn_bytes=len(content) - position)
-        except (ValueError, OSError, pa.ArrowException) as error:
+        except (ValueError, OSError, MemoryError, pa.ArrowException) as error:
             damage = f"the record at byte {position:,} is not as it was written ({first_line(error)})"
             return JournalContent(batches=tuple(batches), damage=damage)
         position = stop
@@ -212,6 +213,36 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
     return schema
 
 
+def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
+    """A message's rows, validated. Raises ValueError for those that no writer gives: compressed ones may claim any size."""
+    if _is_compressed(bytes(message.metadata)):
+        raise ValueError("it is compressed")
+    batch = pa.ipc.read_record_batch(message, schema)
+    batch.validate(full=True)
+    return batch
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether a message's RecordBatch has the field `compression` (Message.fbs and FlatBuffers' layout of tables)."""
+
+    def field(table: int, number: int) -> int | None:
+        """Where a table's field lies; None where it does not have it."""
+        vtable = table - struct.unpack_from("<i", metadata, table)[0]
+        size = struct.unpack_from("<H", metadata, vtable)[0]
+        place = 4 + 2 * number
+        offset = struct.unpack_from("<H", metadata, vtable + place)[0] if place < size else 0
+        return table + offset if offset else None
+
+    try:
+        message = struct.unpack_from("<I", metadata, 0)[0]
+        kind, header = field(message, _HEADER_TYPE), field(message, _HEADER)
+        if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
+            raise ValueError("it is no batch of rows")
+        return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
+    except (struct.error, IndexError) as error:
+        raise ValueError("it is no message of Arrow") from error
+
+
 def _has_trailer(content: memoryview) -> bool:
     """Whether the stream's schema, its first message, ends in a trailer; also where the file ends before."""
     if len(content) < _PREFIX.size:
@@ -227,16 +258,15 @@ def _read_plain(content: memoryview) -> JournalContent:
     batches: list[pa.RecordBatch] = []
     whole = 0
     try:
-        with pa.ipc.open_stream(source) as stream:
+        messages = pa.ipc.MessageReader.open_stream(source)
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        whole = source.tell()
+        while True:
+            batches.append(_batch(messages.read_next_message(), schema))
             whole = source.tell()
-            while True:
-                batch = stream.read_next_batch()
-                batch.validate(full=True)
-                batches.append(batch)
-                whole = source.tell()
     except StopIteration:
         whole = max(whole, source.tell())
-    except (pa.ArrowException, OSError, MemoryError):
+    except (pa.ArrowException, OSError, ValueError, MemoryError):
         pass
     return JournalContent(batches=tuple(batches), torn_bytes=len(content) - whole, has_checksums=False)
 

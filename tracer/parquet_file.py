@@ -29,6 +29,8 @@ IDENTITY = b"tim-trace file"
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 _MAGIC = b"PAR1"
+_FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
+"""Values of a column that a file may claim: so many of any file, and more by its bytes. Tokens take more than half a byte."""
 
 
 def write_checked(
@@ -100,6 +102,23 @@ def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
+def _check_counts(found: Any, num_bytes: int) -> None:
+    """Raise ValueError for a footer that claims more rows and values than a file of so many bytes has, or others than its parts.
+
+    Runs of one value take no room, so that a few bytes could claim any number of them.
+    """
+    most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
+    groups = [found.row_group(number) for number in range(found.num_row_groups)]
+    rows = [group.num_rows for group in groups]
+    if min(rows, default=0) < 0 or sum(rows) != found.num_rows or found.num_rows > most:
+        raise ValueError(f"it claims {found.num_rows:,} rows in {num_bytes:,} bytes")
+    for index in range(found.num_columns):
+        columns = [group.column(index) for group in groups]
+        values = [column.num_values for column in columns]
+        if min(values, default=0) < 0 or sum(values) > most:
+            raise ValueError(f"it claims {sum(values):,} values in {num_bytes:,} bytes")
+
+
 def _read_footer(store: Store, relative: str, num_bytes: int, where: str) -> ParquetFooter:
     tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
     if len(tail) < 12 or tail[-4:] != _MAGIC:
@@ -110,6 +129,7 @@ def _read_footer(store: Store, relative: str, num_bytes: int, where: str) -> Par
     content = tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
     try:
         found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
+        _check_counts(found, num_bytes)
         return ParquetFooter(
             num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
             metadata=found.metadata or {}, footer_bytes=len(content), hash=short_hash(content),

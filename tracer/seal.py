@@ -58,7 +58,7 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
         if target.exists():  # of a process that was killed while it sealed
             shutil.rmtree(target)
         with trace_file(folder, segment.dense) as temporary:
-            root = dense.write_group(temporary, batches)
+            root = dense.write_group(temporary, segment, batches)
         return {f"{segment.dense}/zarr.json": root}
     relative = segment.parquet(table)
     with trace_file(folder, relative) as temporary:

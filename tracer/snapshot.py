@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace
-from ..schemas.layout import DENSE, JOURNAL, METRICS, PASSES, SEQUENCES, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.layout import DENSE, FOLDERS, JOURNAL, METRICS, PASSES, SEQUENCES, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.manifest import Manifest
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
@@ -106,6 +106,11 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
 def _look(snapshot: Snapshot) -> None:
     store = snapshot.store
+    for folder in FOLDERS:
+        if (real := store.link_out(folder)) is not None:
+            snapshot.damaged.append(
+                f"{store.shown(folder)}: is a link that leads out of the trace, to {real}; it is not followed: put a copy in its place"
+            )
     snapshot.writers, damaged = store.writers()
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
@@ -210,6 +215,8 @@ def _check_footer(
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
     """The columns that a file has not, being of an earlier release. Raises DamagedTrace where it is no such table."""
+    if len(set(found.names)) != len(found.names):
+        raise DamagedTrace(f"{where}: names a column twice; {_RESTORE}")
     lacking = tuple(name for name in spec.added if name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -15,6 +19,9 @@ from ..schemas.errors import DamagedTrace, TraceNotFound
 from ..schemas.layout import MANIFEST, TEMPORARY_PREFIX, WRITERS
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
+
+_READ_BYTES = 64 << 20
+"""Bytes that the system is asked for at once: it takes room for all that it is asked for."""
 
 
 class Store:
@@ -39,8 +46,8 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's own name, which names the run."""
-        return self.root.rsplit("/", 1)[-1]
+        """The folder's own name, which names the run; bytes that are no UTF-8 are replaced, as no table can hold them."""
+        return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def path(self, relative: str) -> str:
         """Path of a file of the trace, as this store's file system names it."""
@@ -57,9 +64,11 @@ class Store:
     def checked_path(self, relative: str) -> str:
         """The same as `path`. Raises DamagedTrace for a link that leads out of the folder."""
         path = self.path(relative)
+        if "\0" in relative:
+            raise DamagedTrace(f"{self.shown(relative)}: is the name of no file; is the trace damaged?")
         if self.is_local:
             real = os.path.realpath(path)
-            if real != self._real_root and not real.startswith(f"{self._real_root}{os.sep}"):
+            if not self._is_inside(real):
                 raise DamagedTrace(
                     f"{self.shown(relative)}: is a link that leads out of the trace, to {real}; it is not followed: put a "
                     "copy in its place"
@@ -70,27 +79,56 @@ class Store:
         return bool(self.filesystem.exists(self.checked_path(relative)))
 
     def read_bytes(self, relative: str) -> bytes:
-        return bytes(self.filesystem.cat_file(self.checked_path(relative)))
+        """A whole file. Raises DamagedTrace for one that cannot be in this machine's memory."""
+        path, size = self.checked_path(relative), self.file_size(relative)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > memory // 2:
+            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, and this machine a memory of {memory:,}")
+        return self.read_range(relative, 0, size) if self.is_local else bytes(self.filesystem.cat_file(path))
+
+    def file_size(self, relative: str) -> int:
+        """Bytes of a file."""
+        path = self.checked_path(relative)
+        if not self.is_local:
+            return int(self.filesystem.size(path) or 0)
+        with self._no_file_told(relative):
+            return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file, fewer where it ends before."""
+        """Bytes [start, stop) of a file, fewer where it ends before. Raises DamagedTrace for what is no regular file."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
-        with open(path, "rb", buffering=0) as file:
+        # Opening a FIFO would wait for somebody who writes to it.
+        with self._no_file_told(relative):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise DamagedTrace(f"{self.shown(relative)}: is no regular file, and is not read; remove it")
             parts = []
-            while start < stop and (part := os.pread(file.fileno(), stop - start, start)):
+            while start < stop and (part := os.pread(descriptor, min(stop - start, _READ_BYTES), start)):
                 parts.append(part)
                 start += len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _no_file_told(self, relative: str) -> Iterator[None]:
+        """Raise DamagedTrace for a socket, and for a link in a circle."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ELOOP):
+                raise
+            raise DamagedTrace(f"{self.shown(relative)}: is no regular file ({error.strerror}); remove it") from error
 
     def read_json(self, relative: str) -> bytes:
         """The bytes of a JSON document. Raises DamagedTrace for one that is too large to be one of ours."""
-        path = self.checked_path(relative)
-        size = int(self.filesystem.size(path) or 0)
+        size = self.file_size(relative)
         if size > MAX_BYTES:
             raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, which no JSON document of a trace has")
-        return bytes(self.filesystem.cat_file(path))
+        return self.read_bytes(relative)
 
     def seen_at(self, relative: str) -> float | None:
         """When a file was changed last, seconds since 1970; None where the file system does not tell."""
@@ -102,26 +140,12 @@ class Store:
 
     def files(self, folder: str) -> dict[str, int]:
         """Finished files directly in a folder: name -> bytes, sorted by name; empty when there is no such folder."""
-        self.filesystem.invalidate_cache(self.path(folder))
-        try:
-            entries = self.filesystem.ls(self.path(folder), detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        found = {
-            entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0)
-            for entry in entries
-            if entry["type"] != "directory" and entry["name"].rstrip("/") != self.path(folder)
-        }
+        found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
         """Names of the finished folders directly in a folder; empty when there is no such folder."""
-        self.filesystem.invalidate_cache(self.path(folder))
-        try:
-            entries = self.filesystem.ls(self.path(folder), detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+        names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def size(self, folder: str) -> int:
@@ -129,15 +153,71 @@ class Store:
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """All finished files below a folder: path relative to it -> bytes."""
-        self.filesystem.invalidate_cache(self.path(folder))
-        base = self.path(folder)
+        """All finished files below a folder: path relative to it -> bytes. No link to a folder is followed."""
+        found: dict[str, int] = {}
+        if not self.is_local:  # where one question lists everything
+            base = self.path(folder)
+            self.filesystem.invalidate_cache(base)
+            try:
+                entries: dict[str, dict[str, Any]] = self.filesystem.find(base, detail=True)
+            except FileNotFoundError:
+                return {}
+            found = {name[len(base) :].lstrip("/"): int(entry["size"] or 0) for name, entry in entries.items()}
+            return {name: size for name, size in sorted(found.items()) if f"/{TEMPORARY_PREFIX}" not in f"/{name}"}
+        waiting = [""]
+        while waiting:
+            below = waiting.pop()
+            for name, size, is_folder in self._entries(f"{folder}/{below}".rstrip("/")):
+                if not name.startswith(TEMPORARY_PREFIX):
+                    if is_folder:
+                        waiting.append(f"{below}{name}/")
+                    else:
+                        found[f"{below}{name}"] = size
+        return dict(sorted(found.items()))
+
+    def link_out(self, folder: str) -> str | None:
+        """Where a folder of the trace leads that is a link out of it; None for every other, and where there is none."""
+        if not self.is_local:
+            return None
+        real = os.path.realpath(self.path(folder))
+        return None if self._is_inside(real) else real
+
+    def _is_inside(self, real: str) -> bool:
+        return real == self._real_root or real.startswith(f"{self._real_root}{os.sep}")
+
+    def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
+        """Name, bytes and whether it is a folder, of what lies directly in a folder of the trace."""
+        if self.is_local:
+            yield from self._local_entries(folder)
+            return
+        path = self.path(folder)
+        self.filesystem.invalidate_cache(path)
         try:
-            entries: dict[str, dict[str, Any]] = self.filesystem.find(base, detail=True)
-        except FileNotFoundError:
-            return {}
-        relative = {name[len(base) :].lstrip("/"): int(entry["size"] or 0) for name, entry in entries.items()}
-        return {name: size for name, size in sorted(relative.items()) if f"/{TEMPORARY_PREFIX}" not in f"/{name}"}
+            entries: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            full = entry["name"].rstrip("/")
+            if full != path:
+                yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
+
+    def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
+        """A link to a file has the size of what it leads to; one to a folder is no folder of the trace, and is left out."""
+        if self.link_out(folder) is not None:
+            return
+        try:
+            entries = list(os.scandir(self.path(folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            try:
+                is_folder, size = entry.is_dir(), entry.stat().st_size
+            except OSError:  # a link that leads nowhere, or in a circle; or removed since
+                is_folder, size = False, 0
+                if not os.path.lexists(entry.path):
+                    continue
+            if not (is_folder and entry.is_symlink()):
+                yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
         """Read trace.json, which tells whether this is a trace and whether this build can read it."""

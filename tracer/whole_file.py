@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..schemas.errors import StorageError
 from ..schemas.layout import TEMPORARY_PREFIX, is_temporary
 
 
@@ -54,8 +55,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """`whole_file` in a trace. Raises FileNotFoundError when its folder is not there any more: it is not made again."""
+    """`whole_file` in a trace. Raises FileNotFoundError when its folder is not there any more: it is not made again.
+
+    Raises StorageError where a link would lead elsewhere.
+    """
     check_there(folder)
+    check_inside(folder, relative)
     with whole_file(folder / relative) as temporary:
         yield temporary
 
@@ -64,6 +69,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
     """Give a temporary path in a folder of a trace, for a file that is named for its content, and moved by the caller."""
     check_there(folder)
+    check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
     temporary = _beside(folder / kind / "unnamed")
     try:
@@ -76,6 +82,29 @@ def check_there(folder: Path) -> None:
     """Raise FileNotFoundError when a trace's folder was removed while it was recorded."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
+
+
+def check_inside(folder: Path, relative: str) -> None:
+    """Raise StorageError when a folder of a trace, on the way to one of its files, is a link: it would be written elsewhere."""
+    place = folder
+    for name in Path(relative).parent.parts:
+        place = place / name
+        if place.is_symlink():
+            raise _is_link(place)
+
+
+def check_no_links(folder: Path) -> None:
+    """Raise StorageError when any folder of a trace is a link."""
+    for base, names, _ in os.walk(folder):
+        for name in names:
+            if os.path.islink(os.path.join(base, name)):
+                raise _is_link(Path(base, name))
+
+
+def _is_link(place: Path) -> StorageError:
+    return StorageError(
+        f"{place}: is a link, and a trace is written in its own folders alone; put a copy of what it leads to in its place"
+    )
 
 
 def sync_file(path: Path) -> None:

@@ -26,7 +26,7 @@ from .attempts import Attempt
 from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
 from .segments import SegmentWriter
 from .weights.writer import WeightWriter
-from .whole_file import sync_file, trace_file, write_part
+from .whole_file import check_inside, sync_file, trace_file, write_part
 from .worker import Worker
 
 QUEUE_BYTES = 128 << 20
@@ -79,6 +79,7 @@ class TraceWriter:
         self._contracts: set[tuple[str, str]] = set()
         self._synced: set[Path] = set()
         self._invalid: InvalidRecord | None = None
+        check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
         self._reserve.parent.mkdir(parents=True, exist_ok=True)
         self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()

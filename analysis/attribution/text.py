@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..rows import shown
 from .attribution import Attribution, Onset, Suspect
 
 _SHOWN = 0.02
@@ -10,6 +11,7 @@ _SHOWN = 0.02
 
 def attribution_text(found: Attribution) -> str:
     """The verdict, then what moved first, the suspects with their evidence, and what would decide."""
+    found = shown(found)
     parts = [found.sentence]
     if found.differences:
         parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in found.differences))

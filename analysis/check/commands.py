@@ -67,4 +67,4 @@ def _trace(evidence: Evidence) -> str:
 
 def _pair(evidence: Evidence) -> str:
     a, b = evidence.sample.a.name, evidence.sample.b.name
-    return "" if (a, b) == ("train", "rollout") else f" --pair {a}:{b}"
+    return "" if (a, b) == ("train", "rollout") else f" --pair {shlex.quote(f'{a}:{b}')}"

@@ -7,6 +7,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from ..rows import shown
 from .checked import Checked
 from .finding import Finding
 
@@ -15,6 +16,7 @@ _INDENT = "  "
 
 def checked_text(checked: Checked, width: int | None = None) -> str:
     """Write what a check found, for reading: the verdict, and the evidence and next command of every finding."""
+    checked = shown(checked)
     looked = (
         "all of them"
         if checked.num_sampled_tokens >= checked.num_tokens

@@ -6,12 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ..check.text import checked_json, checked_text, wrapped
-from ..rows import Rows, to_text
+from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Settled
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
     """Write a diagnosis, for reading: the check, the numerics, what is normal, the alarms, the replays, what is next."""
+    found = shown(found)
     parts = [
         _titled("IS IT VALID?", checked_text(found.checked, width)),
         _titled("WHAT WAS COMPUTED IN?", wrapped(found.numerics.sentence, "", width)),

@@ -54,7 +54,7 @@ class _Opened:
     def width(self) -> int:
         """Elements of a token's distribution."""
         arrays = self.group.arrays
-        return self.head.weight_VH.shape[0] if HIDDEN in arrays else next(iter(arrays.values())).width
+        return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
     @property
     def head(self) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..check.text import wrapped
-from ..rows import Rows, table, to_text
+from ..rows import Rows, shown, table, to_text
 from .motion import Dynamics
 
 _MOST_PAIRS = 8
@@ -15,6 +15,7 @@ _MOST_PAIRS = 8
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     """Write it for reading: the answer, the onsets, the series, the length schedule, leads and lags, laws, what is open."""
+    found = shown(found)
     head = f"{found.run}: steps {found.first_step} to {found.last_step}, {found.num_steps:,} of them, d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in found.says)]
     if found.onsets:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_MOST, _MOST_BY = 10_000, 100
+"""Characters of a piece, and of what takes the place of a part of it: a decoder of a stranger must not make a piece grow."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -49,7 +51,7 @@ class Decoding:
         if self.byte_fallback and (found := _BYTE.fullmatch(piece)):
             return of_bytes(bytes([int(found[1], 16)]))
         for old, new in self.replaced:
-            piece = piece.replace(old, new)
+            piece = piece.replace(old, new)[:_MOST]
         if self.prefix is not None:
             return piece.removeprefix(self.prefix) if piece.startswith(self.prefix) else f" {piece}"
         return f" {piece}" if self.spaced else piece
@@ -57,15 +59,22 @@ class Decoding:
 
 def read_decoding(state: str | None) -> Decoding:
     """The decoding that a decoder's JSON says; None: the tokenizer has no decoder, and joins its tokens with spaces."""
-    if state is None:
+    return decoding_of(None if state is None else json.loads(state))
+
+
+def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
+    """The same of a decoder as a tokenizer.json holds it. Raises KeyError and its kin for what is no decoder."""
+    if decoder is None:
         return Decoding(spaced=True)
-    parts = {str(part.get("type")): part for part in _parts(json.loads(state))}
-    replaced = [found for part in _parts(json.loads(state)) if (found := _replaced(part)) is not None]
+    parts = {str(part.get("type")): part for part in _parts(decoder)}
+    replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
+    if any(not old or len(new) > _MOST_BY for old, new in replaced):
+        raise ValueError("its decoder replaces nothing, or by more than a mark")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
         replaced=tuple(replaced),
-        prefix=str(parts["WordPiece"]["prefix"]) if "WordPiece" in parts else None,
+        prefix=str(parts["WordPiece"].get("prefix", "##")) if "WordPiece" in parts else None,
     )
 
 
@@ -92,9 +101,9 @@ def _parts(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
     if part.get("type") == "Metaspace":
-        return str(part["replacement"]), " "
+        return str(part.get("replacement", "\u2581")), " "
     if part.get("type") == "BPEDecoder":
-        return str(part["suffix"]), " "
+        return str(part.get("suffix", "</w>")), " "
     if part.get("type") == "Replace" and "String" in part["pattern"]:
         return str(part["pattern"]["String"]), str(part["content"])
     return None

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..check.text import wrapped
-from ..rows import Rows, to_text
+from ..rows import Rows, shown, to_text
 from .concentration import CARRIED
 from .judged import Objective
 
@@ -28,6 +28,7 @@ _CARRIED = {
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
     """Write an objective, for reading: the verdict, the run's figures with their intervals, the worst steps or all."""
+    found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
     parts += [wrapped(f"note: {note}", "", width) for note in found.notes]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import CannotReplay
+from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
-from . import packing
+from . import packing, trusted
+
+MAX_MODULES = 200_000
+"""Modules and tensors of a model."""
 
 
 def build(
@@ -29,38 +35,77 @@ def build(
     `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name; `experts` is the
     implementation of a mixture's experts, as transformers names it. `factory` is
     `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
+    Without it the class is one of transformers' own, and its config asks for no code of others: see trusted.
     Raises CannotReplay.
     """
     import torch
 
+    trusted.check_dtype(dtype)
+    trusted.check_attention(attention, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
         return model.to(device=device, dtype=getattr(torch, dtype))
-    module, _, name = str(identity.get("class", "")).rpartition(".")
+    trusted.check_experts(experts)
+    path = str(identity.get("class", ""))
+    model_class, config = trusted.model_class(path), trusted.safe_config(identity["config"])
     try:
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-        model = _of_transformers(module, name, dict(identity["config"]), chosen)
-    except (ImportError, AttributeError, ValueError, TypeError, KeyError) as error:
+        model = _of_transformers(model_class, config, chosen)
+    except CannotReplay:
+        raise
+    except Exception as error:  # whatever transformers raises for a config that is none of the class's
         raise CannotReplay(
-            f"the model cannot be rebuilt: {module}.{name} with attention {attention!r}: {error}; install the versions "
+            f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             "that the trace names (tim-trace info), choose another --attention, or build it with --model-factory"
         ) from error
     return model.to(device)
 
 
-def _of_transformers(module: str, name: str, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
+def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
+    import torch
     from transformers.initialization import no_init_weights
 
     packing.register()
-    model_class = getattr(importlib.import_module(module), name)
+    # Without memory first: what a config asks for is known before any of it is there.
+    with torch.device("meta"), no_init_weights(), _within_memory():
+        model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # every weight is loaded; what is left to set are buffers
     model.init_weights()
     return model
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Raise CannotReplay as soon as a model that is being built has more parts or bytes than this machine can hold."""
+    from torch.nn.modules import module as modules
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = num_bytes = 0
+
+    def count(_owner: Any, _name: str, part: Any) -> None:
+        nonlocal parts, num_bytes
+        parts += 1
+        if hasattr(part, "element_size"):
+            num_bytes += part.numel() * part.element_size()
+        if parts > MAX_MODULES or num_bytes > memory:
+            raise CannotReplay(
+                f"the model cannot be rebuilt: its config asks for {parts:,} modules and {num_bytes:,} bytes so far, and this "
+                f"machine has {memory:,}; replay on a larger one, or is the trace damaged?"
+            )
+
+    with ExitStack() as stack:
+        for register in (
+            modules.register_module_parameter_registration_hook,
+            modules.register_module_buffer_registration_hook,
+            modules.register_module_module_registration_hook,
+        ):
+            stack.callback(register(count).remove)
+        yield
 
 
 def _function(path: str) -> Any:

@@ -13,6 +13,7 @@ from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
 from ..batching import PaddedBatch
 from ..settings import autocast
+from . import trusted
 
 
 class TrlScorer:
@@ -21,16 +22,19 @@ class TrlScorer:
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
         """Give the model TRL's fused head; without an `autocast_dtype` there is no autocast.
 
-        Raises CannotReplay when the function is not installed.
+        Raises CannotReplay when the function is not TRL's own, or not installed.
         """
+        trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
         self._score = _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
-        self._grad = bool(contract["grad_enabled"])
+        self._grad = bool(contract.get("grad_enabled"))
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
-        self._head(model, temperature=contract["temperature"], cast_lm_head_to_fp32=head_in_fp32, outputs=outputs)
-        model.train(bool(contract["training_mode"]))
+        self._head(
+            model, temperature=contract.get("temperature") or 1.0, cast_lm_head_to_fp32=head_in_fp32, outputs=outputs
+        )
+        model.train(bool(contract.get("training_mode")))
         self._model = model
         self.backbone = model.base_model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
@@ -84,7 +88,9 @@ def scores(contract: Contract) -> bool:
 
 
 def _function(path: str) -> Any:
-    """`package.module.Class.method` or `package.module.function`."""
+    """`package.module.Class.method` or `package.module.function`, of those that are trusted."""
+    if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
+        raise CannotReplay(f"{path}: is not TRL's own, so it is not called")
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -34,6 +34,7 @@ def gradient(
     loss: str | None = None,
     smoothness: float | None = None,
     model_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> GradientReport:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
@@ -50,14 +51,15 @@ def gradient(
     fewer, the step is run once more with its groups dealt out to so many; 0 leaves that, and them, out. `loss` says fields
     of the loss where the trace does not, or in the place of what it says, as `kind=ppo_clip,clip_high=0.28`.
     `smoothness` is L of arXiv 2602.01826, eq. 13. `model_factory`, as `module:function`, builds the model where
-    transformers does not know its class. Nothing is written.
+    transformers does not know its class. `weights_from` is the folder of the run's checkpoints, where the trace has no weights
+    of its own. Nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
         raise InvalidOption(f"micro-batches: got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none")
     arms = _arms(against)
-    run = RecordedRun(trace, model_factory=model_factory)
+    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
     asked = _Asked(

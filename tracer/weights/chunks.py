@@ -112,8 +112,11 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
     return len(encoded)
 
 
-def decode_chunk(encoded: bytes, dtype: str, out_C: np.ndarray | None = None) -> np.ndarray:
-    """[C] bits of a chunk, in `out_C` where it is given. Raises ValueError for bytes that are no such chunk."""
+def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
+    """[C] bits of a chunk of `size` elements, in `out_C` where it is given. Raises ValueError for bytes that are no such chunk."""
+    # blosc makes room for what the chunk's header says.
+    if len(encoded) < 16 or int.from_bytes(encoded[4:8], "little") != size * ITEM_BYTES[dtype]:
+        raise ValueError(f"it does not hold {size:,} elements of {dtype}")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out_C), bits_type(dtype))
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from ...schemas.checksums import whole_hash
-from ...schemas.errors import DamagedTrace, WeightsMissing
+from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
@@ -39,9 +39,20 @@ class WeightReader:
     It holds the version that it read last: going from one version to the next applies one delta.
     """
 
-    def __init__(self, store: Store, writers: Sequence[WriterState] = (), *, needs_checksums: bool = False):
-        """`writers` account for the versions, and say to which attempt at training each belongs."""
+    def __init__(
+        self,
+        store: Store,
+        writers: Sequence[WriterState] = (),
+        *,
+        needs_checksums: bool = False,
+        checkpoints: str | None = None,
+    ):
+        """`writers` account for the versions, and say to which attempt at training each belongs.
+
+        `checkpoints` is the folder where the trace says that its weights are, to be told where it has none.
+        """
         self.store = store
+        self.checkpoints = checkpoints
         self.damaged: list[str] = []
         """What cannot be read or is missing, a sentence each."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
@@ -113,7 +124,17 @@ class WeightReader:
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
-        parts = self._parts(version, attempt)
+        try:
+            return self._load(self._parts(version, attempt))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, TimTraceError):
+                raise
+            raise DamagedTrace(
+                f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not fit each other ({first_line(error)}); restore "
+                "the folder from a copy"
+            ) from error
+
+    def _load(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
         filled: dict[str, int] = {}
         seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -180,13 +201,19 @@ class WeightReader:
                     f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype}, and no array"
                 )
             size = chunk_elements(dtype, len(bits[dtype]))
+            if len(set(chunks)) != len(chunks) or not all(
+                0 <= index * size < max(len(bits[dtype]), 1) for index in chunks
+            ):
+                raise DamagedTrace(
+                    f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                )
             for index in chunks:
                 where = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
                 target = bits[dtype][index * size : (index + 1) * size]
                 # A keyframe's whole chunks are the bits themselves, and need no room of their own.
                 in_place = record.is_keyframe and len(target) == size
                 try:
-                    part_C = decode_chunk(self.store.read_bytes(where), dtype, target if in_place else None)
+                    part_C = decode_chunk(self.store.read_bytes(where), dtype, size, target if in_place else None)
                 except (OSError, ValueError) as error:
                     what = "keyframe" if record.is_keyframe else "delta"
                     raise DamagedTrace(
@@ -220,8 +247,18 @@ class WeightReader:
                     f"a writer's part is missing (there: {held})"
                 )
 
+    @property
+    def told_checkpoints(self) -> str:
+        """Where the trace says that its weights are, and how to have them read."""
+        return (
+            f"they lie in checkpoints outside of it, by its own word in {self.checkpoints!r}, which is not read unless you name "
+            "the folder: --weights-from DIR, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
+        )
+
     def _range(self) -> str:
         versions = self.versions
+        if not versions and self.checkpoints is not None:
+            return self.told_checkpoints
         if not versions:
             return "it has none: record with --weights delta, or name checkpoints with --weights-from"
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
@@ -249,6 +286,8 @@ def _layout(content: bytes, expected: str | None) -> WeightLayout:
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content is not what was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
+    if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
+        raise ValueError("it names a tensor twice")
     _check_room(found)
     return found
 
@@ -261,5 +300,6 @@ def _check_room(layout: WeightLayout) -> None:
             raise ValueError(f"{tensor.name} cannot be {tensor.dtype} of shape {tensor.shape}")
     whole = sum(math.prod(t.whole_shape) * ITEM_BYTES[t.dtype] for t in layout.tensors if t.whole_shape is not None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if max(layout.num_bytes, whole) > memory:
-        raise ValueError(f"its tensors have {max(layout.num_bytes, whole):,} bytes, and this machine {memory:,}")
+    needed = 2 * max(layout.num_bytes, whole)  # what is held, and what is given away
+    if needed > memory:
+        raise ValueError(f"its tensors need {needed:,} bytes, and this machine has {memory:,}")

@@ -1,0 +1,220 @@
+"""What a trace may name for a replay to call: fixed lists of TRL's functions, transformers' models and torch's names.
+
+A trace can be of a stranger. Whatever else it names runs on the user's own word alone, which is `--model-factory`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ...schemas.contract import Contract
+from ...schemas.errors import CannotReplay
+from . import packing
+
+SCORING_FUNCTIONS = (
+    "trl.trainer.grpo_trainer.GRPOTrainer._get_per_token_logps_and_entropies",
+    "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
+)
+FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
+_FLASH = {"flash_attention_2": "is_flash_attn_2_available", "flash_attention_3": "is_flash_attn_3_available"}
+"""Attention -> transformers' function that says whether its package is installed; else it would fetch a kernel from the hub."""
+ATTENTIONS = ("eager", "sdpa", "flex_attention", *_FLASH, packing.NAME)
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_MODEL_LISTS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+"""transformers' own lists of models that give logits of tokens."""
+
+_DROPPED = frozenset({
+    "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path", "_commit_hash", "code_revision",
+    "quantization_config", "kernel_config", "use_kernels", "_kernel_config",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
+    "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
+})  # fmt: skip
+"""Fields of a config that transformers would fetch or import something for, and labels that no such model has."""
+_COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
+_MOST = 1_000_000
+"""Layers, heads or experts that a config may ask for."""
+_FACTORY = "or build the model with --model-factory MODULE:FUNCTION, whose code is then yours"
+
+
+class _Torch(msgspec.Struct):
+    autocast_dtype: str | None = None
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    deterministic_algorithms: bool | None = None
+    num_threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    mkldnn: bool | None = None
+    sdp_flash: bool | None = None
+    sdp_mem_efficient: bool | None = None
+    sdp_math: bool | None = None
+    sdp_cudnn: bool | None = None
+
+
+class _Model(msgspec.Struct):
+    dtypes: Annotated[dict[str, int], msgspec.Meta(min_length=1)]
+    attention: str | None = None
+    experts: str | None = None
+
+
+_Word = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,40}$")]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
+
+class _EngineArguments(msgspec.Struct):
+    max_num_seqs: _Count | None = None
+    max_num_batched_tokens: _Count | None = None
+    quantization: _Word | None = None
+    enforce_eager: bool | None = None
+    kv_cache_dtype: _Word | None = None
+    tensor_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)] | _Word | None = None
+
+
+class _Scoring(msgspec.Struct):
+    """What a replay reads of a contract."""
+
+    torch: _Torch
+    model: _Model
+    temperature: float | None = None
+    engine: str | None = None
+    scoring_function: str | None = None
+    fused_lm_head: str | None = None
+    grad_enabled: bool | None = None
+    training_mode: bool | None = None
+    cast_lm_head_to_fp32: bool | None = None
+    gradient_checkpointing: bool | None = None
+    rows_a_forward: int | None = None
+
+
+def check_contract(contract: Contract, where: str) -> None:
+    """Raise CannotReplay for a contract of which a replay cannot read what it needs."""
+    try:
+        read = msgspec.convert(contract, _Scoring)
+    except msgspec.ValidationError as error:
+        raise CannotReplay(f"{where}: its contract is none that can be replayed ({error})") from error
+    autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
+    if autocast != "None":
+        check_dtype(autocast)
+
+
+def check_scoring(contract: Contract) -> None:
+    """Raise CannotReplay where a contract of TRL names another function than TRL's own."""
+    for field, allowed in (("scoring_function", SCORING_FUNCTIONS), ("fused_lm_head", FUSED_HEADS)):
+        name = contract.get(field)
+        if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
+            raise CannotReplay(
+                f"the contract names the {field} {_named(name)}, which is not TRL's own, so it is not called; replay a trace of "
+                f"TRL's own trainers, {_FACTORY}"
+            )
+
+
+def check_attention(name: str, *, is_own_model: bool = False) -> None:
+    """Raise CannotReplay for an attention that transformers would import or fetch from the hub.
+
+    A model that the user's factory builds (`is_own_model`) may have one that is called anything but such a place.
+    """
+    if is_own_model and re.fullmatch(r"\w+", name):
+        return
+    if name not in ATTENTIONS:
+        raise CannotReplay(
+            f"the contract names the attention {_named(name)}, which is none of {', '.join(ATTENTIONS[:-1])}, so it is not loaded; "
+            f"{_FACTORY[3:]}"
+        )
+    if name in _FLASH:
+        from transformers.utils import import_utils
+
+        if not getattr(import_utils, _FLASH[name])():
+            raise CannotReplay(
+                f"the contract names the attention {name}, whose package is not installed here, and nothing is fetched in its "
+                f"place; install it, {_FACTORY}"
+            )
+
+
+def check_experts(name: str | None) -> None:
+    """Raise CannotReplay for an implementation of experts that is not torch's own."""
+    if name is not None and name not in EXPERTS:
+        raise CannotReplay(
+            f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}, so they are not loaded; "
+            f"{_FACTORY[3:]}"
+        )
+
+
+def check_dtype(name: str) -> None:
+    """Raise CannotReplay for what is not the name of a dtype that a model can have."""
+    if name not in DTYPES:
+        raise CannotReplay(
+            f"the contract names the dtype {_named(name)}, which is none of {', '.join(DTYPES)}; is the trace damaged?"
+        )
+
+
+def model_class(path: str) -> Any:
+    """transformers' class of this full name, out of its own lists of language models. Raises CannotReplay.
+
+    The name is looked up in the lists that transformers has: no module is imported because a trace names it.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    module, _, name = path.rpartition(".")
+    listed = {
+        entry
+        for kind in _MODEL_LISTS
+        for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values()
+        for entry in ((names,) if isinstance(names, str) else names)
+    }
+    found = getattr(transformers, name, None) if name in listed else None
+    if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
+        raise CannotReplay(
+            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is none of the installed transformers' "
+            f"language models, so it is not imported; install the transformers that the trace names (tim-trace info), {_FACTORY}"
+        )
+    return found
+
+
+def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config without what transformers would fetch, import or run for it, at any depth.
+
+    Raises CannotReplay for sizes that no model has. The class, attention, experts and dtype are chosen apart.
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in _DROPPED or (name.startswith("__") and name.endswith("__")):
+            continue
+        if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
+            continue
+        if name == "architecture" and ":" in str(value):  # timm's names of places
+            raise CannotReplay(
+                f"the model's config names the architecture {_named(value)}, which is a place; {_FACTORY[3:]}"
+            )
+        found[name] = _safe_value(name, value)
+    return found
+
+
+def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
+    """The recorded arguments of a vLLM engine that a replay gives again. Raises CannotReplay for values of other kinds."""
+    try:
+        found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
+    except msgspec.ValidationError as error:
+        raise CannotReplay(f"engine vllm: the recorded arguments are none that can be replayed ({error})") from error
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _safe_value(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return safe_config(value)
+    if isinstance(value, list):
+        return [_safe_value(name, item) for item in value]
+    if isinstance(value, int) and (abs(value) >= 1 << 40 or (value > _MOST and _COUNTS.search(name))):
+        raise CannotReplay(
+            f"the model's config asks for {_named(name)} {value:,}, which no model has; is the trace damaged?"
+        )
+    return value
+
+
+def _named(value: Any) -> str:
+    return ascii(value)[:200]
