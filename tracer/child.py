@@ -44,16 +44,20 @@ class Child:
             raise
         return cls(process, unblock)
 
-    def wait(self) -> int:
+    def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
         """Wait for its end and return its exit code, 128 and the signal's number for one that died of a signal.
+
+        `meanwhile` is called every `every_s` seconds.
 
         What a process sends to this one is sent on. What the terminal sends (Ctrl-C, a hang-up), the command gets from it,
         too, and is not sent twice.
         """
         try:
             while (code := self._process.poll()) is None:
-                found = signal.sigwaitinfo(_WATCHED)
-                if found.si_signo != signal.SIGCHLD and found.si_code <= 0:
+                found = signal.sigtimedwait(_WATCHED, every_s)
+                if found is None:
+                    meanwhile()
+                elif found.si_signo != signal.SIGCHLD and found.si_code <= 0:
                     self._process.send_signal(found.si_signo)
             while signal.sigtimedwait(_WATCHED, 0) is not None:  # for the command, which has ended
                 pass

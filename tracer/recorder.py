@@ -11,6 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..schemas.writer_state import CLOSED
 from . import environment
 from .attempts import next_attempt
 from .batch import Batch
-from .create import create_trace, join_trace
+from .create import join_trace, new_trace
 from .dense import Distribution, bits, check_num_rows
 from .masks import padding_of
 from .metrics import check_metrics, metric_rows
@@ -115,9 +116,10 @@ class Recorder:
             folder = join_trace(path, manifest)
             if not resume:
                 _refuse_finished(folder, path)
+            self._start(_open_writer(folder, queue_bytes))
         else:
-            folder = create_trace(path, manifest, force=force)
-        self._start(TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), "recorder")))
+            with new_trace(path, manifest, force=force) as folder:
+                self._start(_open_writer(folder, queue_bytes))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
@@ -699,6 +701,10 @@ def _check_types(what: str, **given: tuple[Any, Any]) -> None:
 
 def _type_names(type: Any) -> list[str]:
     return [part.__name__ for part in getattr(type, "__args__", (type,))]
+
+
+def _open_writer(folder: Path, queue_bytes: int) -> TraceWriter:
+    return TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), "recorder"))
 
 
 def _refuse_finished(folder: Any, path: Any) -> None:

@@ -121,6 +121,11 @@ def _look(snapshot: Snapshot) -> None:
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
+    for name in store.aside():
+        snapshot.ignored.append(
+            f"{store.shown(name)}: the trace that lay here before; the process that replaced it died before it removed it. Read "
+            "it there, or remove it"
+        )
     for state in snapshot.writers:
         if state.state == FAILED:
             snapshot.damaged.append(

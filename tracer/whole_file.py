@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..schemas.layout import TEMPORARY_PREFIX, is_temporary
+from ..schemas.layout import TEMPORARY_PREFIX, WHOLE_TRACES, is_temporary
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -89,9 +89,9 @@ def sync_file(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed writers left half-written; only when no writer of the trace is alive."""
+    """Remove what killed writers left half-written; only when no writer of the trace is alive. Whole traces are left."""
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        if is_temporary(path.name):
+        if is_temporary(path.name) and not path.relative_to(folder).parts[0].startswith(WHOLE_TRACES):
             _remove(path)
 
 
