@@ -44,6 +44,11 @@ def restarts() -> str:
     return "-".join(told).strip("-")
 
 
+def is_of_this_start(state: WriterState, session: str) -> bool:
+    """Whether a writer's process was started as this one was: torchrun and Slurm did not restart it since."""
+    return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
+
+
 def _base(state: WriterState) -> str:
     return str(state.attempt_key).rpartition(".")[0]
 

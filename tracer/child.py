@@ -9,10 +9,18 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 FORWARDED = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP,
+    signal.SIGCONT,
 )  # fmt: skip
 _WATCHED = (*FORWARDED, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1
+
+
+def _stop() -> None:
+    """Stop this process, as without a handler, until somebody lets it go on."""
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 class Child:
@@ -49,8 +57,8 @@ class Child:
 
         `meanwhile` is called every `every_s` seconds.
 
-        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, a hang-up), the command gets from it,
-        too, and is not sent twice.
+        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, Ctrl-Z, a hang-up), the command gets
+        from it, too, and is not sent twice. This process stops and goes on with the command.
         """
         try:
             while (code := self._process.poll()) is None:
@@ -59,6 +67,8 @@ class Child:
                     meanwhile()
                 elif found.si_signo != signal.SIGCHLD and found.si_code <= 0:
                     self._process.send_signal(found.si_signo)
+                if found is not None and found.si_signo == signal.SIGTSTP:
+                    _stop()
             while signal.sigtimedwait(_WATCHED, 0) is not None:  # for the command, which has ended
                 pass
         finally:
