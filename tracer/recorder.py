@@ -118,10 +118,10 @@ class Recorder:
             folder = join_trace(path, manifest)
             if not resume:
                 _refuse_finished(folder, path)
-            self._start(_open_writer(folder, queue_bytes))
+            self._start(_open_writer(folder, queue_bytes, resumes=resume))
         else:
             with new_trace(path, manifest, force=force) as folder:
-                self._start(_open_writer(folder, queue_bytes))
+                self._start(_open_writer(folder, queue_bytes, resumes=False))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
@@ -705,8 +705,9 @@ def _type_names(type: Any) -> list[str]:
     return [part.__name__ for part in getattr(type, "__args__", (type,))]
 
 
-def _open_writer(folder: Path, queue_bytes: int) -> TraceWriter:
-    return TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), ATTEMPT_SESSION))
+def _open_writer(folder: Path, queue_bytes: int, *, resumes: bool) -> TraceWriter:
+    attempt = next_attempt(Store(folder), ATTEMPT_SESSION, resumes=resumes)
+    return TraceWriter(folder, queue_bytes=queue_bytes, attempt=attempt)
 
 
 def _refuse_finished(folder: Any, path: Any) -> None:

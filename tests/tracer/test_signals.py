@@ -100,7 +100,8 @@ def test_a_command_that_ignores_ctrl_c_goes_on_and_so_does_the_recording(tmp_pat
 
 
 def test_what_is_stopped_goes_on(tmp_path):
-    with started(tmp_path, TELLS, mark=(mark := uuid.uuid4().hex)) as process:
+    # A group of its own: one whose parents have gone is not stopped by the terminal's signals.
+    with started(tmp_path, TELLS, mark=(mark := uuid.uuid4().hex), process_group=0) as process:
         process.send_signal(signal.SIGTSTP)
         assert wait_for(lambda: set(marked(mark).values()) == {"T"}), marked(mark)
         process.send_signal(signal.SIGCONT)
