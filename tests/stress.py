@@ -16,7 +16,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tracer")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent / "tracer"))
 
 from builders import PROGRAMS, make_batch
 from tim_trace.analysis.database import connect

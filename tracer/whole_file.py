@@ -82,14 +82,13 @@ def check_there(folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
 
 
-def sync_file(path: Path) -> None:
-    """Have a file and its place in its folder survive a loss of power."""
-    for name, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
-        descriptor = os.open(name, flags)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Have what a file holds, or which names a folder holds, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_temporaries(folder: Path) -> None:
