@@ -16,6 +16,8 @@ _TASK_BYTES = 16 << 10
 """Bytes that take as long as what every task has to do."""
 _REMEMBERED_S = 0.5
 """Seconds of work by which the pace is judged."""
+_FIRST_PACE = 64 << 20
+"""Bytes a second, until tasks have shown theirs."""
 _SHARE = 0.75
 """Share of the longest wait that the queue may be expected to take: tasks do not all take as long as the last ones."""
 _LOOKS_EVERY_S = 0.01
@@ -148,7 +150,7 @@ class _Pace:
     """How long tasks take, by the last ones."""
 
     def __init__(self) -> None:
-        self._seconds, self._weight = 0.0, 1.0
+        self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
 
     def note(self, seconds: float, num_bytes: int) -> None:
         """Count a task that ran; what was before counts less, by the time that passed since."""
