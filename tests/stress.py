@@ -134,6 +134,7 @@ def main():
     parser.add_argument("what", choices=["durability", "deaths"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--work", action="append", help="of deaths: one of them; may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tim-trace-stress-") as name:
         folder = Path(name)
@@ -143,7 +144,7 @@ def main():
             sys.exit(found.lost > 0)
         from test_deaths import CHECKS, check_deaths
 
-        for work in CHECKS:
+        for work in arguments.work or CHECKS:
             print(
                 f"{work}: {check_deaths(folder / work, work, arguments.seed, arguments.count)} deaths, nothing lost",
                 flush=True,

@@ -36,8 +36,6 @@ def check_replacing(death, made):
         assert held(there) in (OLD, *made), death
     for aside in death["aside"]:  # one whose removal had begun has no manifest any more
         assert held(aside) == OLD or "holds no trace.json" in aside["error"], death
-    if held(there) == (0, 0) and not any("aside" in name for name in death["aside"]):
-        assert death["aside"], death
     assert not death["temporaries"], death
 
 
@@ -104,8 +102,9 @@ def check_deaths(tmp_path, work, seed, count):
     return len(found)
 
 
-@pytest.mark.parametrize(("work", "count"), [
-    ("import", 5), ("first-import", 2), ("record", 5), ("recorder", 3), ("adopt", 3), ("sums", 2), ("report", 1), ("weights", 2),
-])  # fmt: skip
-def test_what_was_there_is_there_when_a_process_is_killed(tmp_path, work, count):
-    assert check_deaths(tmp_path, work, seed=7, count=count)
+COUNTS = {"import": 3, "first-import": 1, "record": 3, "recorder": 1, "adopt": 2, "sums": 1, "weights": 1}
+
+
+@pytest.mark.parametrize("work", COUNTS)
+def test_what_was_there_is_there_when_a_process_is_killed(tmp_path, work):
+    assert check_deaths(tmp_path, work, seed=7, count=COUNTS[work])
