@@ -1,6 +1,7 @@
 # make demo    record a real GRPO run and look at it
 # make test    install everything, check style and types, run all tests
 # make lint    style and types alone
+# make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
 # make docs    write the generated parts of docs/ anew
 
@@ -30,7 +31,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint stress bench docs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -49,6 +50,10 @@ lint: $(VENV)/test-installed
 	mkdir -p "$(VENV)/typed"
 	ln -sfn "$(CURDIR)" "$(VENV)/typed/tim_trace"
 	MYPYPATH="$(VENV)/typed" "$(BIN)/mypy" -p tim_trace.schemas -p tim_trace.tracer -p tim_trace.replay -p tim_trace.analysis -m tim_trace.cli
+
+stress: $(VENV)/test-installed
+	"$(BIN)/python" tests/stress.py durability --count 60
+	"$(BIN)/python" tests/stress.py deaths --count 0
 
 bench: $(VENV)/test-installed
 	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/run.py

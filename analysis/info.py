@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
-from ..schemas.writer_state import CLOSED, FAILED, WriterState
+from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
 from ..tracer.environment import NUMERIC_LIBRARIES
+from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from .database import Database
 from .source import Source, open_source
 
@@ -68,6 +70,8 @@ class AttemptInfo:
     num_sequences: int
     num_superseded: int
     """Sequences of steps that a later attempt made again: views leave them out."""
+    superseded: tuple[tuple[int, int], ...] = ()
+    """The steps that a later attempt made again, as first and last step of each run of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,8 @@ class TraceInfo:
     """Attempts at training, where there are several: a run that resumed from a checkpoint."""
     has_checksums: bool = True
     """Whether every file has checksums; those of earlier releases have none, so that damage inside of them is not seen."""
+    judged: tuple[str, ...] = field(default=())
+    """How it is known that a process still writes or does not, where its process cannot be seen from here, a sentence each."""
     missing: tuple[str, ...] = field(default=())
     """What the trace lacks, a sentence each."""
     damaged: tuple[str, ...] = field(default=())
@@ -128,11 +134,9 @@ def info(trace: str | Database) -> TraceInfo:
     source = database.sources[0]
     written = dict((name, counts) for name, *counts in database.connection.execute(_WRITTEN).fetchall())
     writers = [
-        _writer(source, state, *written.get(state.writer, (0, 0)))
-        for state in source.writers
-        if state.exit_code is None
+        _writer(source, state, *written.get(state.writer, (0, 0))) for state in source.writers if not state.is_launcher
     ]
-    launched = [state for state in source.writers if state.exit_code is not None]
+    launched = [state for state in source.writers if state.is_launcher]
     model = next((state.model for state in source.writers if state.model), {})
     tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
     versions = next((state.versions for state in source.writers if state.versions), {})
@@ -148,7 +152,7 @@ def info(trace: str | Database) -> TraceInfo:
         source=manifest.source,
         command=manifest.command,
         exit_code=max(launched, key=lambda state: state.opened_at).exit_code if launched else None,
-        state=_state(writers),
+        state=_state(source, writers),
         capture=manifest.capture,
         capture_fraction=manifest.capture_fraction,
         model=model.get("name") or model.get("class"),
@@ -161,6 +165,7 @@ def info(trace: str | Database) -> TraceInfo:
         num_bytes=_bytes(source),
         attempts=attempts(database),
         has_checksums=not source.snapshot.unchecked,
+        judged=tuple(_judged(source)),
         missing=(*_missing(database, source, writers), *_not_recorded(source)),
         damaged=tuple(source.damaged),
         ignored=tuple(source.snapshot.ignored),
@@ -184,7 +189,8 @@ _WRITTEN = """
 
 _ATTEMPTS = """
     SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
-           count(*) FILTER (attempt < newest) AS num_superseded
+           count(*) FILTER (attempt < newest) AS num_superseded,
+           list_sort(list(DISTINCT step) FILTER (attempt < newest)) AS superseded
     FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
     WHERE attempt IS NOT NULL
     GROUP BY attempt
@@ -253,8 +259,32 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
             found.append(f"writer {writer.writer} ended without closing: what it had not yet appended is lost")
         elif writer.state == STOPPED:
             found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
+    for state in source.writers:
+        if state.is_launcher and state.state == OPEN and not source.snapshot.liveness[state.writer].is_alive:
+            found.append("`tim-trace record` ended before its command: how the command ended is not known")
     if source.snapshot.torn_bytes and source.is_live:
         found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
+    return found
+
+
+def _judged(source: Source) -> list[str]:
+    """What decided about writers that are open and whose process cannot be seen from here."""
+    found = []
+    for state in source.writers:
+        judged = source.snapshot.liveness[state.writer]
+        who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
+        if judged.how == RESTARTED:
+            found.append(f"{who} has ended: this machine was started anew since its last sign")
+        elif judged.how == AGE and judged.silent_s is None:
+            found.append(
+                f"{who} counts as live: its process cannot be seen from here, and the age of its files is not known"
+            )
+        elif judged.how == AGE:
+            counts = "live" if judged.is_alive else "ended"
+            found.append(
+                f"{who} counts as {counts}: its process cannot be seen from here, and it gave its last sign "
+                f"{duration(judged.silent_s or 0.0)} ago (ended after {duration(SILENT_S)} without one)"
+            )
     return found
 
 
@@ -268,7 +298,28 @@ def attempts(database: Database) -> tuple[AttemptInfo, ...]:
     """The attempts at training of a trace, where there are several."""
     if not database.sources[0].newest:
         return ()
-    return tuple(AttemptInfo(**row) for row in database.ask(_ATTEMPTS).dicts())
+    rows = database.ask(_ATTEMPTS).dicts()
+    return tuple(AttemptInfo(**row | {"superseded": _runs(row["superseded"] or [])}) for row in rows)
+
+
+def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """First and last step of each run of steps, which come sorted.
+
+    >>> _runs([1, 2, 3, 7, 9, 10])
+    ((1, 3), (7, 7), (9, 10))
+    """
+    firsts = [step for place, step in enumerate(steps) if not place or steps[place - 1] < step - 1]
+    lasts = [step for place, step in enumerate(steps) if place == len(steps) - 1 or steps[place + 1] > step + 1]
+    return tuple(zip(firsts, lasts, strict=True))
+
+
+def steps_text(runs: Sequence[tuple[int, int]]) -> str:
+    """Runs of steps in words.
+
+    >>> steps_text([(1, 3), (7, 7)])
+    '1 to 3, 7'
+    """
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
 
 
 def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:
@@ -290,15 +341,28 @@ def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: 
     )
 
 
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(40.2), duration(900), duration(3 * 86400)
+    ('40 s', '15 min', '72 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def state_of(source: Source) -> str:
     """Whether a trace is `live`, `finished`, `killed` or `stopped`."""
-    return _state([_writer(source, state, 0, 0) for state in source.writers if state.exit_code is None])
+    return _state(source, [_writer(source, state, 0, 0) for state in source.writers if not state.is_launcher])
 
 
-def _state(writers: list[WriterInfo]) -> str:
-    """The worst that happened, or that it goes on."""
+def _state(source: Source, writers: list[WriterInfo]) -> str:
+    """The worst that happened, or that it goes on: also where `tim-trace record` runs and nothing writes yet."""
+    if source.is_live:
+        return LIVE
     states = {writer.state for writer in writers}
-    return next((state for state in (LIVE, STOPPED, KILLED) if state in states), FINISHED)
+    return next((state for state in (STOPPED, KILLED) if state in states), FINISHED)
 
 
 def _bytes(source: Source) -> dict[str, int]:

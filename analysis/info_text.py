@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo
+from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo, steps_text
 from .rows import Rows, shown, to_text
 
 _STATES = {
@@ -46,13 +46,27 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
             f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})",
         ),
     ]
+    if not info.has_checksums:
+        facts.append(
+            (
+                "checksums",
+                "no checksums (format 1): damage inside of a file is not seen where the file can still be read",
+            )
+        )
     name_width = max(len(name) for name, _ in facts)
     parts = ["\n".join(f"{name:<{name_width}}  {value}" for name, value in facts)]
     if info.passes:
         parts.append(to_text(_passes(info), width))
     if sum(w.num_sequences > 0 for w in info.writers) > 1 or any(_is_telling(w) for w in info.writers):
         parts.append(to_text(_writers(info), width))
-    for title, sentences in (("missing", info.missing), ("damaged", info.damaged), ("passed over", info.ignored)):
+    if info.attempts:
+        parts.append(f"{to_text(_attempts(info), width)}\n\n{_newest_counts(info)}")
+    for title, sentences in (
+        ("judged", info.judged),
+        ("missing", info.missing),
+        ("damaged", info.damaged),
+        ("passed over", info.ignored),
+    ):
         if sentences:
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
     return "\n\n".join(parts)
@@ -100,6 +114,25 @@ def _writers(info: TraceInfo) -> Rows:
     # Replays add scores and no sequences; a writer of theirs that ended well has nothing to tell.
     shown = [w for w in info.writers if w.num_sequences or _is_telling(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
+
+
+def _attempts(info: TraceInfo) -> Rows:
+    columns = ("attempt", "steps", "sequences", "made again later")
+    rows = [
+        (a.attempt, steps_text([(a.first_step, a.last_step)]), a.num_sequences, steps_text(a.superseded) or None)
+        for a in info.attempts
+    ]
+    return Rows(columns, rows)
+
+
+def _newest_counts(info: TraceInfo) -> str:
+    left_out = sum(attempt.num_superseded for attempt in info.attempts)
+    if not left_out:
+        return f"{len(info.attempts)} attempts at training; no step was made twice."
+    return (
+        f"{len(info.attempts)} attempts at training. A step counts as its newest attempt made it: {left_out:,} sequences of "
+        "earlier ones are in no number here; all_sequences, all_scores and all_metrics have every row."
+    )
 
 
 def _largest(info: TraceInfo) -> list[tuple[str, int]]:

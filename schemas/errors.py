@@ -44,7 +44,7 @@ class InvalidQuery(TimTraceError, ValueError):
 
 
 class QueryFailed(TimTraceError, RuntimeError):
-    """DuckDB could not answer, for want of memory or room on the disk."""
+    """No answer could be had: DuckDB lacks memory or room on the disk, or the trace changes faster than it is read."""
 
 
 class NothingToCompare(TimTraceError, ValueError):

@@ -19,7 +19,12 @@ TEMPORARY_PREFIX = ".tmp-"
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 """Files that keep a little room on the disk."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Folders that hold a trace which is being replaced."""
+"""Folders that hold a trace that another one replaces, all of it."""
+REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
+"""Folders that hold a part of a trace that is about to be replaced; the rest still lies beside."""
+BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
+"""Folders that hold a trace which is being written and is to appear as a whole."""
+WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
@@ -65,7 +70,7 @@ _TOKENIZER_NAMES = (
     "vocab.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "chat_template.jinja", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
-_TEMPORARY = re.compile(rf"\.tmp-(?:{_HEX32}-.+|reserve-{_WRITER}|replaced-{_HEX32})")
+_TEMPORARY = re.compile(rf"\.tmp-(?:{_HEX32}-.+|reserve-{_WRITER}|(?:replaced|replacing|new)-{_HEX32})")
 _OWN = re.compile(
     "|".join((
         re.escape(MANIFEST),

@@ -9,6 +9,8 @@ from .checksums import SealedFile
 from .documents import as_record, read_document, to_document
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
+LAUNCHER = "record"
+"""Writer name of `tim-trace record` itself, with a number where it was resumed; it notes how the command ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +70,11 @@ class WriterState:
     """Identity of the tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
     """Every installed library -> version."""
+
+    @property
+    def is_launcher(self) -> bool:
+        """Whether this is `tim-trace record` itself, which records nothing but how the command ended."""
+        return self.writer == LAUNCHER or self.writer.startswith(f"{LAUNCHER}-")
 
     def to_json(self) -> str:
         return to_document(asdict(self))

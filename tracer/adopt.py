@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..schemas.errors import DamagedTrace
@@ -14,6 +10,8 @@ from ..schemas.layout import JOURNAL, WRITERS, Segment
 from ..schemas.writer_state import WriterState
 from .journal import JOURNALED, journaled_segments, read_journal
 from .liveness import liveness
+from .lock import alone
+from .replaced import remove_unfinished
 from .seal import seal
 from .store import Store
 from .whole_file import check_no_links, remove_temporaries, write_part
@@ -27,7 +25,7 @@ def adopt(folder: Path) -> None:
     """
     check_no_links(folder)
     store = Store(folder)
-    with _alone(folder):
+    with alone(folder):
         states, damaged = store.writers()
         dead = [state for state in states if not liveness(state, store).is_alive]
         for state in dead:
@@ -37,6 +35,7 @@ def adopt(folder: Path) -> None:
                         _adopt(folder, segment, state)
         if len(dead) == len(states) and not damaged:
             remove_temporaries(folder)
+            remove_unfinished(folder)
             with contextlib.suppress(OSError):  # something else lies there
                 (folder / JOURNAL).rmdir()
 
@@ -54,15 +53,3 @@ def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
         write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
     for name in journals:
         (folder / name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process adopts; at once where the file system has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

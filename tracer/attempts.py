@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..schemas.writer_state import OPEN, WriterState
 from . import environment
-from .liveness import boot_id, process_start
+from .liveness import boot_id, liveness, process_start
 from .store import Store
 
 
@@ -21,18 +21,19 @@ class Attempt:
     """The same for all of its processes."""
 
 
-def next_attempt(store: Store, session: str, ordinal: int = 0) -> Attempt:
+def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """The attempt that this process begins, or takes part in where another process began it.
 
     `session` names what started it; `ordinal` counts the trainings in this process before it. Processes of one attempt have
-    these in common, and the number of restarts that torchrun or Slurm tell.
+    these in common, and the number of restarts that torchrun or Slurm tell. `resumes` says that what this process recorded
+    before is of an earlier attempt, though it may not have closed it, as in a notebook.
     """
     states = [state for state in store.writers()[0] if state.attempt is not None and state.attempt_key is not None]
     base = f"{session}/{restarts()}/{ordinal}"
     before = [state for state in states if _base(state) == base and state.rank == environment.rank()]
-    here = next((state for state in before if state.state == OPEN and _is_this_process(state)), None)
+    beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     # Whoever had this place before has ended: nothing else tells a loop around a script from its first round.
-    key = f"{base}.{len(before)}" if here is None else str(here.attempt_key)
+    key = f"{base}.{len(before)}" if beside is None else str(beside.attempt_key)
     numbers = [state.attempt for state in states if state.attempt is not None and state.attempt_key == key]
     newest = max((state.attempt for state in states if state.attempt is not None), default=0)
     return Attempt(number=numbers[0] if numbers else newest + 1, key=key)
@@ -44,8 +45,22 @@ def restarts() -> str:
     return "-".join(told).strip("-")
 
 
+def is_of_this_start(state: WriterState, session: str) -> bool:
+    """Whether a writer's process was started as this one was: torchrun and Slurm did not restart it since."""
+    return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
+
+
 def _base(state: WriterState) -> str:
     return str(state.attempt_key).rpartition(".")[0]
+
+
+def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
+    """Whether a writer without a rank, or one of this process, records beside the one that is opened now."""
+    if state.state != OPEN:
+        return False
+    if _is_this_process(state):
+        return not resumes
+    return state.rank is None and liveness(state, store).is_alive
 
 
 def _is_this_process(state: WriterState) -> bool:

@@ -9,10 +9,18 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 FORWARDED = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP,
+    signal.SIGCONT,
 )  # fmt: skip
 _WATCHED = (*FORWARDED, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1
+
+
+def _stop() -> None:
+    """Stop this process, as without a handler, until somebody lets it go on."""
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 class Child:
@@ -44,17 +52,23 @@ class Child:
             raise
         return cls(process, unblock)
 
-    def wait(self) -> int:
+    def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
         """Wait for its end and return its exit code, 128 and the signal's number for one that died of a signal.
 
-        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, a hang-up), the command gets from it,
-        too, and is not sent twice.
+        `meanwhile` is called every `every_s` seconds.
+
+        What a process sends to this one is sent on. What the terminal sends (Ctrl-C, Ctrl-Z, a hang-up), the command gets
+        from it, too, and is not sent twice. This process stops and goes on with the command.
         """
         try:
             while (code := self._process.poll()) is None:
-                found = signal.sigwaitinfo(_WATCHED)
-                if found.si_signo != signal.SIGCHLD and found.si_code <= 0:
+                found = signal.sigtimedwait(_WATCHED, every_s)
+                if found is None:
+                    meanwhile()
+                elif found.si_signo != signal.SIGCHLD and found.si_code <= 0:
                     self._process.send_signal(found.si_signo)
+                if found is not None and found.si_signo == signal.SIGTSTP:
+                    _stop()
             while signal.sigtimedwait(_WATCHED, 0) is not None:  # for the command, which has ended
                 pass
         finally:

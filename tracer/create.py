@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import uuid
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists
-from ..schemas.layout import MANIFEST, REPLACED_PREFIX, TEMPORARY_PREFIX, TOKENIZER, is_own
+from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
+from .lock import alone, is_held
+from .replaced import (
+    entries,
+    move_all,
+    move_aside,
+    names,
+    put_back,
+    remove_empty,
+    remove_own,
+    remove_replaced,
+    remove_unfinished,
+    tokenizer_files,
+)
 from .store import Store
 from .whole_file import write_once, write_part
 
@@ -24,35 +37,79 @@ _NAMED = 3
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
     """Make the folder of a new trace and give it, absolute; what was there before is put back on an error.
 
-    With `force` a trace that lies there is replaced: it is moved aside, and removed once the block ends well. Raises
-    TraceExists when something lies there already and there is no `force`, when it is not a trace, when files lie in it that
-    tim-trace did not write, and when it is being recorded.
+    With `force` a trace that lies there is replaced: it is moved aside, and removed once the block ends well. No other process
+    makes a trace here until then, so that a writer which is opened in the block is seen by the next one.
+
+    Raises TraceExists when something lies there already and there is no `force`, when it is not a trace, when files lie in it
+    that tim-trace did not write, and when it is being recorded.
+    """
+    with claimed(path) as folder:
+        with _explained(path):
+            _check_free(folder, path, force=force)
+            aside = move_aside(folder)
+        try:
+            with _explained(path):
+                write_part(folder, MANIFEST, manifest.to_json().encode())
+            yield folder
+        except BaseException:
+            remove_own(folder)
+            put_back(folder)
+            raise
+        if aside is not None:
+            remove_replaced(aside)
+
+
+@contextmanager
+def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
+    """`new_trace` for a trace that is written as a whole: give a folder to write it to, which takes its place at the end.
+
+    What lies there stays as it is until then, however this process ends. Raises as `new_trace` does, at either end.
+    """
+    with ExitStack() as stack:
+        with claimed(path) as folder, _explained(path):
+            _check_free(folder, path, force=force)
+            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
+            building.mkdir()
+            stack.enter_context(alone(building))
+        stack.callback(remove_empty, folder)
+        stack.callback(shutil.rmtree, building, ignore_errors=True)
+        with _explained(path):
+            write_part(building, MANIFEST, manifest.to_json().encode())
+        yield building
+        with claimed(path), _explained(path):
+            _check_free(folder, path, force=force, building=building)
+            aside = move_aside(folder)
+            move_all(building, folder)
+            if aside is not None:
+                remove_replaced(aside)
+
+
+@contextmanager
+def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the folder of a trace, made where it is not there, and let no other process make a trace in it.
+
+    On an error, folders that were made are removed. Raises TraceExists and StorageError.
     """
     folder = _local(path)
-    _check_free(folder, path, force=force)
-    is_new = not folder.exists()
-    with _explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = _move_aside(folder)
-    try:
+    if folder.exists() and not folder.is_dir():
+        raise TraceExists(f"{path}: is a file; name a folder that does not exist yet")
+    made = [above for above in (folder, *folder.parents) if not above.exists()]
+    with ExitStack() as claim:
         with _explained(path):
-            write_part(folder, MANIFEST, manifest.to_json().encode())
-        yield folder
-    except BaseException:
-        _remove_own(folder, listed=())
-        _put_back(folder)
-        if is_new:
-            _remove_empty(folder)
-        raise
-    if aside is not None:
-        _remove_own(aside, listed=_listed(Store(aside)))
-        _remove_empty(aside)
-
-
-def create_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Path:
-    """Make the folder of a new trace and return it, absolute. Raises as `new_trace` does."""
-    with new_trace(path, manifest, force=force) as folder:
-        return folder
+            is_there = False
+            while not is_there:
+                claim.close()
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    is_there = claim.enter_context(alone(folder))
+                except FileNotFoundError:  # another process made it, too, and removed it
+                    continue
+        try:
+            yield folder
+        except BaseException:
+            for above in made:
+                remove_empty(above)
+            raise
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
@@ -75,14 +132,14 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
     return folder
 
 
-def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool) -> None:
-    """Raise TraceExists unless a trace may be made here."""
-    if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file; name a folder that does not exist yet")
-    if not folder.exists():
-        return
-    _put_back(folder)
-    if not any(folder.iterdir()):
+def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
+    """Raise TraceExists unless a trace may be made here. What processes that died had begun here is undone."""
+    if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
+        raise TraceExists(f"{path}: another process is writing a trace there; wait for its end, or name another folder")
+    if building is None:
+        remove_unfinished(folder)
+    put_back(folder)
+    if not entries(folder):
         return
     store = Store(folder)
     try:
@@ -93,14 +150,9 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool) -> N
         raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder") from error
     if not force:
         raise TraceExists(f"{path}: a trace is there already; name another folder, or replace it with --force")
-    for state in store.writers()[0]:
-        if liveness(state, store).is_alive:
-            raise TraceExists(
-                f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a trace that "
-                "grows is not replaced; end that process, or name another folder"
-            )
-    listed = _listed(store)
-    foreign = [name for name in _names(folder) if not (is_own(name) or name in listed)]
+    refuse_live(store, path, "is not replaced")
+    listed = tokenizer_files(store)
+    foreign = [name for name in names(folder) if not (is_own(name) or name in listed)]
     if foreign:
         more = f" and {len(foreign) - _NAMED} more" if len(foreign) > _NAMED else ""
         raise TraceExists(
@@ -109,59 +161,14 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool) -> N
         )
 
 
-def _names(folder: Path) -> Iterator[str]:
-    """Paths below a folder, relative to it: of files, and of links whatever they lead to."""
-    for base, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        for name in sorted([*files, *links]):
-            yield os.path.relpath(os.path.join(base, name), folder)
-
-
-def _move_aside(folder: Path) -> Path | None:
-    """Move what lies in a folder into a folder in it, the manifest first; None where nothing does."""
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name != MANIFEST)
-    if not entries:
-        return None
-    aside = folder / f"{REPLACED_PREFIX}{uuid.uuid4().hex}"
-    aside.mkdir()
-    for entry in entries:
-        entry.rename(aside / entry.name)
-    return aside
-
-
-def _put_back(folder: Path) -> None:
-    """Undo `_move_aside`, the manifest last; also after a process that died in between. Does nothing beside a trace."""
-    if (folder / MANIFEST).exists():
-        return
-    for aside in folder.glob(f"{REPLACED_PREFIX}*"):
-        if aside.is_symlink() or not aside.is_dir():
-            continue
-        for entry in sorted(aside.iterdir(), key=lambda entry: entry.name == MANIFEST):
-            entry.rename(folder / entry.name)
-        aside.rmdir()
-
-
-def _listed(store: Store) -> set[str]:
-    """The tokenizer's files, whose names are the tokenizer's own: those that writers say they wrote."""
-    return {name for state in store.writers()[0] for name in state.files or () if name.startswith(f"{TOKENIZER}/")}
-
-
-def _remove_own(folder: Path, listed: Collection[str]) -> None:
-    """Remove the files of a trace, those of a replaced one aside, and the folders that are empty then."""
-    for name in [*_names(folder)]:
-        if not name.startswith(REPLACED_PREFIX) and (is_own(name) or name in listed):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
-    for base, _, _ in os.walk(folder, topdown=False):
-        if Path(base) != folder:
-            _remove_empty(Path(base))
-
-
-def _remove_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:  # something else lies there
-        return
+def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
+    """Raise TraceExists when a trace is being recorded; `what` says what is not done with it."""
+    for state in store.writers()[0]:
+        if liveness(state, store).is_alive:
+            raise TraceExists(
+                f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a trace that "
+                f"grows {what}; end that process, or name another folder"
+            )
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +14,19 @@ from pathlib import Path
 from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.clock import now
-from ..schemas.errors import InvalidOption, TraceExists
+from ..schemas.errors import InvalidOption, TimTraceError, TraceExists
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
-from ..schemas.writer_state import CLOSED, WriterState
+from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .child import Child
-from .create import join_trace, new_trace
+from .create import claimed, join_trace, new_trace, refuse_live
 from .hooks.session import ENVIRONMENT, Order
-from .liveness import liveness
+from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
 from .store import Store
 from .whole_file import write_part
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
-LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with a number where it was resumed; it notes how the command ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,7 @@ def record(
     )
     adds = resume and (Path(output) / MANIFEST).exists()
     with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
+        run_id = Store(folder).manifest().run_id
         known = {writer.writer for writer in Store(folder).writers()[0]}
         order = Order(
             run=str(folder),
@@ -113,25 +114,76 @@ def record(
             child = Child.start(command, _environment(order))
         except OSError as error:
             raise InvalidOption(_not_started(command[0], error)) from error
-    opened_at = now()
-    exit_code = child.wait()
-    if not (folder / MANIFEST).exists():
+        launcher = Launcher(folder, command, known)
+    exit_code = child.wait(launcher.give_sign, HEARTBEAT_S)
+    if not _is_there(folder, run_id):
         return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
+    launcher.close(exit_code)
     _adopt(folder)
-    writers = tuple(writer for writer in Store(folder).writers()[0] if writer.writer not in known)
-    name = LAUNCHER if not adds else f"{LAUNCHER}-{sum(writer.startswith(LAUNCHER) for writer in known) + 1}"
-    state = WriterState(
-        writer=name, state=CLOSED, pid=os.getpid(), opened_at=opened_at, closed_at=now(), program=tuple(command),
-        exit_code=exit_code, files={},
-    )  # fmt: skip
-    write_part(folder, f"{WRITERS}/{name}.json", state.to_json().encode())
+    found = Store(folder).writers()[0]
+    writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
     return Recording(folder=folder, exit_code=exit_code, writers=writers)
+
+
+class Launcher:
+    """`tim-trace record` itself as a writer of the trace: it says that the command runs, and how it ended."""
+
+    def __init__(self, folder: Path, command: Sequence[str], known: Collection[str]):
+        self._folder = folder
+        number = sum(name.startswith(LAUNCHER) for name in known)
+        self._state = WriterState(
+            writer=f"{LAUNCHER}-{number + 1}" if number else LAUNCHER,
+            host=socket.gethostname(),
+            boot_id=boot_id(),
+            pid_namespace=pid_namespace(),
+            pid=os.getpid(),
+            process_start=process_start(os.getpid()),
+            opened_at=now(),
+            program=tuple(command),
+            files={},
+        )
+        self._save()
+
+    def give_sign(self) -> None:
+        """Show that the command runs."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+
+    def close(self, exit_code: int) -> None:
+        """Note how the command ended."""
+        self._state.state, self._state.closed_at, self._state.exit_code = CLOSED, now(), exit_code
+        self._save()
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / WRITERS / f"{self._state.writer}.json"
+
+    def _save(self) -> None:
+        """Write the state. A full disk, or a folder that is gone, does not end the command."""
+        with contextlib.suppress(OSError):
+            write_part(self._folder, f"{WRITERS}/{self._state.writer}.json", self._state.to_json().encode())
+
+
+def _is_there(folder: Path, run_id: str) -> bool:
+    """Whether the folder still holds the trace that was begun, and not another one since, or none."""
+    with contextlib.suppress(TimTraceError):
+        return Store(folder).manifest().run_id == run_id
+    return False
 
 
 @contextmanager
 def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
     """The folder of a trace that a resumed run adds to. Raises TraceExists."""
-    folder = join_trace(output, manifest)
+    found = join_trace(output, manifest)
+    _check_resumable(found, output, manifest)
+    _adopt(found)
+    with claimed(output) as folder:
+        _check_resumable(folder, output, manifest)
+        yield folder
+
+
+def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Raise TraceExists unless a run may add to a trace."""
     store = Store(folder)
     known = store.manifest()
     if not known.is_checked:
@@ -143,10 +195,7 @@ def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Pat
             f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; resume "
             "with the same"
         )
-    if any(liveness(state, store).is_alive for state in store.writers()[0]):
-        raise TraceExists(f"{output}: is being recorded; end that process first")
-    _adopt(folder)
-    yield folder
+    refuse_live(store, output, "is not added to")
 
 
 def _adopt(folder: Path) -> None:

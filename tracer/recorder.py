@@ -11,6 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .attempts import next_attempt
+from .attempts import is_of_this_start, next_attempt
 from .batch import Batch
-from .create import create_trace, join_trace
+from .create import join_trace, new_trace
 from .dense import Distribution, bits, check_num_rows
 from .masks import padding_of
 from .metrics import check_metrics, metric_rows
@@ -56,6 +57,8 @@ from .store import Store
 from .writer import QUEUE_BYTES, TraceWriter
 
 HYPERPARAMETER = "hyperparameter/"
+ATTEMPT_SESSION = "recorder"
+"""Session of attempts that `tim-trace record` did not start."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
 """Name -> values as NumPy holds them, and the dtype that their bits mean."""
@@ -115,9 +118,10 @@ class Recorder:
             folder = join_trace(path, manifest)
             if not resume:
                 _refuse_finished(folder, path)
+            self._start(_open_writer(folder, queue_bytes, resumes=resume))
         else:
-            folder = create_trace(path, manifest, force=force)
-        self._start(TraceWriter(folder, queue_bytes=queue_bytes, attempt=next_attempt(Store(folder), "recorder")))
+            with new_trace(path, manifest, force=force) as folder:
+                self._start(_open_writer(folder, queue_bytes, resumes=False))
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
@@ -701,9 +705,16 @@ def _type_names(type: Any) -> list[str]:
     return [part.__name__ for part in getattr(type, "__args__", (type,))]
 
 
+def _open_writer(folder: Path, queue_bytes: int, *, resumes: bool) -> TraceWriter:
+    attempt = next_attempt(Store(folder), ATTEMPT_SESSION, resumes=resumes)
+    return TraceWriter(folder, queue_bytes=queue_bytes, attempt=attempt)
+
+
 def _refuse_finished(folder: Any, path: Any) -> None:
+    """Raise TraceExists when this rank's writer has ended well; one that torchrun or Slurm restarts goes on."""
     rank = environment.rank()
-    if any(state.rank == rank and state.state == CLOSED for state in Store(folder).writers()[0]):
+    finished = [state for state in Store(folder).writers()[0] if state.rank == rank and state.state == CLOSED]
+    if any(is_of_this_start(state, ATTEMPT_SESSION) for state in finished):
         raise TraceExists(
             f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
             "force=True, or go on with it with resume=True"

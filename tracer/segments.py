@@ -35,7 +35,7 @@ class SegmentWriter:
     """Appends rows and distributions of one writer; not for use from several threads.
 
     One segment is sealed while the next is appended to, its scores on one thread and the rest on another: `account` is told
-    from these, too.
+    from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
     """
 
     def __init__(self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES):
@@ -44,6 +44,7 @@ class SegmentWriter:
         self._account = account
         self.segment = Segment(writer, 0)
         self._streams: dict[str, JournalStream] = {}
+        self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -61,9 +62,22 @@ class SegmentWriter:
             self._dense_rows[group] = start + len(values)
         return group, start
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the journal has grown to `seal_bytes` while the segment before is still being sealed; from any thread."""
+        return self._num_bytes >= self.seal_bytes and self._is_sealing
+
+    @property
+    def _is_sealing(self) -> bool:
+        return any(sealer.is_busy for sealer in self._sealers.values())
+
     def seal_when_full(self) -> None:
-        """Seal when the journal has grown to `seal_bytes`; call it between records that belong together."""
-        if sum(stream.num_bytes for stream in self._streams.values()) >= self.seal_bytes:
+        """Seal when the journal has grown to `seal_bytes`; call it between records that belong together.
+
+        Does nothing while the segment before is being sealed.
+        """
+        self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
+        if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
@@ -80,6 +94,7 @@ class SegmentWriter:
                 mine = [table for table in tables if (table == SCORES) == is_scores]
                 sealer.submit(partial(self._seal_tables, segment, mine), 1)
             self.segment = Segment(segment.writer, segment.number + 1)
+            self._num_bytes = 0
             self._dense_rows = {}
         self._raise_sealing()
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
-from ..schemas.errors import DamagedTrace
+from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import DENSE, FOLDERS, JOURNAL, METRICS, PASSES, SEQUENCES, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.manifest import Manifest
 from ..schemas.tables import TABLES as TABLE_SPECS
@@ -24,7 +24,10 @@ from .parquet_file import ParquetFooter, read_footer
 from .store import Store
 from .verified_file import FileCursor, VerifiedFile
 
-_ATTEMPTS = 5
+_LOOKS = 5
+"""How often a trace is looked at whose writers' states do not fit its files."""
+_LOOKS_AT_MOVING = 100
+"""How often a trace is looked at whose files are sealed while they are read."""
 _RESTORE = "restore the file from a copy"
 
 
@@ -90,18 +93,21 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
     `examined` is kept by who looks again and again: sealed files that it knows are not opened another time.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at.
+    Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look at, and QueryFailed where it changes too
+    fast.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
-    for _ in range(_ATTEMPTS):
+    num_looks = 0
+    for _ in range(_LOOKS_AT_MOVING):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
             _look(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading: look again
             continue
-        if not _has_changed(snapshot):
+        num_looks += 1
+        if num_looks == _LOOKS or not _has_changed(snapshot):
             return snapshot
-    return snapshot
+    raise QueryFailed(f"{store.url}: is being written faster than it can be read; ask again")
 
 
 def _look(snapshot: Snapshot) -> None:
@@ -126,6 +132,11 @@ def _look(snapshot: Snapshot) -> None:
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
+    for name in store.aside():
+        snapshot.ignored.append(
+            f"{store.shown(name)}: the trace that lay here before; the process that replaced it died before it removed it. Read "
+            "it there, or remove it"
+        )
     for state in snapshot.writers:
         if state.state == FAILED:
             snapshot.damaged.append(

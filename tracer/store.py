@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -16,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..schemas.documents import MAX_BYTES
 from ..schemas.errors import DamagedTrace, TraceNotFound
-from ..schemas.layout import MANIFEST, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TEMPORARY_PREFIX, WRITERS
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
@@ -148,6 +150,14 @@ class Store:
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
+    def aside(self) -> list[str]:
+        """Folders of traces that are or were being replaced by this one, the newest last; of a local trace alone."""
+        if not self.is_local:
+            return []
+        names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
+        found = [path for name in names for path in Path(self.root).glob(name) if (path / MANIFEST).exists()]
+        return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+
     def size(self, folder: str) -> int:
         """Bytes of all files below a folder."""
         return sum(self.walk(folder).values())
@@ -228,6 +238,12 @@ class Store:
             if not self.filesystem.exists(self.root):
                 raise TraceNotFound(
                     f"{self.url}: nothing is there; record a run with `tim-trace record -o {self.url} -- COMMAND`"
+                ) from error
+            if aside := self.aside():
+                raise TraceNotFound(
+                    f"{self.url}: a process died while it replaced the trace here, and nothing is lost: the next `tim-trace "
+                    f"record` or `import` to this folder puts it back, or: mv {shlex.quote(self.shown(aside[-1]))}/* "
+                    f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
                 f"{self.url}: holds no {MANIFEST}, so it is not a trace; name the folder that `tim-trace record -o` or "

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..schemas.errors import StorageError
-from ..schemas.layout import TEMPORARY_PREFIX, is_temporary
+from ..schemas.layout import TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
+
+_MOVED_WITHIN_S = 10.0
+"""How long a writer's first state may lie beside its place."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -107,21 +111,32 @@ def _is_link(place: Path) -> StorageError:
     )
 
 
-def sync_file(path: Path) -> None:
-    """Have a file and its place in its folder survive a loss of power."""
-    for name, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
-        descriptor = os.open(name, flags)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Have what a file holds, or which names a folder holds, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed writers left half-written; only when no writer of the trace is alive."""
+    """Remove what killed writers left half-written; only when no writer of the trace is alive. Whole traces are left.
+
+    A state that was made just now stays, too: its writer may be about to move it to its place.
+    """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        if is_temporary(path.name):
+        is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
+        if is_left and is_temporary(path.name) and not path.relative_to(folder).parts[0].startswith(WHOLE_TRACES):
             _remove(path)
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was written; 0 where it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _beside(path: Path) -> Path:

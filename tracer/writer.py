@@ -19,14 +19,14 @@ from ..schemas.checksums import SealedFile, sealed
 from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.errors import InvalidRecord
-from ..schemas.layout import DENSE, JOURNAL, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
+from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .attempts import Attempt
 from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
 from .segments import SegmentWriter
 from .weights.writer import WeightWriter
-from .whole_file import check_inside, sync_file, trace_file, write_part
+from .whole_file import check_inside, sync, trace_file, write_part
 from .worker import Worker
 
 QUEUE_BYTES = 128 << 20
@@ -83,7 +83,13 @@ class TraceWriter:
         self._reserve.parent.mkdir(parents=True, exist_ok=True)
         self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()
-        self._worker = Worker(queue_bytes, max_wait_s=QUEUE_S, idle=self._give_sign, idle_s=HEARTBEAT_S)
+        self._worker = Worker(
+            queue_bytes,
+            max_wait_s=QUEUE_S,
+            is_behind=lambda: self.segments.is_behind,
+            idle=self._give_sign,
+            idle_s=HEARTBEAT_S,
+        )
 
     @property
     def is_open(self) -> bool:
@@ -220,11 +226,15 @@ class TraceWriter:
         """Have everything recorded survive a loss of power."""
         self.segments.sync()
         self.save_state()
-        for path in self._written_files():
-            if path not in self._synced:
-                sync_file(path)
-                self._synced.add(path)
-        sync_file(self._state_path)
+        files = {path for path in (self.folder / MANIFEST, *self._written_files()) if path not in self._synced}
+        for path in (*files, self._state_path):
+            sync(path)
+        inside = {
+            above for path in (*files, self._state_path) for above in path.parents if self.folder in above.parents
+        }
+        for above in (*inside, self.folder, self.folder.parent):
+            sync(above)
+        self._synced |= files
 
     def _written_files(self) -> list[Path]:
         """Every file that this writer finished, and its journals."""

@@ -11,6 +11,7 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
 from ..database import Database
+from ..info import attempts
 from ..pairs import parse_pair, why_nothing
 from ..remembered import remembered
 from ..source import Pair
@@ -64,6 +65,7 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
         ],
         has_weights=database.sources[0].store.exists(WEIGHTS),
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
+        attempts=attempts(database),
         keep=sample.compared,
     )
 

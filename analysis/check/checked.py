@@ -23,7 +23,7 @@ class Checked:
     findings: tuple[Finding, ...]
     """The most probable first; never empty."""
     notes: tuple[str, ...] = ()
-    """What could not be asked of this trace, and why."""
+    """What could not be asked of this trace, and why; and which attempts at training were judged, where there are several."""
 
     @property
     def is_valid(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...schemas.contract import Contract
+from ..info import AttemptInfo
 from .sample import Sample
 from .sums import Sums
 from .thresholds import MIN_REST, TOKEN_SHRINKAGE
@@ -31,6 +32,8 @@ class Evidence:
     has_weights: bool
     model: dict[str, Any]
     """Identity of the trained model, as the recording describes it."""
+    attempts: tuple[AttemptInfo, ...] = ()
+    """Attempts at training, where there are several."""
     keep: np.ndarray
     """[N] bool: the compared tokens that no earlier finding explains."""
 

@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 
 def digits(prompts, completions, **kwargs):
@@ -61,6 +63,18 @@ def pretend(version, without):
         sys.meta_path.insert(1, Finder())
 
 
+class Dies(TrainerCallback):
+    """Kills this process after a step, once what was recorded of it has had time to reach the disk."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            time.sleep(2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def break_recorder():
     from tim_trace.tracer.recorder import Recorder
 
@@ -84,6 +98,9 @@ def main():
     parser.add_argument("--pretend", metavar="VERSION")
     parser.add_argument("--without", metavar="FUNCTION")
     parser.add_argument("--break-recorder", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--trainings", type=int, default=1, help="how often train() is called")
+    parser.add_argument("--die-after", type=int, metavar="STEP", help="kill -9 some seconds after this step")
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", required=True)
     arguments = parser.parse_args()
@@ -104,7 +121,7 @@ def main():
 def train(arguments):
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not arguments.resume:
         tiny.save_model(arguments.model, torch.bfloat16 if arguments.bf16_engine else torch.float32, arguments.moe)
     tokenizer = tiny.make_tokenizer()
     if arguments.vllm:
@@ -144,7 +161,10 @@ def train(arguments):
         processing_class=tokenizer,
         **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
     )
-    trainer.train()
+    if arguments.die_after:
+        trainer.add_callback(Dies(arguments.die_after))
+    for _ in range(arguments.trainings):
+        trainer.train(resume_from_checkpoint=arguments.resume or None)
     if trainer.is_world_process_zero():
         weights = tiny.weights_hash(trainer.accelerator.unwrap_model(trainer.model))
         tiny.finish(arguments.result, weights=weights, history=trainer.state.log_history)

@@ -1,4 +1,5 @@
 import threading
+import time
 
 from tim_trace.tracer.worker import Worker
 
@@ -52,3 +53,34 @@ def test_after_an_error_the_caller_is_not_held_up():
         worker.submit(lambda: None, 1000)
     worker.close()
     assert isinstance(worker.error, ZeroDivisionError)
+
+
+def test_a_caller_who_is_faster_waits_before_what_it_adds_would_come_too_late():
+    worker, late = Worker(max_bytes=1 << 30, max_wait_s=0.4), []
+
+    def task(submitted):
+        late.append(time.monotonic() - submitted[0] if submitted else 0.0)
+        time.sleep(0.03)
+
+    for number in range(61):
+        submitted = []
+        worker.submit(lambda submitted=submitted: task(submitted), 100)
+        submitted.append(time.monotonic())
+        if not number:
+            worker.drain()  # so that the pace is known
+    worker.close()
+    assert len(late) == 61
+    assert sorted(late)[-5] < 0.9, "without it the last ones come 1.8 s later"
+
+
+def test_a_caller_waits_while_others_are_behind():
+    behind = threading.Event()
+    behind.set()
+    worker, entered = Worker(max_bytes=1 << 30, is_behind=behind.is_set), threading.Event()
+    thread = threading.Thread(target=lambda: (worker.submit(lambda: None, 1), entered.set()))
+    thread.start()
+    assert not entered.wait(0.2)
+    behind.clear()
+    thread.join()
+    worker.close()
+    assert worker.waited_s > 0.1

@@ -21,7 +21,7 @@ from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from ..batch import Batch
-from ..create import new_trace
+from ..create import whole_trace
 from ..progress import Progress, no_progress
 from ..ragged import Ragged
 from ..recorder import Recorder
@@ -115,7 +115,7 @@ def import_parquet(
         run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=f"import parquet {source.url}"
     )
     try:
-        with new_trace(output, manifest, force=force) as folder:
+        with whole_trace(output, manifest, force=force) as folder:
             result = _Import(source, names, folder, progress).run()
     except TimTraceError:
         raise

@@ -1,0 +1,114 @@
+"""Replacing a trace by another one in the same folder, so that a process may die at any moment and one of them is there.
+
+The old trace is moved into `.tmp-replacing-*`, its manifest first, and this becomes `.tmp-replaced-*` when all of it is there.
+The new trace's manifest comes last. So a folder without a manifest holds either a part of the old trace, the other part being
+in `.tmp-replacing-*`, or a part of the new one, all of the old one being in `.tmp-replaced-*`; `put_back` undoes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ..schemas.errors import TimTraceError
+from ..schemas.layout import BUILT_PREFIX, MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TOKENIZER, WHOLE_TRACES, is_own
+from .lock import is_held
+from .store import Store
+
+
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder besides traces that are being replaced or written."""
+    return [entry for entry in folder.iterdir() if not entry.name.startswith(WHOLE_TRACES)]
+
+
+def names(folder: Path) -> Iterator[str]:
+    """Paths below a folder, relative to it: of files, and of links whatever they lead to, but not of what is aside."""
+    for base, folders, files in os.walk(folder):
+        if Path(base) == folder:
+            folders[:] = [name for name in folders if not name.startswith(WHOLE_TRACES)]
+        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+        for name in sorted([*files, *links]):
+            yield os.path.relpath(os.path.join(base, name), folder)
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Move what lies in a folder into a folder in it, and return that; None where nothing does."""
+    moved = sorted(entries(folder), key=lambda entry: entry.name != MANIFEST)
+    if not moved:
+        return None
+    name = uuid.uuid4().hex
+    moving, aside = folder / f"{REPLACING_PREFIX}{name}", folder / f"{REPLACED_PREFIX}{name}"
+    moving.mkdir()
+    for entry in moved:
+        entry.rename(moving / entry.name)
+    return moving.rename(aside)
+
+
+def move_all(source: Path, target: Path) -> None:
+    """Move what lies in one folder to another one, the manifest last, and remove the first."""
+    for entry in sorted(source.iterdir(), key=lambda entry: entry.name == MANIFEST):
+        entry.rename(target / entry.name)
+    source.rmdir()
+
+
+def put_back(folder: Path) -> None:
+    """Undo what this process, or one that died, began to replace; where the new trace is there, finish it."""
+    if (folder / MANIFEST).exists():
+        for aside in [*_aside(folder, REPLACED_PREFIX), *_aside(folder, REPLACING_PREFIX)]:
+            if not (aside / MANIFEST).exists():
+                remove_replaced(aside)
+        return
+    for moving in _aside(folder, REPLACING_PREFIX):
+        move_all(moving, folder)
+        return
+    whole = [aside for aside in _aside(folder, REPLACED_PREFIX) if (aside / MANIFEST).exists()]
+    if whole:
+        newest = max(whole, key=lambda aside: aside.stat().st_mtime_ns)
+        remove_own(folder)
+        move_all(newest.rename(folder / newest.name.replace(REPLACED_PREFIX, REPLACING_PREFIX)), folder)
+
+
+def _aside(folder: Path, prefix: str) -> list[Path]:
+    """The folders of traces that are being replaced or written; no links, behind which lies what is not ours."""
+    return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
+
+
+def remove_replaced(aside: Path) -> None:
+    """Remove a replaced trace: of its files those that are a trace's, the manifest first."""
+    remove_own(aside, listed=tokenizer_files(Store(aside)))
+    remove_empty(aside)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the traces that processes were writing as a whole when they died."""
+    for building in _aside(folder, BUILT_PREFIX):
+        if not is_held(building):
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def tokenizer_files(store: Store) -> set[str]:
+    """The tokenizer's files, whose names are the tokenizer's own: those that writers say they wrote."""
+    with contextlib.suppress(TimTraceError):
+        return {name for state in store.writers()[0] for name in state.files or () if name.startswith(f"{TOKENIZER}/")}
+    return set()
+
+
+def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
+    """Remove the files of a trace, and the folders that are empty then."""
+    for name in [*names(folder)]:
+        if is_own(name) or name in listed:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+    for base, _, _ in os.walk(folder, topdown=False):
+        if Path(base) != folder and not os.path.relpath(base, folder).startswith(WHOLE_TRACES):
+            remove_empty(Path(base))
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder unless something lies in it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
