@@ -201,7 +201,7 @@ class Fuzzer:
             self.damage(draw, case, trace)
         before = fingerprint(trace)
         limit_s = PIPE_LIMIT_S if any(mutation.startswith("pipe") for mutation, _ in case.damages) else LIMIT_S
-        case.ended = self.runner.run(case.arguments, trace.parent, limit_s)
+        case.ended = self.runner.run(case.arguments, trace.parent, limit_s, leaves=number % 8 == 0)
         try:
             self.judge(case, trace, before)
         except Failed as failure:
@@ -267,7 +267,7 @@ class Fuzzer:
     def judge_verify(self, case, trace):
         """verify has to name every file whose damage matters."""
         ended = case.ended
-        lost = {path for path in self.files[case.base] if matters(self.bases / case.base / RUN, trace, path)}
+        lost = self.changed(case, trace)
         if ended.code == 1:
             raise Failed("verify: exit code 1")
         passed_over = subjects(ended.stdout)
@@ -310,7 +310,7 @@ class Fuzzer:
             and "damaged" in ended.stdout.replace('"damaged": []', "")
         ):
             unsaid = "missing word: said among the answer alone, neither on stderr nor under `damaged`"
-            told = subjects(ended.stdout) if case.arguments[0] == "info" else {path for _, path in case.damages}
+            told = subjects(ended.stdout) if case.arguments[0] == "info" else self.changed(case, trace)
         if case.arguments[0] in ("check", "gate") and "--partial" not in case.arguments and told:
             raise Failed(f"{case.arguments[0]} judges a trace that it knows to be damaged, exit code {ended.code}")
         cuts = self.silent_cuts(case, trace)
@@ -337,6 +337,10 @@ class Fuzzer:
             self.unsteady += 1
             return True
         return reference is not None and answer == reference
+
+    def changed(self, case, trace):
+        """Files of the base whose content is not there any more."""
+        return {path for path in self.files[case.base] if matters(self.bases / case.base / RUN, trace, path)}
 
     def silent_cuts(self, case, trace):
         """Journals that end after another message than they did: so does that of a process that died earlier."""
@@ -519,7 +523,7 @@ def matters(base, trace, path):
         return False
     if path.endswith(".json"):
         try:
-            return json.loads(now) != json.loads(before) or len(set(now) ^ set(before)) > 0 and not now.isascii()
+            return json.loads(now) != json.loads(before) or now.isascii() != before.isascii()
         except (ValueError, RecursionError):
             return True
     if kind_of(path) == "journal":

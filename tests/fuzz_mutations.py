@@ -6,6 +6,7 @@ where it does not apply. `others` has other traces to take files from.
 
 import base64
 import io
+import itertools
 import json
 import os
 import shutil
@@ -574,7 +575,7 @@ def edit_messages(random, trace, path, change):
     ends = message_ends(data)
     if len(ends) < 3:
         return False
-    messages = [data[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    messages = [data[first:last] for first, last in itertools.pairwise(ends)]
     at = random.randrange(len(messages) - 1)
     overwrite(trace / path, data[: ends[0]] + b"".join(change(messages, at)) + data[ends[-1] :])
     return True
