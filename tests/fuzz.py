@@ -40,7 +40,8 @@ PIPE_LIMIT_S = 15  # where a pipe lies in the trace: to wait for it is the one f
 PEAK_BYTES = 2 * 2**30
 MOST_REFERENCES = 48  # of one case
 OUTCOMES = ("right", "said", "refused", "hostile", "FAILED")
-SUBJECT = re.compile(rf"(?:^|[\s('\"]){RUN}/([^\s:;,'\"]+)")
+FOLDERS = "writers|sequences|scores|metrics|passes|dense|weights|sums|journal|tokenizer"
+SUBJECT = re.compile(rf"(?:^|[\s('\"])(?:{RUN}/([^\s:;,'\"]+)|((?:{FOLDERS})/[^\s:;,'\"]+))", re.MULTILINE)
 
 COUNTS = {
     "all_sequences": (
@@ -77,6 +78,8 @@ DENSE_QUERIES = [
     "SELECT * FROM pair_routing('train', 'train') ORDER BY ALL",
     "SELECT count(*) AS n, sum(num_layers) AS layers FROM pair_routing_tokens('train', 'train')",
 ]
+# What watch says of the recording and not of the numbers; of a damaged writer nobody knows whether it ended.
+WATCH_VARIES = ("age_s", "rate_from", "steps_per_minute", "notes", "state", "is_over", "exit_code")
 NAMED = [
     "by-probability",
     "by-length",
@@ -470,8 +473,7 @@ def parse(arguments, ended):
         raise Failed("--json has no `damaged`")
     damaged = answer.pop("damaged")
     if arguments[0] == "watch":
-        answer = {name: value for name, value in answer.items() if name not in ("age_s", "rate_from", "notes")}
-        answer.pop("steps_per_minute", None)
+        answer = {name: value for name, value in answer.items() if name not in WATCH_VARIES}
     if arguments[0] == "info":
         wanted = ("run_id", "first_step", "last_step", "num_steps", "num_sequences", "num_prompt_tokens")
         wanted += ("num_response_tokens", "num_metrics", "num_captured", "capture")
@@ -494,7 +496,7 @@ def judge_error(ended):
 
 def subjects(text):
     """Paths in the trace that a text names."""
-    return {match.rstrip(".)") for match in SUBJECT.findall(text)}
+    return {(first or second).rstrip(".)") for first, second in SUBJECT.findall(text)}
 
 
 def covers(name, path):
@@ -602,7 +604,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, help="stop after so long, whatever is left")
-    parser.add_argument("--only", type=int, help="one case, with all that it printed")
+    parser.add_argument("--only", type=int, nargs="+", help="these cases alone, with all that they printed")
     parser.add_argument("--folder", type=Path, help="where to work; what is there stays, and the bases are made once")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tim-trace-fuzz-") as temporary:
@@ -614,14 +616,8 @@ def main():
 
 
 def run_cases(fuzzer, options):
-    if options.only is not None:
-        case = fuzzer.case(options.only)
-        print(case.says(), f"exit code {case.ended.code}, {case.ended.seconds:.2f} s", sep="\n")
-        print(case.ended.stdout[:4000], case.ended.stderr[-4000:], f"{case.outcome} {case.reason}", sep="\n")
-        if case.ended.code in (0, 1) and "--json" in case.arguments and not case.hostile:
-            full = fuzzer.reference(case, frozenset(), ())
-            print("against the undamaged trace:", *differences(full, parse(case.arguments, case.ended)[0]), sep="\n  ")
-        return case.outcome == "FAILED"
+    if options.only:
+        return any([show_case(fuzzer, fuzzer.case(number)) for number in options.only])
     cases, began = [], time.monotonic()
     for number in range(options.first, options.first + options.cases):
         case = fuzzer.case(number)
@@ -642,6 +638,17 @@ def run_cases(fuzzer, options):
     unseen = sum(case.unseen for case in cases)
     print(f"check and gate judged {unseen} damaged traces, and rightly: they did not read what was damaged")
     return any(case.outcome == "FAILED" for case in cases)
+
+
+def show_case(fuzzer, case):
+    """Print all there is of a case, and whether it failed."""
+    ended = case.ended
+    print(f"\n{case.says()}\nexit code {ended.code}, {ended.seconds:.2f} s, {ended.peak_bytes >> 20} MiB")
+    print(ended.stdout[:3000], ended.stderr[-4000:], f"{case.outcome} {case.reason}", sep="\n")
+    if ended.code in (0, 1) and "--json" in case.arguments and not case.hostile:
+        full = fuzzer.reference(case, frozenset(), ())
+        print("against the undamaged trace:", *differences(full, parse(case.arguments, ended)[0]), sep="\n  ")
+    return case.outcome == "FAILED"
 
 
 if __name__ == "__main__":
