@@ -284,7 +284,8 @@ class Fuzzer:
         if not ended.stdout:
             judge_error(ended)
             named = subjects(text)
-            if not named or (lost and not any(covers(name, path) for name in named for path in lost)):
+            blamed = lost | {path for _, path in case.damages}
+            if not any(covers(name, path) for name in named for path in blamed):
                 raise Failed(f"verify: the error names none of {sorted(lost)[:2]}")
             case.outcome = "refused"
             return
