@@ -3,6 +3,7 @@
 # make lint    style and types alone
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
+# make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo test lint stress bench docs clean
+.PHONY: demo test lint stress bench fuzz docs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -57,6 +58,9 @@ stress: $(VENV)/test-installed
 
 bench: $(VENV)/test-installed
 	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/run.py
+
+fuzz: $(VENV)/test-installed
+	"$(BIN)/python" tests/fuzz.py --cases 5000 --seed 1
 
 docs: $(VENV)/test-installed
 	"$(BIN)/python" docs/generate.py
