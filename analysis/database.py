@@ -95,7 +95,7 @@ class Database:
     @property
     def damaged(self) -> tuple[str, ...]:
         """What of the traces cannot be read or is missing and is in no answer, a sentence each."""
-        return tuple(sentence for source in self.sources for sentence in source.damaged)
+        return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
         """Raise DamagedTrace when a part of the traces is in no answer, unless answers from the rest are asked for."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..schemas.checksums import SealedFile, whole_hash
-from ..schemas.errors import TimTraceError
+from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..tracer.dense_group import open_dense, sealed_root
 from ..tracer.progress import Progress, no_progress
@@ -75,7 +75,7 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
             ],
         ),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
-        ignored=tuple(source.snapshot.ignored),
+        ignored=(*source.snapshot.ignored, *found.ignored),
         unchecked_writers=tuple(source.snapshot.unchecked),
     )
 
@@ -87,6 +87,7 @@ class _Verifier:
         self.source, self.snapshot, self.store = source, source.snapshot, source.store
         self.counts: dict[str, _Count] = {name: _Count() for name in (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER)}
         self.damaged: list[str] = []
+        self.ignored: list[str] = []
         self._records = _records(self.snapshot)
 
     @property
@@ -99,8 +100,15 @@ class _Verifier:
         for table in (SEQUENCES, SCORES, METRICS):
             for entry in self.snapshot.files[table]:
                 yield self._file(table, entry.relative, entry.file)
-        for file in {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}.values():
+        sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
+        for file in sums.values():
             yield self._file(SUMS, file.relative, file)
+        self.ignored += [
+            f"{self.store.shown(f'{SUMS}/{name}')}: does not belong to the files that are there, or is not as it was written; it "
+            "is made anew when it is needed"
+            for name in self.store.files(SUMS)
+            if f"{SUMS}/{name}" not in sums
+        ]
         for relative, record in self._records.items():
             folder = relative.partition("/")[0]
             if folder in (TOKENIZER, PASSES):
@@ -125,7 +133,11 @@ class _Verifier:
 
     def _document(self, folder: str, relative: str, record: SealedFile) -> int:
         def read() -> None:
-            if whole_hash(self.store.read_bytes(relative)) != record.hash:
+            try:
+                content = self.store.read_bytes(relative)
+            except FileNotFoundError:
+                raise DamagedTrace(f"{self.store.shown(relative)}: is missing; restore the file from a copy") from None
+            if whole_hash(content) != record.hash:
                 raise ValueError("its content is not what its writer wrote")
 
         return self._read(folder, relative, record.num_bytes, True, read)
@@ -162,6 +174,9 @@ class _Verifier:
         if not isinstance(reader, WeightReader):  # checkpoints, which lie elsewhere and are the run's own
             return
         self.damaged += reader.damaged
+        for relative, record in self._records.items():
+            if relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1:
+                yield self._document(WEIGHTS, relative, record)
         for version in reader.versions:
             num_bytes = sum(part.num_bytes for part in reader.parts[version])
             for attempt in reader.attempts(version):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
-from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing
+from ..schemas.errors import DamageWarning, InvalidOption, TimTraceError, WeightsMissing
 from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
@@ -116,6 +117,8 @@ def _open(
     store = Store(trace)
     store.manifest()
     reader = open_weights(store, weights_from)
+    for sentence in reader.damaged:
+        warnings.warn(sentence, DamageWarning, stacklevel=3)
     if not reader.versions:
         hint = reader.damaged[0] if reader.damaged else "record with --weights delta, or --weights-from DIR"
         if isinstance(reader, WeightReader) and not reader.damaged and reader.checkpoints is not None:
@@ -211,5 +214,6 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
                 found.append((*row, OK))
             except TimTraceError as error:
                 found.append((*row, str(error)))
+                warnings.warn(str(error), DamageWarning, stacklevel=3)
             advance(1)
     return Rows((*rows.columns, "verified"), found)

@@ -19,6 +19,8 @@ class WriterState:
 
     writer: str
     """Names the writer's files."""
+    run_id: str | None = None
+    """Of the trace that it records to; None from earlier releases."""
     state: str = OPEN
     """`open` while it may still write, `closed` after its last record, `failed` when it stopped recording early."""
     error: str | None = None

@@ -2,8 +2,9 @@
 
 Each message of a stream ends its metadata with a trailer of 32 bytes in the padding that the format allows there, so that
 any Arrow library reads the stream and this one knows whether it is what was written:
-8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the message with these 16 bytes left out; all
-little-endian but the checksum.
+8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the checksum of the message before (16 zero bytes for
+the first one) and of this message without its own; all little-endian but the checksums. So no message can be left out, come
+twice or change places.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ _PREFIX = struct.Struct("<II")
 _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
+_FIRST = bytes(16)
+"""What stands for the checksum before the first message's."""
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
@@ -64,6 +67,7 @@ class JournalStream:
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
         self.num_bytes = 0
+        self._checksum = _FIRST
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -89,7 +93,8 @@ class JournalStream:
         _, length = _PREFIX.unpack(view[: _PREFIX.size])
         metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
         prefix = _PREFIX.pack(_CONTINUES, length + _TRAILER.size)
-        trailer = _TRAILER.pack(_MAGIC, len(body), _checksum(prefix, metadata, body))
+        self._checksum = _checksum(self._checksum, prefix, metadata, body)
+        trailer = _TRAILER.pack(_MAGIC, len(body), self._checksum)
         self._write([memoryview(prefix + bytes(metadata) + trailer), body])
 
     def _write(self, parts: list[memoryview]) -> None:
@@ -115,6 +120,8 @@ class JournalContent:
     """Why the rest is not read, from the first record on that is not as it was written; None where all is read."""
     has_checksums: bool = True
     """Whether its records have any; those of earlier releases have none."""
+    has_begun: bool = True
+    """Whether its schema is there: a writer names a journal once it is."""
 
 
 def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
@@ -128,10 +135,10 @@ def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
         return _read_plain(content)
     schema: pa.Schema | None = None
     batches: list[pa.RecordBatch] = []
-    position = 0
+    position, checksum = 0, _FIRST
     while position < len(content):
         try:
-            message, stop = _next_message(content, position)
+            message, stop, checksum = _next_message(content, position, checksum)
             if message is None:
                 break
             if schema is None:
@@ -139,38 +146,45 @@ def read_journal(store: Store, segment: Segment, table: str) -> JournalContent:
             else:
                 batches.append(_batch(message, schema))
         except _Torn:
-            return JournalContent(batches=tuple(batches), torn_bytes=len(content) - position)
+            torn_bytes = len(content) - position
+            return JournalContent(batches=tuple(batches), torn_bytes=torn_bytes, has_begun=schema is not None)
         except (ValueError, OSError, MemoryError, pa.ArrowException) as error:
             damage = f"the record at byte {position:,} is not as it was written ({first_line(error)})"
             return JournalContent(batches=tuple(batches), damage=damage)
         position = stop
-    return JournalContent(batches=tuple(batches))
+    return JournalContent(batches=tuple(batches), has_begun=schema is not None)
 
 
 class _Torn(Exception):
     """The file ends within a message."""
 
 
-def _next_message(content: memoryview, start: int) -> tuple[Any, int]:
-    """The message that begins at `start`, and where it ends; None in its place for the end of the stream.
+def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
+    """The message that begins at `start`, where it ends, and its checksum; None in its place for the end of the stream.
+
+    `before` is the checksum of the message before.
 
     Raises ValueError for bytes that are not those that were written, and _Torn.
     """
     try:
-        stop = _message_end(content, start)
+        found = _message_end(content, start, before)
     except _Torn:
         if content[start:].tobytes().count(_MAGIC) > 1:  # others follow, and a record that is torn is the last one
             raise ValueError("its length differs") from None
         raise
-    if stop is not None:
-        return pa.ipc.read_message(pa.py_buffer(content[start:stop])), stop
+    if found is not None:
+        stop, checksum = found
+        return pa.ipc.read_message(pa.py_buffer(content[start:stop])), stop, checksum
     if len(content) > start + _PREFIX.size:
         raise ValueError(f"{len(content) - start - _PREFIX.size} bytes follow the end of the stream")
-    return None, len(content)
+    return None, len(content), before
 
 
-def _message_end(content: memoryview, start: int) -> int | None:
-    """Where the message that begins at `start` ends; None for the end of the stream. Raises ValueError and _Torn."""
+def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
+    """Where the message that begins at `start` ends, and its checksum; None for the end of the stream.
+
+    Raises ValueError and _Torn.
+    """
     if len(content) - start < _PREFIX.size:
         raise _Torn
     continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])
@@ -191,13 +205,14 @@ def _message_end(content: memoryview, start: int) -> int | None:
     if stop > len(content):
         raise _Torn
     prefix = content[start : start + _PREFIX.size]
-    if _checksum(prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
-        raise ValueError("its checksum differs")
-    return int(stop)
+    if _checksum(before, prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
+        raise ValueError("its checksum differs, or a record before it is missing or came twice")
+    return int(stop), checksum
 
 
-def _checksum(prefix: bytes | memoryview, metadata: memoryview, body: memoryview) -> bytes:
-    digest = xxhash.xxh3_128(prefix)
+def _checksum(before: bytes, prefix: bytes | memoryview, metadata: memoryview, body: memoryview) -> bytes:
+    digest = xxhash.xxh3_128(before)
+    digest.update(prefix)
     digest.update(metadata)
     digest.update(struct.pack("<q", len(body)))
     digest.update(body)

@@ -114,7 +114,7 @@ def record(
             child = Child.start(command, _environment(order))
         except OSError as error:
             raise InvalidOption(_not_started(command[0], error)) from error
-        launcher = Launcher(folder, command, known)
+        launcher = Launcher(folder, run_id, command, known)
     exit_code = child.wait(launcher.give_sign, HEARTBEAT_S)
     if not _is_there(folder, run_id):
         return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
@@ -128,11 +128,12 @@ def record(
 class Launcher:
     """`tim-trace record` itself as a writer of the trace: it says that the command runs, and how it ended."""
 
-    def __init__(self, folder: Path, command: Sequence[str], known: Collection[str]):
+    def __init__(self, folder: Path, run_id: str, command: Sequence[str], known: Collection[str]):
         self._folder = folder
         number = sum(name.startswith(LAUNCHER) for name in known)
         self._state = WriterState(
             writer=f"{LAUNCHER}-{number + 1}" if number else LAUNCHER,
+            run_id=run_id,
             host=socket.gethostname(),
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),

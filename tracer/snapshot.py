@@ -12,7 +12,19 @@ import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, QueryFailed
-from ..schemas.layout import DENSE, FOLDERS, JOURNAL, METRICS, PASSES, SEQUENCES, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.layout import (
+    DENSE,
+    FOLDERS,
+    JOURNAL,
+    METRICS,
+    PASSES,
+    SEQUENCES,
+    TABLES,
+    TOKENIZER,
+    WEIGHTS,
+    WRITERS,
+    Segment,
+)  # fmt: skip
 from ..schemas.manifest import Manifest
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
@@ -28,6 +40,8 @@ _LOOKS = 5
 """How often a trace is looked at whose writers' states do not fit its files."""
 _LOOKS_AT_MOVING = 100
 """How often a trace is looked at whose files are sealed while they are read."""
+_NAMED = 8
+"""Files that are named where a writer's state is lost; of more it is told how many."""
 _RESTORE = "restore the file from a copy"
 
 
@@ -122,13 +136,15 @@ def _look(snapshot: Snapshot) -> None:
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     # Journals come first: what is sealed after this listing is still found below, as Parquet.
     journals = journaled_segments(store)
-    lost: set[str] = set()
+    lost: dict[str, list[str]] = {}
     for table in TABLES:
         _read_table(snapshot, table, journals, lost)
-    for writer in sorted(lost):
+    for writer, files in sorted(lost.items()):
+        snapshot._suspects.add(writer)
+        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         snapshot.damaged.append(
-            f"{store.shown(f'writers/{writer}.json')}: is missing or damaged, so that nobody can say whether all files of this "
-            "writer are there; restore it from a copy"
+            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so that nobody can say what its writer wrote: "
+            f"{', '.join(files[:_NAMED])}{more} are in no answer; restore it from a copy, or remove them"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
@@ -146,8 +162,10 @@ def _look(snapshot: Snapshot) -> None:
             snapshot.damaged.append(_torn(store.shown(name), num_bytes))
 
 
-def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[str, ...]], lost: set[str]) -> None:
-    """Note the readable files of a table and the rows of its journals, and the writers whose state is lost."""
+def _read_table(
+    snapshot: Snapshot, table: str, journals: dict[Segment, tuple[str, ...]], lost: dict[str, list[str]]
+) -> None:
+    """Note the readable files of a table and the rows of its journals, and the files of writers whose state is lost."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     snapshot.files[table] = []
     sealed: set[Segment] = set()
@@ -159,7 +177,8 @@ def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[st
             continue
         state = states.get(segment.writer)
         if state is None and snapshot.manifest.is_checked:
-            lost.add(segment.writer)
+            lost.setdefault(segment.writer, []).append(store.shown(relative))
+            continue
         if state is not None and state.is_removed:
             continue
         record = None if state is None or state.files is None else state.files.get(relative)
@@ -175,12 +194,15 @@ def _read_table(snapshot: Snapshot, table: str, journals: dict[Segment, tuple[st
             snapshot.files[table].append(_examined(snapshot, relative, num_bytes, record, TABLE_SPECS[table]))
         except DamagedTrace as error:
             snapshot.damaged.append(f"{error}; its rows are missing from every answer{_rows_lost(record)}")
-    rows = [
-        part
-        for segment, tables in journals.items()
-        if table in tables and segment not in sealed and not _is_removed(states.get(segment.writer))
-        for part in _journal_rows(snapshot, segment, table)
-    ]
+    rows: list[pa.RecordBatch] = []
+    for segment, tables in journals.items():
+        state = states.get(segment.writer)
+        if table not in tables or segment in sealed or _is_removed(state):
+            continue
+        if state is None and snapshot.manifest.is_checked:
+            lost.setdefault(segment.writer, []).append(store.shown(segment.journal(table)))
+            continue
+        rows += _journal_rows(snapshot, segment, table, state)
     if rows:
         snapshot.journals[table] = pa.Table.from_batches(rows, TABLE_SPECS[table].schema)
 
@@ -247,12 +269,25 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found.equals(wanted))
 
 
-def _journal_rows(snapshot: Snapshot, segment: Segment, table: str) -> Iterator[pa.RecordBatch]:
+def _journal_rows(
+    snapshot: Snapshot, segment: Segment, table: str, state: WriterState | None
+) -> Iterator[pa.RecordBatch]:
     store, where = snapshot.store, snapshot.store.shown(segment.journal(table))
     try:
         content = read_journal(store, segment, table)
     except DamagedTrace as error:
         snapshot.damaged.append(str(error))
+        return
+    is_named = state is None or state.files is None or segment.journal(table) in state.journals
+    if not is_named:
+        snapshot._suspects.add(segment.writer)
+        if content.batches or content.damage is not None:
+            snapshot.ignored.append(f"{where}: its writer does not name it, and its rows do not count; remove it")
+        return
+    if not content.has_begun and state is not None and state.files is not None:
+        snapshot.damaged.append(
+            f"{where}: is cut to {content.torn_bytes:,} bytes, and its rows are in no answer; {_RESTORE}"
+        )
         return
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
@@ -318,6 +353,10 @@ def _has_changed(snapshot: Snapshot) -> bool:
         try:
             now = snapshot.store.writer(writer, needs_checksum=False)
         except (FileNotFoundError, DamagedTrace):
+            if writer not in used:  # it was lost before
+                continue
+            return True
+        if writer not in used:
             return True
         if (now.files, now.journals, now.is_removed) != (
             used[writer].files,

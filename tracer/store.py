@@ -255,11 +255,11 @@ class Store:
 
     def writers(self) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state; what could not be read comes second, a sentence each."""
-        is_checked = self.manifest().is_checked
+        manifest = self.manifest()
         states, damaged = [], []
         for name in self.files(WRITERS):
             try:
-                states.append(self.writer(name.removesuffix(".json"), needs_checksum=is_checked))
+                states.append(self.writer(name.removesuffix(".json"), needs_checksum=manifest.is_checked))
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
@@ -280,6 +280,10 @@ class Store:
             ) from error
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
+        if state.run_id not in (None, run_id := self.manifest().run_id):
+            raise DamagedTrace(
+                f"{where}: is of run {state.run_id}, and {MANIFEST} of run {run_id}; restore from a copy what is not of this trace"
+            )
         return state
 
 

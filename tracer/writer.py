@@ -25,6 +25,7 @@ from . import environment
 from .attempts import Attempt
 from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
 from .segments import SegmentWriter
+from .store import Store
 from .weights.writer import WeightWriter
 from .whole_file import check_inside, sync, trace_file, write_part
 from .worker import Worker
@@ -58,6 +59,7 @@ class TraceWriter:
         self.name = f"{'p' if rank is None else f'r{rank}-p'}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.state = WriterState(
             writer=self.name,
+            run_id=Store(folder).manifest().run_id,
             host=socket.gethostname(),
             boot_id=boot_id(),
             pid_namespace=pid_namespace(),

@@ -65,6 +65,8 @@ class Watched:
     """Whether nothing more will be recorded."""
     notes: tuple[str, ...] = ()
     """What to know or do, a sentence each."""
+    damaged: tuple[str, ...] = ()
+    """What of the trace cannot be read or is missing and is in no number, a sentence each."""
     num_steps: int = 0
     """Steps that have sequences."""
     num_unread_steps: int = 0

@@ -101,7 +101,7 @@ class Watcher:
         rate, rate_from = self._rate(source, steps)
         return Watched(
             trace=self.trace, run=source.run, pair=":".join(self.pair), state=state, exit_code=exit_code, is_over=ended,
-            notes=tuple(self._notes(source, extents, state, ended)), num_steps=len(steps), num_unread_steps=len(unread),
+            notes=tuple(self._notes(source, extents, state, ended)), damaged=tuple(source.damaged), num_steps=len(steps), num_unread_steps=len(unread),
             first_step=min(steps, default=None), last_step=max(steps, default=None),
             num_sequences=sum(extent.num_sequences for extent in extents.steps.values()),
             num_prompt_tokens=sum(extent.num_prompt_tokens for extent in extents.steps.values()),

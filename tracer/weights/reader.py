@@ -81,6 +81,9 @@ class WeightReader:
             self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
+        if needs_checksums and writer is None:
+            self.damaged.append(f"{where}: the state of its writer is missing or damaged; restore that from a copy")
+            return
         attempt = writer.attempt if writer is not None and writer.attempt is not None else 0
         self._by_attempt.setdefault(record.version, {}).setdefault(attempt, []).append(record)
 
@@ -198,26 +201,26 @@ class WeightReader:
         for dtype, chunks in record.chunks.items():
             if dtype not in bits:
                 raise DamagedTrace(
-                    f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype}, and no array"
+                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype}, and no array"
                 )
             size = chunk_elements(dtype, len(bits[dtype]))
             if len(set(chunks)) != len(chunks) or not all(
                 0 <= index * size < max(len(bits[dtype]), 1) for index in chunks
             ):
                 raise DamagedTrace(
-                    f"{WEIGHTS}/{record.segment}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
+                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
                 )
             for index in chunks:
-                where = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
+                relative = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
                 target = bits[dtype][index * size : (index + 1) * size]
                 # A keyframe's whole chunks are the bits themselves, and need no room of their own.
                 in_place = record.is_keyframe and len(target) == size
                 try:
-                    part_C = decode_chunk(self.store.read_bytes(where), dtype, size, target if in_place else None)
+                    part_C = decode_chunk(self.store.read_bytes(relative), dtype, size, target if in_place else None)
                 except (OSError, ValueError) as error:
                     what = "keyframe" if record.is_keyframe else "delta"
                     raise DamagedTrace(
-                        f"{where}: the {what} of version {record.version} is missing or damaged ({error}); no version "
+                        f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
                         f"of {record.segment} from it on can be rebuilt"
                     ) from error
                 if not in_place:
@@ -227,7 +230,7 @@ class WeightReader:
         for tensor in self.layout(record).tensors:
             if sha256(part(bits, tensor).data).hexdigest() != record.hashes.get(tensor.name):
                 raise DamagedTrace(
-                    f"{WEIGHTS}/{record.segment}: version {record.version}: {tensor.name} is not what was recorded "
+                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version}: {tensor.name} is not what was recorded "
                     "(its hash differs); restore the folder from a copy"
                 )
 

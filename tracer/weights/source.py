@@ -20,9 +20,9 @@ def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = Non
     word. The folder that the trace itself names is not read, since a trace can be of a stranger; it is told.
     """
     manifest = store.manifest()
-    reader = WeightReader(
-        store, store.writers()[0], needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from
-    )
+    writers, damaged = store.writers()
+    reader = WeightReader(store, writers, needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from)
+    reader.damaged[:0] = damaged
     if weights_from is not None:
         return CheckpointReader(Path(weights_from))
     if reader.versions or reader.damaged or manifest.weights_from is None:
