@@ -36,6 +36,8 @@ class ArmPass:
         self.run, self.arm, self.capture = run, arm, capture or Capture()
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
+        self._there: set[int] | None = None
+        """Steps that it had at the last look; None before they were asked for."""
 
     @property
     def steps(self) -> list[int]:
@@ -73,7 +75,10 @@ class ArmPass:
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
             self.run.look()
-        return step in self.steps or step in self.run.unsealed_steps(self.name)
+            self._there = None
+        if self._there is None:
+            self._there = {*self.steps, *self.run.unsealed_steps(self.name)}
+        return step in self._there
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
@@ -121,6 +126,7 @@ class ArmPass:
         for name in store.files(f"{PASSES}/{self.name}"):
             (folder / PASSES / self.name / name).unlink(missing_ok=True)
         self.run.look()
+        self._there = None
 
     def close(self) -> None:
         """Seal what was added."""
