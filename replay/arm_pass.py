@@ -16,6 +16,7 @@ from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
 from ..tracer.dense import end_to_end
+from ..tracer.lock import alone
 from ..tracer.recorder import Recorder
 from ..tracer.routing import joined
 from ..tracer.rows import Forward
@@ -35,6 +36,8 @@ class ArmPass:
         self.run, self.arm, self.capture = run, arm, capture or Capture()
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
+        self._there: set[int] | None = None
+        """Steps that it had at the last look; None before they were asked for."""
 
     @property
     def steps(self) -> list[int]:
@@ -58,7 +61,26 @@ class ArmPass:
         return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add a step, in one record: a killed replay has it whole or not at all."""
+        """Add a step, in one record: a killed replay has it whole or not at all.
+
+        Does nothing where another replay that runs at the same time has added it since this one looked.
+        """
+        with alone(self.run.folder):
+            if not self._has_now(step):
+                self._record(step, scored, contract)
+
+    def _has_now(self, step: int) -> bool:
+        """Whether the step is there by now; a fresh look is taken where others may have written since the last one."""
+        own = set() if self._recorder is None else {self._recorder.writer.name}
+        ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
+        if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
+            self.run.look()
+            self._there = None
+        if self._there is None:
+            self._there = {*self.steps, *self.run.unsealed_steps(self.name)}
+        return step in self._there
+
+    def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
             self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
         self._recorder.add_contract(self.name, contract)
@@ -104,6 +126,7 @@ class ArmPass:
         for name in store.files(f"{PASSES}/{self.name}"):
             (folder / PASSES / self.name / name).unlink(missing_ok=True)
         self.run.look()
+        self._there = None
 
     def close(self) -> None:
         """Seal what was added."""

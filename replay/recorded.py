@@ -133,6 +133,13 @@ class RecordedRun:
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
+    def unsealed_steps(self, pass_name: str) -> set[int]:
+        """The steps that a pass has scores of in the journals of processes that write just now."""
+        journal = self.snapshot.journals.get(SCORES)
+        if journal is None:
+            return set()
+        return set(journal.filter(pc.equal(journal["pass"], pass_name))["step"].to_pylist())
+
     def contract(self, pass_name: str, digest: str) -> Contract:
         """A contract by its hash."""
         try:

@@ -518,6 +518,19 @@ def test_a_killed_replay_goes_on_where_it_was(trace):
     assert set(found.values()) == {(24, 24)}, found
 
 
+def test_two_replays_at_once_add_each_step_once(trace):
+    command = [str(TIM_TRACE), "replay", str(trace), "--batch-size", "1"]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    told = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    query = "SELECT pass, count(*), count(DISTINCT (step, seq_id)) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
+    assert {name: (count, names) for name, count, names in rows(trace, query)} == {
+        "replay/as-recorded": (24, 24), "replay/batch-size-1": (24, 24),
+    }  # fmt: skip
+
+
 def _replayed(trace):
     return any(name.startswith("p") for name in Store(trace).files("journal"))
 
