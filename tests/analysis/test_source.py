@@ -5,7 +5,7 @@ import warnings
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import add_step, make_batch, tim_trace
+from builders import add_step, make_batch, make_trace, tim_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.source import open_source
@@ -95,11 +95,22 @@ def test_two_files_that_were_exchanged_are_named(trace):
         assert connect(trace).execute("SELECT count(*) FROM scores").fetchone() == (0,)
 
 
-def test_without_its_state_a_writer_s_files_are_read_and_that_is_said(trace):
+def test_without_its_state_a_writer_s_files_do_not_count_and_are_named(trace):
     writer = file_of(trace, "scores", 2).name[:-15]
     (trace / "writers" / f"{writer}.json").unlink()
     (sentence,) = info(str(trace)).damaged
     assert f"writers/{writer}.json: is missing or damaged" in sentence
+    assert f"scores/{writer}-000000.parquet" in sentence
+    check_readable(trace, 24, damaged=True)
+
+
+def test_a_writer_s_files_of_another_run_do_not_count(trace, tmp_path):
+    make_trace(tmp_path / "other")
+    for file in [*(tmp_path / "other").rglob("*.parquet"), *(tmp_path / "other" / "writers").iterdir()]:
+        shutil.copy(file, trace / file.parent.name)
+    foreign, lost = info(str(trace)).damaged
+    assert "is of run" in foreign
+    assert "are in no answer" in lost
     check_readable(trace, 40, damaged=True)
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -48,6 +50,21 @@ def test_cut_at_any_byte_a_journal_gives_its_whole_records(tmp_path_factory, cut
     whole = sum(end <= len(content) for end in ends[1:])
     assert list(found.batches) == batches[:whole]
     assert found.torn_bytes == len(content) - max([0, *(end for end in ends if end <= len(content))])
+
+
+@pytest.mark.parametrize(
+    ("order", "kept"), [((0, 2, 3), 1), ((0, 1, 1, 2, 3), 2), ((0, 2, 1, 3), 1), ((1, 2, 3), 0)],
+    ids=["left out", "twice", "other places", "the first left out"],
+)  # fmt: skip
+def test_records_are_read_in_the_order_in_which_they_were_written_alone(tmp_path, order, kept):
+    batches = [make_batch(i) for i in range(4)]
+    path, ends = write(tmp_path, batches)
+    content = path.read_bytes()
+    records = [content[start:stop] for start, stop in itertools.pairwise(ends)]
+    path.write_bytes(content[: ends[0]] + b"".join(records[i] for i in order) + content[ends[-1] :])
+    found = read_journal(Store(tmp_path), SEGMENT, "scores")
+    assert list(found.batches) == batches[:kept]
+    assert found.damage is not None
 
 
 def test_foreign_bytes_are_no_records(tmp_path):
