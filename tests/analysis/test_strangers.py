@@ -162,8 +162,9 @@ def test_a_report_of_hostile_text_has_the_tags_of_ours_alone(trace, tmp_path):
     "name", ["x'; DROP VIEW tokens; --", 'a"b', "$(id)", "%00", "a\nb", "\udcff", "\u202e", "x" * 200]
 )
 def test_a_run_of_any_name_is_a_value(tmp_path, name):
-    with Recorder(tmp_path / name) as recorder:
+    with Recorder(tmp_path / "plain") as recorder:
         recorder.add_sequences(step=1, seq_ids=["\0'\""], response_ids=[[1]])
+    (tmp_path / "plain").rename(tmp_path / name)
     assert sql(tmp_path / name, "SELECT count(*), count(DISTINCT run) FROM sequences").rows == [(1, 1)]
     done = called("info", tmp_path / name)
     assert done.exit_code == 0
