@@ -199,15 +199,12 @@ def info(traces: Sequence[str], as_json: bool) -> None:
     from .analysis.info_text import info_text
 
     found = [look(trace) for trace in traces]
-    damaged = dict.fromkeys(sentence for trace in found for sentence in trace.damaged)
+    for sentence in dict.fromkeys(sentence for trace in found for sentence in trace.damaged):
+        warnings.warn(sentence, DamageWarning, stacklevel=1)
     if as_json:
-        for sentence in damaged:
-            warnings.warn(sentence, DamageWarning, stacklevel=1)
         _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
     else:
         _say("\n\n".join(info_text(trace, _width()) for trace in found))
-        if damaged:
-            _tell(f"damaged or missing, and in none of these numbers: {len(damaged)} parts, each named above")
 
 
 @_example("tim-trace verify runs/demo")
