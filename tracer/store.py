@@ -282,7 +282,8 @@ class Store:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id not in (None, run_id := self.manifest().run_id):
             raise DamagedTrace(
-                f"{where}: is of run {state.run_id}, and {MANIFEST} of run {run_id}; restore from a copy what is not of this trace"
+                f"{where}: is of run {state.run_id}, and {self.shown(MANIFEST)} of run {run_id}; restore from a copy the one "
+                "that is not of this trace"
             )
         return state
 
