@@ -418,7 +418,7 @@ def test_names_do_not_act_on_the_terminal(seen, collapsing):
     for encoding in ("utf-8", "ascii"):
         text = watched_text(seen, encoding=encoding)
         assert all(char.isprintable() or char == "\n" for char in text.plain)
-        assert "[red]run\\x1b[31m\\x0a\\x202e" in text.plain
+        assert "[red]run\\x1b[31m\\x0a\\u202e" in text.plain
         assert not any("red" in str(span.style) and text.plain[span.start : span.end] == "run" for span in text.spans)
     done = tim_trace("watch", collapsing, "--once")
     assert done.code == 0
