@@ -128,3 +128,8 @@ def test_a_query_never_follows_a_link_out_of_the_trace(trace):
     os.symlink(trace.parent / "secret.txt", trace / "scores" / "link.txt")
     with pytest.raises(InvalidQuery):
         sql(trace, f"SELECT * FROM read_text('{trace}/scores/link.txt')")
+
+
+def test_times_are_given_with_their_zone(trace):
+    ((logged_at,),) = sql(trace, "SELECT max(logged_at) FROM metrics").rows
+    assert logged_at.utcoffset().total_seconds() == 0
