@@ -34,7 +34,7 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
     `where` and `what` (such as `a writer's state`) are named in errors.
     """
     try:
-        values = json.loads(content)
+        values = json.loads(content.decode())  # of bytes, json would read UTF-16 as well
         _check(values)
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}); restore it from a copy") from error

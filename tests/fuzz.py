@@ -246,7 +246,7 @@ class Fuzzer:
             case.outcome = "hostile"
         elif case.arguments[0] == "verify":
             self.judge_verify(case, trace)
-        elif ended.code == 2:
+        elif ended.code == 2 and not ("--verify" in case.arguments and ended.stdout):  # that prints what it found, too
             judge_error(ended)
             case.outcome = "refused"
         else:

@@ -1,10 +1,12 @@
 import json
+import os
 import shutil
 import warnings
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from builders import add_step, make_batch, make_trace, tim_trace
 from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
@@ -199,3 +201,34 @@ def test_every_command_names_a_missing_trace_in_one_line(tmp_path, command):
     assert done.stderr.startswith(f"Error: {tmp_path}/no/run: nothing is there")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("lost", ["weights/{}-000000.0.json", "writers/{}.json"])
+@pytest.mark.parametrize("damage", [os.unlink, lambda path: path.write_bytes(b"")], ids=["missing", "empty"])
+def test_weights_without_a_writer_s_part_say_so(tmp_path, lost, damage):
+    with Recorder(tmp_path / "run", join=True) as one, Recorder(tmp_path / "run", join=True) as other:
+        for rank, recorder in enumerate((one, other)):
+            recorder.add_weights(0, {f"layers.{rank}": torch.ones(8)})
+            add_step(recorder, rank + 1, make_batch())
+        name = one.writer.name
+    path = tmp_path / "run" / lost.format(name)
+    damage(path)
+    done = tim_trace("weights", tmp_path / "run", "--verify", "--json")
+    assert done.code == 2
+    assert path.name in done.stderr
+    assert any(path.name in sentence for sentence in json.loads(done.stdout)["damaged"])
+    assert [row["verified"] == "ok" for row in json.loads(done.stdout)["rows"]] == [False]
+    plain = tim_trace("weights", tmp_path / "run", "--json")
+    assert (plain.code, path.name in plain.stderr) == (0, True)
+
+
+@pytest.mark.parametrize("verb", [["info"], ["info", "--json"], ["watch", "--json"], ["watch", "--once"], ["verify"]])
+def test_a_damaged_file_is_named_on_stderr_by(trace, verb):
+    file = file_of(trace, "scores", 2)
+    file.write_bytes(file.read_bytes()[:-1])
+    name, *options = verb
+    done = tim_trace(name, trace, *options)
+    assert done.code == (2 if name == "verify" else 0)
+    assert (file.name if name != "verify" else "damaged or missing: 1 parts") in done.stderr
+    if "--json" in options:
+        assert file.name in json.loads(done.stdout)["damaged"][0]

@@ -28,6 +28,12 @@ def test_another_file_is_named(text):
         parse_manifest(text.encode(), "some/where")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_the_same_text_in_another_encoding_is_not_what_was_written(encoding):
+    with pytest.raises(DamagedTrace, match="some/where"):
+        parse_manifest(MANIFEST.to_json().encode(encoding), "some/where")
+
+
 def test_fields_of_a_later_minor_release_are_passed_over():
     content = json.loads(MANIFEST.to_json()) | {"mood": "good"}
     del content["checksum"]

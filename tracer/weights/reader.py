@@ -16,7 +16,7 @@ import numpy as np
 
 from ...schemas.checksums import whole_hash
 from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
-from ...schemas.layout import WEIGHTS, Segment
+from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
 from ..store import Store, first_line
@@ -56,6 +56,8 @@ class WeightReader:
         self.damaged: list[str] = []
         """What cannot be read or is missing, a sentence each."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
+        self._lost: dict[tuple[int, int], str] = {}
+        """Version and attempt of which a writer's part is damaged or missing -> what is told of it."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[str, tuple[WeightVersion, Bits]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -67,7 +69,7 @@ class WeightReader:
             for path in state.files or ():
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
-                    self.damaged.append(f"{store.shown(path)}: is missing; restore the file from a copy")
+                    self._note_lost(name, f"{store.shown(path)}: is missing; restore the file from a copy", state)
 
     def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState], *, needs_checksums: bool) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
@@ -75,17 +77,24 @@ class WeightReader:
             content = self.store.read_json(f"{WEIGHTS}/{name}")
             record = parse_weight_version(content, where, needs_checksum=needs_checksums)
         except DamagedTrace as error:
-            self.damaged.append(str(error))
+            self._note_lost(name, str(error), known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
             self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if needs_checksums and writer is None:
-            self.damaged.append(f"{where}: the state of its writer is missing or damaged; restore that from a copy")
+            state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
+            told = f"{state}: is missing or damaged, so that {where} does not count; restore it from a copy"
+            self._note_lost(name, told, None)
             return
-        attempt = writer.attempt if writer is not None and writer.attempt is not None else 0
-        self._by_attempt.setdefault(record.version, {}).setdefault(attempt, []).append(record)
+        self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
+
+    def _note_lost(self, name: str, told: str, writer: WriterState | None) -> None:
+        self.damaged.append(told)
+        version = name.removesuffix(".json").rpartition(".")[2]
+        if version.isdecimal():
+            self._lost[int(version), _attempt(writer)] = told
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
@@ -127,6 +136,10 @@ class WeightReader:
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
+        parts = self._by_attempt[version]
+        known = attempt if attempt in parts else max(parts)
+        if (told := self._lost.get((version, known)) or self._lost.get((version, 0))) is not None:
+            raise DamagedTrace(told)
         try:
             return self._load(self._parts(version, attempt))
         except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -276,6 +289,11 @@ def _put(whole: dict[str, Tensor], tensor: StoredTensor, bits: Bits) -> int:
     )
     whole[tensor.name].bits[place] = part(bits, tensor).reshape(tensor.shape)
     return tensor.numel
+
+
+def _attempt(writer: WriterState | None) -> int:
+    """The attempt at training that a writer belongs to; 0 stands for none."""
+    return 0 if writer is None or writer.attempt is None else writer.attempt
 
 
 def _segment_of(name: str) -> Segment | None:
