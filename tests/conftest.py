@@ -1,7 +1,13 @@
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as in the background of a shell: what tests start would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
 
