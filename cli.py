@@ -90,6 +90,15 @@ class Commands(click.Group):
                 formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
 
 
+_csv = click.option(
+    "--csv", "as_csv", is_flag=True, default=False,
+    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+)  # fmt: skip
+_weights_from = click.option(
+    "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
+)
+
+
 def _example(text: str) -> Callable[[click.Command], click.Command]:
     """End a command's help with an example that is run by a test."""
 
@@ -277,13 +286,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
 @click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option(
-    "--csv",
-    "as_csv",
-    is_flag=True,
-    default=False,
-    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
-)
+@_csv
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_json: bool, as_csv: bool) -> None:
     """List the named queries, or run one: its rows over one trace or several.
 
@@ -390,13 +393,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 )  # fmt: skip
 @click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option(
-    "--csv",
-    "as_csv",
-    is_flag=True,
-    default=False,
-    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
-)
+@_csv
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis.database import Database
@@ -478,13 +475,7 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option(
-    "--csv",
-    "as_csv",
-    is_flag=True,
-    default=False,
-    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
-)
+@_csv
 def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: Any) -> None:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
 
@@ -618,10 +609,7 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
 )
 @click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with a table each.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
-@click.option(
-    "--weights-from", metavar="DIR",
-    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
-)  # fmt: skip
+@_weights_from
 @click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits|hidden",
     help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
@@ -665,10 +653,7 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     help="Precision of the reference.",
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
-@click.option(
-    "--weights-from", metavar="DIR",
-    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
-)  # fmt: skip
+@_weights_from
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -704,10 +689,7 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
-@click.option(
-    "--weights-from", metavar="DIR",
-    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
-)  # fmt: skip
+@_weights_from
 @click.option(
     "--table", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",
@@ -753,22 +735,13 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     help="Round the weights to it: what an engine of that dtype loads.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, default=False, help="Rebuild every version and compare its hashes.")
-@click.option(
-    "--weights-from", metavar="DIR",
-    help="Folder of the run's checkpoints, where the trace has no weights of its own.",
-)  # fmt: skip
+@_weights_from
 @click.option(
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@click.option(
-    "--csv",
-    "as_csv",
-    is_flag=True,
-    default=False,
-    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
-)
+@_csv
 def weights(
     trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
     exported: tuple[int, str] | None, as_json: bool, as_csv: bool,
