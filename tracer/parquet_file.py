@@ -41,7 +41,7 @@ def write_checked(
     `identity` is the path in the trace that it will have; `options` are those of pyarrow's ParquetWriter.
     """
     digests, num_rows = BlockDigests(), 0
-    with pq.ParquetWriter(path, schema, write_page_checksum=True, **options) as writer:
+    with pq.ParquetWriter(path, schema, **options) as writer:
         for part in parts:
             writer.write_table(part, row_group_size=max(part.num_rows, 1))
             num_rows += part.num_rows

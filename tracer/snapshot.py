@@ -36,10 +36,8 @@ from .parquet_file import ParquetFooter, read_footer
 from .store import Store
 from .verified_file import FileCursor, VerifiedFile
 
-_LOOKS = 5
-"""How often a trace is looked at whose writers' states do not fit its files."""
-_LOOKS_AT_MOVING = 100
-"""How often a trace is looked at whose files are sealed while they are read."""
+_LOOKS = 100
+"""How often a trace is looked at whose files are sealed, or whose writers' states change, while they are read."""
 _NAMED = 8
 """Files that are named where a writer's state is lost; of more it is told how many."""
 _RESTORE = "restore the file from a copy"
@@ -111,15 +109,13 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
     fast.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
-    num_looks = 0
-    for _ in range(_LOOKS_AT_MOVING):
+    for _ in range(_LOOKS):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
             _look(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading: look again
             continue
-        num_looks += 1
-        if num_looks == _LOOKS or not _has_changed(snapshot):
+        if not _has_changed(snapshot):
             return snapshot
     raise QueryFailed(f"{store.url}: is being written faster than it can be read; ask again")
 
@@ -351,7 +347,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
     used = {state.writer: state for state in snapshot.writers}
     for writer in snapshot._suspects:
         try:
-            now = snapshot.store.writer(writer, needs_checksum=False)
+            now = snapshot.store.writer(writer, needs_checksum=snapshot.manifest.is_checked)
         except (FileNotFoundError, DamagedTrace):
             if writer not in used:  # it was lost before
                 continue
