@@ -498,6 +498,16 @@ def test_tokens_outside_of_the_vocabulary_are_named(trace):
         replay(trace, steps="1")
 
 
+def test_an_arm_that_is_complete_does_not_keep_others_from_being_completed(trace):
+    replay(trace, arm=["batch-size=1"])
+    replay(trace, arm=["dtype=bf16"], steps="1")
+    replay(trace, arm=["batch-size=1", "dtype=bf16"])
+    query = "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
+    assert {count for _, count in rows(trace, query)} == {24}
+    with pytest.raises(InvalidOption, match="has all of these steps already"):
+        replay(trace, arm=["batch-size=1", "dtype=bf16"])
+
+
 def test_a_killed_replay_goes_on_where_it_was(trace):
     draw = random.Random(0)
     command = [str(TIM_TRACE), "replay", str(trace), "--batch-size", "1", "--arm", "dtype=bf16"]
