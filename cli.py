@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning
+from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning, tell_damage
 
 SECTIONS = {
     "get a trace": ("record", "import"),
@@ -208,8 +208,7 @@ def info(traces: Sequence[str], as_json: bool) -> None:
     from .analysis.info_text import info_text
 
     found = [look(trace) for trace in traces]
-    for sentence in dict.fromkeys(sentence for trace in found for sentence in trace.damaged):
-        warnings.warn(sentence, DamageWarning, stacklevel=1)
+    tell_damage(sentence for trace in found for sentence in trace.damaged)
     if as_json:
         _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
     else:

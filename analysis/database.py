@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Sequence
 from importlib.resources import files
 from typing import Any
@@ -12,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..schemas.errors import DamagedTrace, DamageWarning, InvalidOption, QueryFailed, TimTraceError
+from ..schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, tell_damage
 from ..schemas.layout import TABLES
 from ..schemas.sums import KINDS, SEQUENCE_SUMS
 from ..schemas.tables import TABLES as TABLE_SPECS
@@ -90,7 +89,7 @@ class Database:
         if not lean:
             self._define_macros()
         if not isinstance(traces, Source):  # who looked at one knows
-            _tell_damage(self.damaged)
+            tell_damage(self.damaged)
 
     @property
     def damaged(self) -> tuple[str, ...]:
@@ -325,11 +324,6 @@ def _open(traces: Traces) -> list[Source]:
         names.add(source.run)
         sources.append(source)
     return sources
-
-
-def _tell_damage(damaged: Collection[str]) -> None:
-    for sentence in damaged:
-        warnings.warn(sentence, DamageWarning, stacklevel=4)
 
 
 def _unreadable(sources: list[Source]) -> str | None:

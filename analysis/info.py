@@ -344,12 +344,13 @@ def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: 
 def duration(seconds: float) -> str:
     """A time in the unit that suits it.
 
-    >>> duration(40.2), duration(900), duration(3 * 86400)
-    ('40 s', '15 min', '72 h')
+    >>> duration(40.2), duration(900), duration(20_000), duration(3 * 86400)
+    ('40 s', '15 min', '6 h', '3 d')
     """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def state_of(source: Source) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
-from ..schemas.errors import DamageWarning, InvalidOption, TimTraceError, WeightsMissing
+from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, tell_damage
 from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
@@ -117,8 +116,7 @@ def _open(
     store = Store(trace)
     store.manifest()
     reader = open_weights(store, weights_from)
-    for sentence in reader.damaged:
-        warnings.warn(sentence, DamageWarning, stacklevel=3)
+    tell_damage(reader.damaged)
     if not reader.versions:
         hint = reader.damaged[0] if reader.damaged else "record with --weights delta, or --weights-from DIR"
         if isinstance(reader, WeightReader) and not reader.damaged and reader.checkpoints is not None:
@@ -214,6 +212,6 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
                 found.append((*row, OK))
             except TimTraceError as error:
                 found.append((*row, str(error)))
-                warnings.warn(str(error), DamageWarning, stacklevel=3)
+                tell_damage([str(error)])
             advance(1)
     return Rows((*rows.columns, "verified"), found)

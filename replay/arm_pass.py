@@ -114,7 +114,7 @@ class ArmPass:
         }
         for name in sorted(writers | self.run.writers_of(self.name)):
             path = f"{WRITERS}/{name}.json"
-            state = store.writer(name, needs_checksum=self.run.manifest.is_checked)
+            state = store.writer(name, self.run.manifest)
             write_part(folder, path, replace(state, is_removed=True).to_json().encode())
             for file in store.files(SCORES):
                 if (segment := Segment.parse(file.removesuffix(".parquet"))) is not None and segment.writer == name:

@@ -115,7 +115,9 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
         run.weights.load(missing[0])  # raises, and says what there is
-    wanted, complete = [], []
+    wanted: list[_Wanted] = []
+    asked: list[tuple[ArmPass, list[int]]] = []
+    """Arms that were asked for, and the steps that they lack."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
@@ -125,12 +127,12 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
                 f"{target.name} is there already with other changes; choose a name (--name), or replace it with --force"
             )
         left = [step for step in steps if step not in done]
-        if not left and not serves_others:
-            complete.append(target)
+        if not serves_others:
+            asked.append((target, left))
         # The identity arm comes with every step that another arm has: its bits are what that arm is judged by.
         wanted.append(_Wanted(scorer, target, steps if arm.is_identity else left, done))
-    if complete and len(complete) >= sum(not (arm.is_identity and len(arms) > 1) for arm in arms):
-        name = complete[0].name
+    if not any(left for _, left in asked):
+        name = asked[0][0].name
         raise InvalidOption(
             f"{name} has all of these steps already; look at it (tim-trace stats RUN --pair {name}:train), or replace it with "
             "--force"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay, DamagedTrace, DamageWarning
+from ..schemas.errors import CannotReplay, DamagedTrace, tell_damage
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.passes import TRAIN
 from ..schemas.tables import TABLES
@@ -108,8 +107,7 @@ class RecordedRun:
             table: [self._files.add(entry.relative, entry.file) for entry in entries]
             for table, entries in self.snapshot.files.items()
         }
-        for sentence in self.snapshot.damaged:
-            warnings.warn(sentence, DamageWarning, stacklevel=4)
+        tell_damage(self.snapshot.damaged)
 
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:

@@ -1,5 +1,8 @@
 """Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
+import warnings
+from collections.abc import Iterable
+
 
 class TimTraceError(Exception):
     """A condition that the message explains: what, where, what was found, and the way out."""
@@ -69,3 +72,9 @@ class TimTraceWarning(UserWarning):
 
 class DamageWarning(TimTraceWarning):
     """A part of the trace cannot be read or is missing: answers are from the rest."""
+
+
+def tell_damage(sentences: Iterable[str]) -> None:
+    """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
+    for sentence in sentences:
+        warnings.warn(sentence, DamageWarning, stacklevel=4)

@@ -87,7 +87,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
     """
     where = f"{segment.dense}/zarr.json"
     try:
-        files = store.writer(segment.writer, needs_checksum=store.manifest().is_checked).files
+        files = store.writer(segment.writer).files
     except FileNotFoundError as error:
         raise DamagedTrace(
             f"{store.shown(where)}: its writer's state is missing; restore writers/ from a copy"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .child import Child
 from .create import claimed, join_trace, new_trace, refuse_live
 from .hooks.session import ENVIRONMENT, Order
-from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
+from .liveness import HEARTBEAT_S, this_process
 from .store import Store
 from .whole_file import write_part
 
@@ -134,11 +133,7 @@ class Launcher:
         self._state = WriterState(
             writer=f"{LAUNCHER}-{number + 1}" if number else LAUNCHER,
             run_id=run_id,
-            host=socket.gethostname(),
-            boot_id=boot_id(),
-            pid_namespace=pid_namespace(),
-            pid=os.getpid(),
-            process_start=process_start(os.getpid()),
+            **this_process(),
             opened_at=now(),
             program=tuple(command),
             files={},

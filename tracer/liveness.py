@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypedDict
 
 from ..schemas.layout import JOURNAL, WRITERS
 from ..schemas.writer_state import OPEN, WriterState
@@ -31,6 +32,28 @@ class Liveness:
     """CLOSED_ITSELF, PROCESS, RESTARTED or AGE."""
     silent_s: float | None = None
     """Seconds since its last sign, where its age decided; None where no file tells."""
+
+
+class Process(TypedDict):
+    """What names one process: fields of a writer's state."""
+
+    host: str
+    boot_id: str | None
+    pid_namespace: str | None
+    pid: int
+    process_start: int | None
+
+
+def this_process() -> Process:
+    """What names the process that asks."""
+    pid = os.getpid()
+    return Process(
+        host=socket.gethostname(),
+        boot_id=boot_id(),
+        pid_namespace=pid_namespace(),
+        pid=pid,
+        process_start=process_start(pid),
+    )
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:

@@ -347,7 +347,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
     used = {state.writer: state for state in snapshot.writers}
     for writer in snapshot._suspects:
         try:
-            now = snapshot.store.writer(writer, needs_checksum=snapshot.manifest.is_checked)
+            now = snapshot.store.writer(writer, snapshot.manifest)
         except (FileNotFoundError, DamagedTrace):
             if writer not in used:  # it was lost before
                 continue

@@ -259,19 +259,20 @@ class Store:
         states, damaged = [], []
         for name in self.files(WRITERS):
             try:
-                states.append(self.writer(name.removesuffix(".json"), needs_checksum=manifest.is_checked))
+                states.append(self.writer(name.removesuffix(".json"), manifest))
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
                 damaged.append(str(error))
         return states, damaged
 
-    def writer(self, name: str, *, needs_checksum: bool) -> WriterState:
-        """Read a writer's state. Raises DamagedTrace and FileNotFoundError."""
+    def writer(self, name: str, manifest: Manifest | None = None) -> WriterState:
+        """Read a writer's state; who has read the trace's `manifest` gives it. Raises DamagedTrace and FileNotFoundError."""
+        manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)
         try:
-            state = parse_writer_state(self.read_json(relative), where, needs_checksum=needs_checksum)
+            state = parse_writer_state(self.read_json(relative), where, needs_checksum=manifest.is_checked)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -280,10 +281,10 @@ class Store:
             ) from error
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
-        if state.run_id not in (None, run_id := self.manifest().run_id):
+        if state.run_id not in (None, manifest.run_id):
             raise DamagedTrace(
-                f"{where}: is of run {state.run_id}, and {self.shown(MANIFEST)} of run {run_id}; restore from a copy the one "
-                "that is not of this trace"
+                f"{where}: is of run {state.run_id}, and {self.shown(MANIFEST)} of run {manifest.run_id}; restore from a copy "
+                "the one that is not of this trace"
             )
         return state
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import xxhash
+
 from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, block_digest, short_hash
 from ..schemas.errors import DamagedTrace
 from .store import Store
@@ -58,11 +60,13 @@ class VerifiedFile:
             self._failed = self._failed or error
             raise
 
-    def verify(self) -> None:
-        """Read all of it. Raises DamagedTrace."""
+    def verify(self) -> str:
+        """Read all of it and return XXH3-128 of that, 32 hexadecimal digits. Raises DamagedTrace."""
+        whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
-            self.read(start, min(start + 16 * BLOCK_BYTES, self._end))
-        self.read(self._end, self.num_bytes)
+            whole.update(self.read(start, min(start + 16 * BLOCK_BYTES, self._end)))
+        whole.update(self.read(self._end, self.num_bytes))
+        return whole.hexdigest()
 
     def _read(self, start: int, stop: int) -> bytes:
         if stop <= start:

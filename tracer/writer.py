@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import uuid
@@ -23,7 +22,7 @@ from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, T
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .attempts import Attempt
-from .liveness import HEARTBEAT_S, boot_id, pid_namespace, process_start
+from .liveness import HEARTBEAT_S, this_process
 from .segments import SegmentWriter
 from .store import Store
 from .weights.writer import WeightWriter
@@ -60,11 +59,7 @@ class TraceWriter:
         self.state = WriterState(
             writer=self.name,
             run_id=Store(folder).manifest().run_id,
-            host=socket.gethostname(),
-            boot_id=boot_id(),
-            pid_namespace=pid_namespace(),
-            pid=os.getpid(),
-            process_start=process_start(os.getpid()),
+            **this_process(),
             rank=rank,
             attempt=None if attempt is None else attempt.number,
             attempt_key=None if attempt is None else attempt.key,

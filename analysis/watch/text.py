@@ -10,7 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from ..dynamics.quantities import Series
-from ..info import FINISHED, KILLED, LIVE, STOPPED
+from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from .lines import Paper, Section, fitted
 from .spark import ASCII, BLOCKS, spark
 from .watched import WAITING, FirstAlarm, Moved, Watched
@@ -71,7 +71,7 @@ def _head(seen: Watched, paper: Paper) -> Section:
     facts = [f"steps {seen.num_steps:,}" + (f" ({seen.first_step} to {seen.last_step})" if seen.num_steps else "")]
     facts += [f"sequences {seen.num_sequences:,}", f"response tokens {seen.num_tokens:,}"]
     if seen.age_s is not None:
-        facts.append(f"last record {_duration(seen.age_s)} ago")
+        facts.append(f"last record {duration(seen.age_s)} ago")
     if seen.steps_per_minute is not None:
         facts.append(f"{_number(seen.steps_per_minute)} steps a minute ({seen.rate_from})")
     head = [paper.line((name, _TITLE), "  ", (state, _STATES[seen.state]))]
@@ -244,13 +244,6 @@ def _number(value: float) -> str:
     if not np.isfinite(value):
         return _NOT_FINITE
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterator
 
-from ...schemas.errors import DamageWarning, InvalidOption, TraceNotFound
+from ...schemas.errors import InvalidOption, TraceNotFound, tell_damage
 from ...tracer.progress import Progress, no_progress
 from .watched import Watched
 from .watcher import Watcher
@@ -66,6 +65,5 @@ def _whole(watcher: Watcher, progress: Progress) -> Watched:
         while left := seen.num_unread_steps:
             seen = watcher.look()
             advance(max(0, left - seen.num_unread_steps))
-    for sentence in seen.damaged:
-        warnings.warn(sentence, DamageWarning, stacklevel=3)
+    tell_damage(seen.damaged)
     return seen

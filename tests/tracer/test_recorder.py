@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -310,6 +311,9 @@ def test_a_segment_is_sealed_whenever_enough_has_gathered(tmp_path):
         recorder.writer.segments.seal_bytes = 4000
         for step in range(1, 31):
             add_step(recorder, step, make_batch(seed=step))
+            recorder.flush()
+            while recorder.writer.segments.is_behind:
+                time.sleep(0.001)
     assert len(list((tmp_path / "run" / "scores").glob("*.parquet"))) > 3
     assert connect(tmp_path / "run").execute("SELECT count(*), count(DISTINCT step) FROM scores").fetchone() == (
         240,

@@ -112,8 +112,11 @@ class WeightReader:
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
         """What was kept of a version in an attempt at training, or where that kept none in the newest that did."""
+        return self._by_attempt[version][self._chosen(version, attempt)]
+
+    def _chosen(self, version: int, attempt: int | None) -> int:
         attempts = self._by_attempt[version]
-        return attempts[attempt] if attempt in attempts else attempts[max(attempts)]
+        return attempt if attempt in attempts else max(attempts)
 
     def layout(self, record: WeightVersion) -> WeightLayout:
         """Which tensors a segment holds. Raises DamagedTrace."""
@@ -136,10 +139,9 @@ class WeightReader:
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
-        parts = self._by_attempt[version]
-        known = attempt if attempt in parts else max(parts)
-        if (told := self._lost.get((version, known)) or self._lost.get((version, 0))) is not None:
-            raise DamagedTrace(told)
+        for told in (self._lost.get((version, made)) for made in (self._chosen(version, attempt), 0)):
+            if told is not None:
+                raise DamagedTrace(told)
         try:
             return self._load(self._parts(version, attempt))
         except (ValueError, KeyError, IndexError, TypeError) as error:
