@@ -52,24 +52,28 @@ class BlockDigests:
 
     def __init__(self) -> None:
         self._whole = xxhash.xxh3_128()
-        self._blocks: list[bytes] = []
+        self._block = xxhash.xxh3_64()
+        self._ended: list[bytes] = []
         self.num_bytes = 0
 
-    def add(self, block: Bytes) -> None:
-        """Add the next BLOCK_BYTES; the last block alone may be shorter."""
-        self._whole.update(block)
-        self._blocks.append(block_digest(block))
-        self.num_bytes += len(block)
-
-    def add_rest(self, content: Bytes) -> None:
-        """Add bytes that belong to no block."""
-        self._whole.update(content)
-        self.num_bytes += len(content)
+    def add(self, content: Bytes) -> None:
+        """Add the next bytes, however many."""
+        view, start = memoryview(content), 0
+        while start < len(view):
+            part = view[start : start + BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
+            self._whole.update(part)
+            self._block.update(part)
+            self.num_bytes += len(part)
+            start += len(part)
+            if self.num_bytes % BLOCK_BYTES == 0:
+                self._ended.append(self._block.digest())
+                self._block.reset()
 
     @property
     def blocks(self) -> bytes:
-        """DIGEST_BYTES a block, one block after the other."""
-        return b"".join(self._blocks)
+        """DIGEST_BYTES a block of what was added so far, one after the other; the last block may be shorter."""
+        begun = [self._block.digest()] if self.num_bytes % BLOCK_BYTES else []
+        return b"".join([*self._ended, *begun])
 
     @property
     def hash(self) -> str:

@@ -4,7 +4,7 @@ import base64
 import json
 
 import pyarrow.parquet as pq
-from tim_trace.schemas.checksums import BLOCK_BYTES, BlockDigests, sealed, short_hash, whole_hash
+from tim_trace.schemas.checksums import BlockDigests, sealed, short_hash, whole_hash
 from tim_trace.schemas.documents import CHECKSUM, to_document
 from tim_trace.tracer.dense_store import FILES
 
@@ -36,8 +36,7 @@ def reseal(trace):
 
 def _blocks(content):
     digests = BlockDigests()
-    for start in range(0, len(content), BLOCK_BYTES):
-        digests.add(content[start : start + BLOCK_BYTES])
+    digests.add(content)
     return {"num_bytes": len(content), "blocks": base64.b64encode(digests.blocks).decode()}
 
 

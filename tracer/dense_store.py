@@ -17,7 +17,7 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.abc.store import Store as ZarrStore
 
-from ..schemas.checksums import BLOCK_BYTES, BlockDigests, SealedFile, sealed, whole_hash
+from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .dense_group import BFLOAT16, DATA_TYPES
@@ -44,10 +44,9 @@ def account(folder: Path) -> SealedFile:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != DOCUMENT:
-            digests, content = BlockDigests(), memoryview(path.read_bytes())
-            for start in range(0, len(content), BLOCK_BYTES):
-                digests.add(content[start : start + BLOCK_BYTES])
-            files[name] = {"num_bytes": len(content), "blocks": base64.b64encode(digests.blocks).decode()}
+            digests = BlockDigests()
+            digests.add(path.read_bytes())
+            files[name] = {"num_bytes": digests.num_bytes, "blocks": base64.b64encode(digests.blocks).decode()}
     root = json.loads((folder / DOCUMENT).read_bytes())
     content_of_root = json.dumps(root | {"attributes": {FILES: files}}, indent=1).encode()
     (folder / DOCUMENT).write_bytes(content_of_root)

@@ -6,17 +6,17 @@ A file's own metadata name it and hold a checksum of each block before the foote
 from __future__ import annotations
 
 import base64
+import io
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..schemas.checksums import BLOCK_BYTES, BlockDigests, SealedFile, short_hash
+from ..schemas.checksums import BlockDigests, SealedFile, short_hash
 from ..schemas.errors import DamagedTrace
 from .store import Store, first_line
 from .verified_file import VerifiedFile
@@ -40,21 +40,43 @@ def write_checked(
 
     `identity` is the path in the trace that it will have; `options` are those of pyarrow's ParquetWriter.
     """
-    digests, num_rows = BlockDigests(), 0
-    with pq.ParquetWriter(path, schema, **options) as writer:
-        for part in parts:
-            writer.write_table(part, row_group_size=max(part.num_rows, 1))
-            num_rows += part.num_rows
-        with open(path, "rb") as file:
-            for block in iter(partial(file.read, BLOCK_BYTES), b""):
-                digests.add(block)
-            blocks = base64.b64encode(digests.blocks)
+    num_rows = 0
+    with open(path, "xb", buffering=0) as file:
+        hashed = _HashedFile(file)
+        with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as writer:
+            for part in parts:
+                writer.write_table(part, row_group_size=max(part.num_rows, 1))
+                num_rows += part.num_rows
+            blocks = base64.b64encode(hashed.digests.blocks)
+            hashed.footer = bytearray()
             writer.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks})
-    with open(path, "rb") as file:
-        file.seek(digests.num_bytes)
-        footer = file.read()
-    digests.add_rest(footer)
-    return SealedFile(num_bytes=digests.num_bytes, hash=digests.hash, num_rows=num_rows, footer=short_hash(footer))
+    digests = hashed.digests
+    return SealedFile(
+        num_bytes=digests.num_bytes, hash=digests.hash, num_rows=num_rows, footer=short_hash(hashed.footer)
+    )
+
+
+class _HashedFile(io.RawIOBase):
+    """Hashes what is written to a file as it passes by, and keeps what follows once `footer` is a bytearray."""
+
+    def __init__(self, file: io.FileIO):
+        self._file = file
+        self.digests = BlockDigests()
+        self.footer: bytearray | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        """Write all of the bytes."""
+        view = memoryview(content)
+        self.digests.add(view)
+        if self.footer is not None:
+            self.footer += view
+        left = view
+        while len(left):
+            left = left[self._file.write(left) :]
+        return len(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
