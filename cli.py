@@ -161,7 +161,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     pair = None
     if recording.num_sequences:
         from .analysis.stats import comparable_pair
-        from .analysis.sums import summarize
+        from .analysis.trace.sums import summarize
 
         summarize(recording.folder, progress=_progress)
         pair = comparable_pair(recording.folder)
@@ -187,7 +187,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], force: bool
     PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
     """
     from .analysis.stats import comparable_pair
-    from .analysis.sums import summarize
+    from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
     from .tracer.importers.neutral import import_parquet
 
@@ -291,8 +291,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 
     Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
     """
-    from .analysis.catalogue import listed, named_query, query
-    from .analysis.pairs import parse_pair
+    from .analysis.queries.catalogue import listed, named_query, query
+    from .analysis.trace.pairs import parse_pair
 
     _check_format(as_json, as_csv)
     if name is None:
@@ -395,9 +395,9 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 @_csv
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
-    from .analysis.database import Database
     from .analysis.stats import likeness
     from .analysis.stats import stats as compare
+    from .analysis.trace.database import Database
 
     _check_format(as_json, as_csv)
     database = Database(list(traces))

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .database import connect
+from .trace.database import connect
 
 if TYPE_CHECKING:
     from . import report

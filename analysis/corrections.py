@@ -6,10 +6,10 @@ import warnings
 
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from .correction import Correction, define, published
-from .database import Database, Traces, opened, sql_file
-from .pairs import parse_pair, quoted_pair, why_nothing
 from .rows import Rows
-from .source import Pair
+from .trace.database import Database, Traces, opened, sql_file
+from .trace.pairs import parse_pair, quoted_pair, why_nothing
+from .trace.source import Pair
 
 BY = {"run": "correction_runs", "step": "correction_steps", "length": "correction_lengths"}
 

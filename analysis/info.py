@@ -12,8 +12,8 @@ from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
-from .database import Database
-from .source import Source, open_source
+from .trace.database import Database
+from .trace.source import Source, open_source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
 

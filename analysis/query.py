@@ -8,8 +8,8 @@ from typing import Any
 import duckdb
 
 from ..schemas.errors import InvalidQuery, TimTraceError
-from .database import Database, Traces, quoted
 from .rows import Rows
+from .trace.database import Database, Traces, quoted
 
 _READING = {
     duckdb.StatementType.SELECT,

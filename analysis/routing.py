@@ -15,7 +15,7 @@ import pyarrow as pa
 from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
-from .source import Source
+from .trace.source import Source
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
 """run, group and first row in pass a, group and first row in pass b, tokens."""

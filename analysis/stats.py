@@ -6,14 +6,14 @@ from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..tracer.progress import Progress, no_progress
-from .database import Database, Traces, opened
 from .distributions.summary import has_captured, summary
 from .frameworks.framework import Framework
 from .frameworks.registry import framework_of, refuse_options
-from .pairs import num_scored, parse_pair, quoted_pair, why_nothing
 from .rows import Rows
-from .source import Pair
-from .sums import ensure, keep
+from .trace.database import Database, Traces, opened
+from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.source import Pair
+from .trace.sums import ensure, keep
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}

@@ -24,10 +24,10 @@ from ..replay.steps import parse_steps
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..tracer.progress import Progress, no_progress
-from .database import Database, quoted
 from .rows import Rows
+from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
-from .totals import Array, Totals
+from .trace.database import Database, quoted
 
 _CONFIDENCE = 0.95
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)

@@ -18,9 +18,9 @@ from ..tracer.store import first_line
 from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
-from .database import Database
 from .rows import Rows
-from .source import Source, open_source
+from .trace.database import Database
+from .trace.source import Source, open_source
 
 COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 

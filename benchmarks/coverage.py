@@ -35,15 +35,15 @@ from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.concentration import Carried
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
 from tim_trace.analysis.objective.objective import estimates
+from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
 from tim_trace.analysis.objective.shares import LossRows
 from tim_trace.analysis.objective.shares import shares as loss_shares
-from tim_trace.analysis.objective.sides import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sums import Sums
 from tim_trace.analysis.objective.tokens import Tokens
-from tim_trace.analysis.pair_sums import FiniteTokens, pair_sums
+from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife
-from tim_trace.analysis.totals import FROM_SUMS
+from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
 from tim_trace.analysis.triangulate import shares
 from tim_trace.schemas.loss import Loss
 

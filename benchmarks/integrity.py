@@ -11,8 +11,8 @@ import duckdb
 import pyarrow.parquet as pq
 from comparison import Comparison, in_turn, ratios
 from steps import make_step, record
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.checksums import SealedFile
 from tim_trace.tracer.recorder import Recorder

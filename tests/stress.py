@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "tracer"))
 
 from builders import PROGRAMS, make_batch
-from tim_trace.analysis.database import connect
+from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import DamageWarning
 

@@ -11,7 +11,6 @@ import pytest
 from builders import ROOT, make_trace, run, tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
@@ -20,6 +19,7 @@ from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.objective.objective import objective
+from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats

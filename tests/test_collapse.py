@@ -50,7 +50,7 @@ def made(laboratory, tmp_path_factory):
 
 
 def asked(folder, query):
-    from tim_trace.analysis.database import connect
+    from tim_trace.analysis.trace.database import connect
 
     return connect(str(folder / "trace")).execute(query).fetchall()
 
@@ -89,7 +89,7 @@ def test_a_stale_engine_says_which_version_sampled(made):
 
 def test_advantages_can_lie_in_the_wrong_rows_while_rewards_do_not(made):
     from tim_trace.analysis.attribution.rollouts import read_rollouts, relation
-    from tim_trace.analysis.database import Database
+    from tim_trace.analysis.trace.database import Database
 
     moved, sound = (read_rollouts(Database(str(made[name] / "trace"))) for name in ("moved", "sound"))
     assert relation(sound, "reward", "advantage").by_group == pytest.approx(1.0, abs=1e-3)

@@ -24,12 +24,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.database import Database
 from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
-from tim_trace.analysis.objective.sides import choose_sides
+from tim_trace.analysis.objective.pass_roles import choose_sides
 from tim_trace.analysis.objective.sums import read_sums
 from tim_trace.analysis.objective.terms import contribution, is_clipped
+from tim_trace.analysis.trace.database import Database
 from tim_trace.replay.gradients.arm import GradientArm
 from tim_trace.replay.gradients.divisors import divisors
 from tim_trace.replay.gradients.loss import StepLoss, passes_of

@@ -13,7 +13,7 @@ from builders import ROOT
 from heads import Sampling
 from score import judge
 from splits import SMOKE
-from tim_trace.analysis.database import Database
+from tim_trace.analysis.trace.database import Database
 from training import load
 from transformers import AutoModelForCausalLM
 from writing import write

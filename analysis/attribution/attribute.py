@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 
 from ...tracer.progress import Progress, no_progress
-from ..database import Database
-from ..pairs import parse_pair
+from ..trace.database import Database
+from ..trace.pairs import parse_pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Onset, Suspect
 from .control import Compared, compare, shares_prompts

@@ -14,17 +14,17 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.checked import Checked
-from ..database import Database, opened
 from ..dynamics.changes import ChangePoint, change_points
 from ..dynamics.series import Series, read_series
-from ..source import Pair
+from ..trace.database import Database, opened
+from ..trace.source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
-from .echo import Echo, read_echo
 from .fall import Fall, Outcome, find_fall, is_evaluation, lost_share, refined
-from .gap import Gap, read_gap
+from .mismatch import RunMismatch, read_run_mismatch
 from .rollouts import Repeats, Rollouts, read_rollouts, relation, repeats
 from .settings import read_settings
+from .staleness import StaleWeights, read_stale_weights
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
@@ -44,7 +44,7 @@ class Facts:
     outcomes: tuple[Outcome, ...]
     """All that could be: the evaluations, then the reward."""
     fall: Fall | None
-    gap: Gap | None
+    gap: RunMismatch | None
     checked: Checked | None
     """What `check` says of train:rollout; None where nothing compares."""
     database: Database
@@ -118,10 +118,10 @@ class Facts:
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 
     @cached_property
-    def echo(self) -> Echo | None:
+    def echo(self) -> StaleWeights | None:
         """Whether the gap is that of weights some steps behind."""
         values = self.values("mean_abs_d")
-        return None if self.gap is None else read_echo(self.rollouts, float(np.nanmean(values)))
+        return None if self.gap is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     def beside(self, control: Facts) -> Facts:
         """The same with the fall that is seen beside a control only, if there is one."""
@@ -130,7 +130,7 @@ class Facts:
             if own.name == other.name and own.is_evaluation == (self.outcome is not None and self.outcome.is_evaluation)
         ]  # fmt: skip
         fall = next((fall for own, other in alike if (fall := find_fall(own, other))), None)
-        return self if fall is None else replace(self, fall=fall, gap=read_gap(self.series, fall))
+        return self if fall is None else replace(self, fall=fall, gap=read_run_mismatch(self.series, fall))
 
     def around_fall(self) -> Rollouts:
         """Those of a tenth of the run from there on, while the policy still knows something."""
@@ -164,7 +164,7 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
         outcome=outcome,
         outcomes=outcomes,
         fall=fall,
-        gap=read_gap(series, fall),
+        gap=read_run_mismatch(series, fall),
         checked=None if is_control else _checked(database, pair, name, notes),
         database=database,
         pair=pair,

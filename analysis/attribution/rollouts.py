@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..database import Database
-from ..remembered import remembered
-from ..source import Pair
+from ..trace.cache import cached
+from ..trace.database import Database
+from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
@@ -96,7 +96,7 @@ class Rollouts:
         return Rollouts(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
 
 
-@remembered
+@cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
     asked = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}

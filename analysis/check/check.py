@@ -10,11 +10,11 @@ import numpy as np
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
-from ..database import Database
 from ..info import attempts
-from ..pairs import parse_pair, why_nothing
-from ..remembered import remembered
-from ..source import Pair
+from ..trace.cache import cached
+from ..trace.database import Database
+from ..trace.pairs import parse_pair, why_nothing
+from ..trace.source import Pair
 from .checked import Checked
 from .detectors import find
 from .evidence import Evidence
@@ -70,10 +70,10 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
     )
 
 
-_sums = remembered(read_sums)
+_sums = cached(read_sums)
 
 
-@remembered
+@cached
 def _sample(database: Database, pair: Pair) -> Sample:
     return read_sample(database, pair, _sums(database, pair).worst_steps())
 

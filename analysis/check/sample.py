@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..database import Database, quoted
-from ..source import Pair
+from ..trace.database import Database, quoted
+from ..trace.source import Pair
 from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")

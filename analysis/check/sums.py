@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ..database import Database, quoted
-from ..lists import mapped
-from ..pair_sums import OF_DIFFERENCES, finite_tokens, pair_sums
-from ..source import Pair
-from ..token_lists import BATCH_ROWS
+from ..trace.database import Database, quoted
+from ..trace.lists import mapped
+from ..trace.pair_sums import OF_DIFFERENCES, finite_tokens, pair_sums
+from ..trace.source import Pair
+from ..trace.token_lists import BATCH_ROWS
 
 _COLUMNS = ("num_tokens", *OF_DIFFERENCES)
 

@@ -10,8 +10,8 @@ from ..check.check import gather, judge
 from ..check.checked import Checked
 from ..check.detectors.numerics import Precision, precisions
 from ..check.evidence import Evidence
-from ..database import Database
-from ..pairs import parse_pair
+from ..trace.database import Database
+from ..trace.pairs import parse_pair
 from .alarms import ALARMS
 from .diagnosis import Compared, Diagnosis, Numerics, Settled, Sounded
 from .figures import FIGURES

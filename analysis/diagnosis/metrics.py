@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..check.evidence import Evidence
-from ..totals import FROM_SUMS, addable
+from ..statistics.estimators import FROM_SUMS, addable
 
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 

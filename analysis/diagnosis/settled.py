@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from ...schemas.passes import REPLAY_PREFIX
-from ..database import Database, quoted
-from ..source import Pair
+from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
-from ..totals import Array
+from ..trace.database import Database, quoted
+from ..trace.source import Pair
 from .diagnosis import Settled
 
 _SETTLES = 0.9

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .divergence import Array, Full, entropy, even_entropy, log_softmax, unknown
-from .sides import Side, TopK, argmax, columns, entropy_bounds, is_broken
+from .topk import Side, TopK, argmax, columns, entropy_bounds, is_broken
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from ...schemas.errors import TimTraceError
-from ..source import Source
+from ..trace.source import Source
 from .measures import MEASURES
 
 _FUNCTION = "compare_distributions"

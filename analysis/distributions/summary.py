@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...schemas.errors import InvalidOption, NothingToCompare
-from ..database import Database, Traces
-from ..pairs import parse_pair, quoted_pair
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database, Traces
+from ..trace.pairs import parse_pair, quoted_pair
+from ..trace.source import Pair
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 

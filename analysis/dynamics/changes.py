@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..statistics.change_points import cut, residuals, shortest, tail
 from .location import RAMP, SHIFT, Located, locate
 from .noise import tamed
 from .quantities import LINEAR, LOG, Series
-from .segments import cut, residuals, shortest, tail
 
 __all__ = ["FEWEST", "RAMP", "SHIFT", "ChangePoint", "change_points"]
 

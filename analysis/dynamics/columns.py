@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..database import Database
+from ..trace.database import Database
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import numpy as np
 from ...replay.steps import parse_steps
 from ...schemas.errors import NothingToCompare
 from ...tracer.progress import Progress, no_progress
-from ..database import Database, opened
-from ..pairs import parse_pair
+from ..trace.database import Database, opened
+from ..trace.pairs import parse_pair
 from . import changes, laws, lead_lag
 from .changes import ChangePoint, change_points
 from .laws import entropy_law, growths
@@ -18,9 +18,9 @@ from .lead_lag import lead_lags
 from .motion import Dynamics, Moved
 from .onsets import onsets_of
 from .quantities import Series
-from .says import sentences
 from .schedule import schedule_of
 from .series import read_series
+from .summary import sentences
 
 
 def dynamics(

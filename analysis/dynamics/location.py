@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .segments import Lines
+from ..statistics.change_points import Lines
 
 SHIFT, RAMP = "shift", "ramp"
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from ..database import Database, quoted
+from ..trace.database import Database, quoted
 from .columns import Column
 
 NAMES: dict[str, tuple[str, ...]] = {

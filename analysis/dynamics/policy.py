@@ -8,11 +8,11 @@ import numpy as np
 
 from ...schemas import loss as losses
 from ...schemas.loss import Loss, read_loss
-from ..database import Database, quoted
-from ..hyperparameters import read_hyperparameters
-from ..source import Pair
+from ..trace.database import Database, quoted
+from ..trace.hyperparameters import read_hyperparameters
+from ..trace.source import Pair
 from .columns import Column, by_step, columns_of
-from .gap import held
+from .mismatch import held
 
 _ENTROPY = """
 SELECT step, avg({value}) AS entropy

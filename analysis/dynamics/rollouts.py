@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..database import Database
+from ..trace.database import Database
 from .columns import Column, by_step, columns_of
 
 _SEQUENCES = """

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...schemas.errors import InvalidOption
-from ..database import Database, Traces, opened
-from ..remembered import remembered
-from ..source import Pair
-from . import gap, logged, policy, rollouts, weight_changes
+from ..trace.cache import cached
+from ..trace.database import Database, Traces, opened
+from ..trace.source import Pair
+from . import logged, mismatch, policy, rollouts, weight_changes
 from .columns import Column
 from .quantities import KINDS, Series, named
 
@@ -41,7 +41,7 @@ def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str 
     return dict(_read(opened_database, pair, _run(opened_database, run)))
 
 
-@remembered
+@cached
 def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
     columns = list(_columns(database, pair, run))
     if not columns:
@@ -53,12 +53,12 @@ def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
 
 def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
     metrics = logged.read_logged(database, run)
-    mismatch = gap.read_gap(database, pair, run)
+    gap = mismatch.read_step_mismatch(database, pair, run)
     sources = (
-        mismatch.columns,
+        gap.columns,
         rollouts.read_rollouts(database, run),
         metrics,
-        policy.read_entropy(database, run, pair[0], metrics, mismatch.estimate),
+        policy.read_entropy(database, run, pair[0], metrics, gap.estimate),
         policy.read_lags(database, pair, run),
         policy.read_clipping(database, run),
         weight_changes.read_changed(database, run),

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...tracer.weights.reader import WeightReader
 from ...tracer.weights.source import open_weights
-from ..database import Database
+from ..trace.database import Database
 from .columns import Column
 
 

@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import Any, ClassVar, Protocol
 
 from ...schemas.errors import InvalidOption
-from ..database import Database, quoted
-from ..pairs import quoted_pair
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database, quoted
+from ..trace.pairs import quoted_pair
+from ..trace.source import Pair
 
 
 class Framework(Protocol):

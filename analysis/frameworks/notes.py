@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..database import Database, quoted
-from ..hyperparameters import read_hyperparameters
+from ..trace.database import Database, quoted
+from ..trace.hyperparameters import read_hyperparameters
 
 _SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
-from ..database import Database
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database
+from ..trace.source import Pair
 from .framework import call, check_choice, options_of
 from .notes import masked_out, null_without
 

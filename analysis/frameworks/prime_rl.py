@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
-from ..database import Database
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database
+from ..trace.source import Pair
 from .framework import call, options_of
 from .notes import null_without
 

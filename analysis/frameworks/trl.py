@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ...schemas.passes import CURRENT, ROLLOUT
-from ..database import Database
-from ..pairs import num_scored, why_nothing
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database
+from ..trace.pairs import num_scored, why_nothing
+from ..trace.source import Pair
 from .framework import call, check_choice, options_of
 from .notes import masked_out, null_without, set_otherwise
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
-from ..database import Database, sql_file
-from ..pairs import quoted_pair
 from ..rows import Rows
-from ..source import Pair
+from ..trace.database import Database, sql_file
+from ..trace.pairs import quoted_pair
+from ..trace.source import Pair
 from .framework import call, check_choice, literal
 from .verl_sums import computed
 

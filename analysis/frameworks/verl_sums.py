@@ -16,10 +16,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from ..lists import mapped
-from ..pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..statistics.moments import centred, co_moment
-from ..token_lists import BATCH_ROWS, blocks, counted_tokens
+from ..trace.lists import mapped
+from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
+from ..trace.token_lists import BATCH_ROWS, blocks, counted_tokens
 
 SAFETY_BOUND = 20.0
 """verl clamps log-ratios to +-20 nats before it takes their exp."""

@@ -11,8 +11,8 @@ from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ..check.check import check
 from ..check.checked import Checked
-from ..database import Database
 from ..statistics.intervals import Interval, NoInterval, ends
+from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
 from .measured import Measured, Run
 

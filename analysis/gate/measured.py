@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from ...schemas.errors import NothingToCompare
 from ...tracer.progress import Progress
-from ..database import Database
-from ..pairs import parse_pair, quoted_pair
+from ..statistics.estimators import FROM_SUMS, Array, Totals
 from ..statistics.intervals import PARTS, Interval, NoInterval, bootstrap, jackknife, largest_interval, numbered, unit
 from ..stats import stats
-from ..totals import FROM_SUMS, Array, Totals
+from ..trace.database import Database
+from ..trace.pairs import parse_pair, quoted_pair
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 

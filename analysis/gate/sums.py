@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..database import Database
-from ..pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
-from ..pairs import quoted_pair
-from ..source import Pair
+from ..statistics.estimators import Array, addable
 from ..statistics.intervals import unit
-from ..totals import Array, addable
+from ..trace.database import Database
+from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
+from ..trace.pairs import quoted_pair
+from ..trace.source import Pair
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a largest value -> the largest value of each sequence."""

@@ -19,8 +19,8 @@ from ...schemas.loss import (
     Loss,
     read_loss,
 )
-from ..database import Database
-from ..hyperparameters import read_hyperparameters
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "ppo_clip": {"kind": PPO, "level": TOKEN},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..totals import Array
+from ..statistics.estimators import Array
 
 _SHIFT = 20
 """Bits of a float32 below its sign, its exponent and three bits of its mantissa: eight bins an octave."""

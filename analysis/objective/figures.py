@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ...schemas.loss import SAPO, VESPO, Loss
+from ..statistics.estimators import Array, Totals
 from ..statistics.moments import off_median
-from ..totals import Array, Totals
 from .loss_terms import SIDES
-from .sides import ADVANTAGE, DRIFT, MISMATCH
+from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from .sums import Sums
 from .terms import SAFETY_BOUND
 

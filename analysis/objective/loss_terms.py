@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LOG_RATIO, Loss
+from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
-from ..totals import Array
 from .terms import SAFETY_BOUND, clamped_exp, contribution, correction_weight, is_clipped
 
 SIDES = ("positive", "negative")

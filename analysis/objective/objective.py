@@ -10,16 +10,16 @@ import numpy as np
 from ...schemas.errors import InvalidOption
 from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
 from ...tracer.progress import Progress, no_progress
-from ..database import Database, opened
 from ..rows import Rows
+from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
-from ..totals import Array
+from ..trace.database import Database, opened
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import Figure, as_float, chosen_figures, summed, totals_of, values_of
 from .judged import Estimate, Objective
+from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from .shares import TOKEN_MEANS
-from .sides import ADVANTAGE, MISMATCH, Sides, choose_sides
 from .sums import Sums, read_sums
 from .verdict import nothing_read, verdict
 
@@ -84,7 +84,7 @@ def objective(
     return _judge(name, how, sides, read_sums(database, sides, progress), confidence, _num_sequences(database))
 
 
-def _judge(trace: str, how: str, sides: Sides, sums: Sums, confidence: float, num_recorded: int) -> Objective:
+def _judge(trace: str, how: str, sides: PassRoles, sums: Sums, confidence: float, num_recorded: int) -> Objective:
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)

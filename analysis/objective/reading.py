@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from ..database import Database, quoted
 from ..statistics.intervals import unit
-from .sides import Sides
+from ..trace.database import Database, quoted
+from .pass_roles import PassRoles
 
 BATCH_ROWS = 1024
 """Sequences that are handed to a thread at once."""
@@ -20,7 +20,7 @@ CHUNK_STEPS = 1024
 """Steps that are joined at once."""
 
 
-def read_batches(database: Database, sides: Sides) -> Iterator[tuple[int, pa.RecordBatch]]:
+def read_batches(database: Database, sides: PassRoles) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Batches of sequences with the number of the range of steps that they are from; a step is in one range alone.
 
     They are all that went through the loss, also those without a token or without logprobs: see `is_whole`.
@@ -46,7 +46,7 @@ def _ranges(database: Database) -> list[tuple[int, int]]:
     return ranges
 
 
-def _query(sides: Sides, first_step: int, last_step: int) -> str:
+def _query(sides: PassRoles, first_step: int, last_step: int) -> str:
     """One row a sequence and inner iteration that the loss's pass has a row of.
 
     `sequence`, `unit`, its group, and `micro_batch` are numbers, since names take long. `is_whole`: whether every pass gave as

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...schemas.loss import Loss
+from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
-from ..totals import Array
 from .loss_terms import SIDES, Differences, Terms, terms_of
 from .tokens import Tokens
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.loss import Loss
-from ..totals import Array
+from ..statistics.estimators import Array
 
 TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 

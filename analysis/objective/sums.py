@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from ...tracer.progress import Progress
-from ..database import Database
-from ..lists import counted, mapped
-from ..totals import Array
+from ..statistics.estimators import Array
+from ..trace.database import Database
+from ..trace.lists import counted, mapped
 from .concentration import NUM_BINS, Carried, bins_of
+from .pass_roles import PassRoles
 from .reading import read_batches
 from .sequence_sums import COLUMNS, sequence_sums
 from .shares import LossRows, knows_micro_batches, shares
-from .sides import Sides
 from .tokens import tokens_of
 
 _KEYS = {
@@ -73,7 +73,7 @@ class _Batch:
     num_read: int
 
 
-def read_sums(database: Database, sides: Sides, progress: Progress) -> Sums:
+def read_sums(database: Database, sides: PassRoles, progress: Progress) -> Sums:
     """Read every token once."""
     batches: list[_Batch] = []
     carried = Carried()
@@ -119,7 +119,7 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
-def _of_batch(sides: Sides, batch: tuple[int, pa.RecordBatch]) -> _Batch:
+def _of_batch(sides: PassRoles, batch: tuple[int, pa.RecordBatch]) -> _Batch:
     number, rows = batch
     keys = {name: rows.column(name).to_numpy() for name in _KEYS}
     is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...schemas.loss import CISPO, REINFORCE, SAPO, VESPO, VESPO_LEAST_LAMBDA, VESPO_LOG_RATIO, Loss
-from ..totals import Array
+from ..statistics.estimators import Array
 
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to +-20 nats before their exp is taken, as frameworks do."""

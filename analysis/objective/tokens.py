@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..lists import counted, flat
-from ..totals import Array
+from ..statistics.estimators import Array
+from ..trace.lists import counted, flat
 
 BLOCK_TOKENS = 1 << 16
 """Tokens that are worked on at once."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from ..breakdowns.breakdowns import Breakdowns
 from ..rows import Rows
-from ..spread.spread import Spread
 from . import chart
 from .chart import Array, Chart, Density, Histogram, Line, Lines, Share, Shares
 from .commands import command
@@ -52,7 +52,7 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
     return found
 
 
-def _spread_charts(subject: Subject, spread: Spread) -> Iterator[Chart]:
+def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     a, b = subject.pair
     yield Density(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
@@ -88,7 +88,7 @@ def _told(envelope: float | None) -> str:
     )
 
 
-def _envelope(spread: Spread) -> tuple[Line, ...]:
+def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     if spread.envelope is None:
         return ()
     x = np.linspace(0.0, 1.0, 41)
@@ -98,7 +98,7 @@ def _envelope(spread: Spread) -> tuple[Line, ...]:
     return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
 
 
-def _profile(spread: Spread, name: str, title: str, label: str, edges: Array, note: str) -> Lines:
+def _profile(spread: Breakdowns, name: str, title: str, label: str, edges: Array, note: str) -> Lines:
     profile = getattr(spread.whole, name)
     start = edges[:-1] + (1 if name == "position" else 0)
     there = profile.num > 0
@@ -114,7 +114,7 @@ def _profile(spread: Spread, name: str, title: str, label: str, edges: Array, no
     )  # fmt: skip
 
 
-def _ratios(spread: Spread, sign: str) -> Histogram:
+def _ratios(spread: Breakdowns, sign: str) -> Histogram:
     which = "above" if sign == "positive" else "below"
 
     def of(ratios: Mapping[tuple[str, str], Array]) -> dict[str, Array]:

@@ -11,8 +11,8 @@ from ... import __version__
 from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
-from ..database import Traces
-from ..pairs import parse_pair
+from ..trace.database import Traces
+from ..trace.pairs import parse_pair
 from .contents import Contents
 from .mismatch_charts import mismatch_charts
 from .provenance import provenance

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..database import Database
-from ..evenly import evenly
+from ..trace.database import Database
+from ..trace.sampling import evenly_spaced
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
@@ -21,7 +21,7 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     if total <= WHOLE:
         return database, f"all {len(rows):,} steps" if len(rows) > 1 else "its one step"
     num = max(1, int(len(rows) * MOST_TOKENS / total))
-    kept = evenly([step for step, _ in rows], num)
+    kept = evenly_spaced([step for step, _ in rows], num)
     part = Database(database.sources[0])
     part.keep_steps(kept)
     return part, f"{len(kept)} of {len(rows)} steps, evenly spread"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..database import quoted
-from ..pairs import quoted_pair
+from ..trace.database import quoted
+from ..trace.pairs import quoted_pair
 from .commands import command
 from .subject import Subject
 

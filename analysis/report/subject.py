@@ -14,25 +14,25 @@ from ...schemas.passes import REPLAY_PREFIX
 from ...tracer.progress import Advance
 from ..attribution.attribute import attribute
 from ..attribution.attribution import Attribution
+from ..breakdowns.breakdowns import Breakdowns, read_breakdowns
 from ..corrections import corrections
-from ..database import Database
 from ..diagnosis.diagnose import diagnose
 from ..diagnosis.diagnosis import Diagnosis
 from ..dynamics.columns import Column, by_step
 from ..dynamics.dynamics import dynamics
-from ..dynamics.gap import read_gap
+from ..dynamics.mismatch import read_step_mismatch
 from ..dynamics.motion import Dynamics
 from ..dynamics.quantities import Series
 from ..dynamics.series import read_series
-from ..excerpts.excerpt import Excerpts
-from ..excerpts.excerpts import read_excerpts
-from ..hyperparameters import read_hyperparameters
 from ..info import TraceInfo, info
 from ..objective.judged import Objective
 from ..objective.objective import objective
 from ..rows import Rows
-from ..source import Pair
-from ..spread.spread import Spread, read_spread
+from ..token_samples.token_sample import TokenSamples
+from ..token_samples.token_samples import read_token_samples
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
+from ..trace.source import Pair
 from .sample import num_steps_within, without_most_steps
 
 Found = TypeVar("Found")
@@ -60,8 +60,8 @@ class Subject:
     """Which steps the objective and the corrections are of, in words."""
     arms: Mapping[str, tuple[Column, ...]]
     """Name of a replay -> its mismatch with pass b by step: see dynamics.gap."""
-    spread: Spread | None
-    excerpts: Excerpts
+    spread: Breakdowns | None
+    excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
     """Rows of the view `passes`."""
     settings: Mapping[str, Any]
@@ -103,10 +103,10 @@ def read_subject(
     attributed = ask("attribution", lambda: attribute(database, control=control, pair=names))
     notable = _notable(moved, attributed)
     num_steps = num_steps_within(held.num_response_tokens, held.num_steps)
-    spread = ask("spread", lambda: read_spread(database, pair, notable=notable, max_steps=num_steps))
+    spread = ask("spread", lambda: read_breakdowns(database, pair, notable=notable, max_steps=num_steps))
     corrected = ask("corrections", lambda: corrections(part, pair=names))
     arms = ask("arms", lambda: _arms(database, pair)) or {}
-    excerpts = read_excerpts(database, pair, notable=notable)
+    excerpts = read_token_samples(database, pair, notable=notable)
     advance(1)
     return Subject(
         trace=os.fspath(trace), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
@@ -138,7 +138,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
     query = 'SELECT DISTINCT "pass" FROM scores ORDER BY 1'
     names = [name for (name,) in database.connection.execute(query).fetchall() if name.startswith(REPLAY_PREFIX)]
     found = {
-        name: tuple(read_gap(database, (name, pair[1]), database.sources[0].run).columns)
+        name: tuple(read_step_mismatch(database, (name, pair[1]), database.sources[0].run).columns)
         for name in names
         if name not in pair
     }

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..totals import Array, Totals
+from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]

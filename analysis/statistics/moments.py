@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..totals import Array
+from .estimators import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ...schemas.layout import METRICS, SCORES, SEQUENCES
 from ...schemas.passes import REPLAY_PREFIX
 from ...tracer.snapshot import TableFile
 from ...tracer.verified_file import FileCursor
-from ..source import Pair, Source
+from ..trace.source import Pair, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
 from ...tracer.snapshot import TableFile
-from ..database import Database
-from ..dynamics import gap, logged, policy, rollouts
+from ..dynamics import logged, mismatch, policy, rollouts
 from ..dynamics.columns import Column
 from ..dynamics.policy import Given
 from ..dynamics.quantities import KINDS, Series, named
-from ..hyperparameters import read_hyperparameters
-from ..source import Pair, Source
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
+from ..trace.source import Pair, Source
 from .extent import Extent, Extents
 from .pace import Times, logged_times
 from .repeats import Repeats
@@ -88,11 +88,11 @@ class Memory:
         return {name: _on(every, found[name]) for name in KINDS if name in found}
 
     def _columns(self, database: Database, run: str) -> list[Column]:
-        mismatch = gap.read_gap(database, self._pair, run)
+        gap = mismatch.read_step_mismatch(database, self._pair, run)
         return [
-            *mismatch.columns,
+            *gap.columns,
             *rollouts.read_rollouts(database, run),
-            *policy.read_entropy(database, run, self._pair[0], self._logged, mismatch.estimate, self._given),
+            *policy.read_entropy(database, run, self._pair[0], self._logged, gap.estimate, self._given),
             *policy.read_lags(database, self._pair, run, self._given),
             *policy.read_clipping(database, run),
         ]

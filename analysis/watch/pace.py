@@ -8,7 +8,7 @@ from typing import Any
 
 from ...schemas.layout import JOURNAL, TABLES, TEMPORARY_PREFIX
 from ...tracer.store import Store
-from ..database import Database
+from ..trace.database import Database
 
 STEPS = 20
 """Steps that the rate is over."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..database import Database
+from ..trace.database import Database
 
 _ROWS = """
 SELECT step, hash(prompt_ids, response_ids) AS whole, reward

@@ -12,8 +12,8 @@ from ...tracer.snapshot import Examined
 from ..dynamics.changes import change_points
 from ..dynamics.quantities import Series
 from ..info import LIVE, state_of
-from ..pairs import parse_pair
-from ..source import Source, open_source
+from ..trace.pairs import parse_pair
+from ..trace.source import Source, open_source
 from . import pace
 from .alarms import first_alarms, judge_alarms
 from .extent import Extents, Surveyor

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.echo import read_echo
 from tim_trace.analysis.attribution.fall import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeats
+from tim_trace.analysis.attribution.staleness import read_stale_weights
 from tim_trace.analysis.attribution.text import attribution_text
 from tim_trace.tracer.recorder import Recorder
 
@@ -317,20 +317,20 @@ def openings(sampled_at):
 
 
 def test_weights_that_are_behind_say_what_the_trainer_said_before():
-    found = read_echo(openings(lambda step: np.sin((step - 9) / 20)), 0.1)
+    found = read_stale_weights(openings(lambda step: np.sin((step - 9) / 20)), 0.1)
     assert (found.steps, found.is_heard, found.is_missed) == (9, True, False)
     assert found.left < 0.2
 
 
 def test_weights_that_are_stuck_say_what_the_trainer_never_said():
-    found = read_echo(openings(lambda step: 0.3 * np.sin(step / 20) - 0.8), 0.1)
+    found = read_stale_weights(openings(lambda step: 0.3 * np.sin(step / 20) - 0.8), 0.1)
     assert (found.is_heard, found.is_missed) == (False, True)
 
 
 def test_openings_that_have_no_part_of_the_gap_say_nothing_of_it():
-    assert read_echo(openings(lambda step: np.sin((step - 9) / 20)), 1000.0) is None
-    assert read_echo(openings(lambda step: np.sin(step / 20)), 0.1) is None
-    assert read_echo(rollouts(reward=np.zeros(0)), 0.1) is None
+    assert read_stale_weights(openings(lambda step: np.sin((step - 9) / 20)), 1000.0) is None
+    assert read_stale_weights(openings(lambda step: np.sin(step / 20)), 0.1) is None
+    assert read_stale_weights(rollouts(reward=np.zeros(0)), 0.1) is None
 
 
 def test_a_reward_that_pays_less_from_one_step_to_the_next_is_the_reward(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.analysis.distributions.bounds import compare_partly
 from tim_trace.analysis.distributions.divergence import Full, compare_full
-from tim_trace.analysis.distributions.sides import TopK
+from tim_trace.analysis.distributions.topk import TopK
 from tim_trace.tracer.logits import top_k_with_tail
 
 BOUNDED = ("kl_ab", "kl_ba", "js", "tv", "entropy_a", "entropy_b")

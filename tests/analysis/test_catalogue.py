@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from builders import make_trace, tim_trace
 from rich_trace import by_sequence, close, make_rich_trace, of_step, tokens_of
-from tim_trace.analysis.catalogue import catalogue, named_query, query
+from tim_trace.analysis.queries.catalogue import catalogue, named_query, query
 from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder

@@ -21,14 +21,14 @@ from bigrams import (
 from builders import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather, judge
-from tim_trace.analysis.check.detectors.texture import texture
+from tim_trace.analysis.check.detectors.error_structure import texture
 from tim_trace.analysis.check.detectors.variance import between
 from tim_trace.analysis.check.detectors.versions import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
 from tim_trace.analysis.check.sums import read_sums
 from tim_trace.analysis.check.thresholds import MAX_PERSISTENCE, MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_SEQUENCE_SCORE
-from tim_trace.analysis.database import Database
-from tim_trace.analysis.sums import summarize
+from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder

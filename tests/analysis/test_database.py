@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders import add_step, make_batch, make_trace
-from tim_trace.analysis.database import Database, connect
-from tim_trace.analysis.source import sums_file
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.trace.source import sums_file
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder

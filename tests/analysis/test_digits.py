@@ -4,17 +4,17 @@ import mpmath
 import numpy as np
 import pytest
 from mpmath import mpf
-from tim_trace.analysis.catalogue import query
 from tim_trace.analysis.check.check import gather
 from tim_trace.analysis.corrections import corrections
-from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.diagnosis.metrics import own_metrics
-from tim_trace.analysis.dynamics.gap import read_gap
+from tim_trace.analysis.dynamics.mismatch import read_step_mismatch
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import SequenceColumns
+from tim_trace.analysis.queries.catalogue import query
+from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.totals import FROM_SUMS
+from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.recorder import Recorder
 
@@ -301,6 +301,6 @@ def own(trace):
 
 
 def ess_by_step(trace):
-    columns = read_gap(Database(trace), ("train", "rollout"), "run").columns
+    columns = read_step_mismatch(Database(trace), ("train", "rollout"), "run").columns
     (ess,) = (column for column in columns if column.name == "ess")
     return dict(zip(ess.steps.tolist(), ess.values.tolist(), strict=True))

@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.database import Database
 from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.laws import entropy_law, growths
@@ -12,11 +11,12 @@ from tim_trace.analysis.dynamics.lead_lag import lead_lags
 from tim_trace.analysis.dynamics.noise import long_run_variance
 from tim_trace.analysis.dynamics.onsets import onsets_of
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
-from tim_trace.analysis.dynamics.segments import Lines, penalty, tail
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
 from tim_trace.analysis.objective.objective import objective
+from tim_trace.analysis.statistics.change_points import Lines, penalty, tail
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -71,7 +71,7 @@ def test_series_are_what_numpy_makes_of_the_steps(run, tmp_path, kept):
     database = Database(folder)
     assert (("train", "rollout") in database.covered) is False
     if kept:
-        from tim_trace.analysis.sums import ensure
+        from tim_trace.analysis.trace.sums import ensure
 
         ensure(database, ("train", "rollout"), of_run=False)
     found = read_series(database)

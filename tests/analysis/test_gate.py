@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from builders import make_trace, tim_trace
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.database import Database
 from tim_trace.analysis.gate.condition import metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
+from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.totals import FROM_SUMS
+from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.database import FRAMEWORK_MACROS, Database, connect
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import likeness, stats
+from tim_trace.analysis.trace.database import FRAMEWORK_MACROS, Database, connect
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer.recorder import Recorder
 

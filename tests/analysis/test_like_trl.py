@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.frameworks.trl import Trl
 from tim_trace.analysis.stats import likeness, stats
+from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 

@@ -7,13 +7,13 @@ import pytest
 from builders import tim_trace
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.catalogue import query
-from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.objective import reading, tokens
 from tim_trace.analysis.objective.concentration import NUM_BINS, bins_of, concentration
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.terms import contribution, correction_weight, is_clipped
 from tim_trace.analysis.objective.text import objective_text
+from tim_trace.analysis.queries.catalogue import query
+from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder

@@ -2,8 +2,8 @@ import duckdb
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.database import sql_file
-from tim_trace.analysis.quantiles import exact_quantiles
+from tim_trace.analysis.trace.database import sql_file
+from tim_trace.analysis.trace.quantiles import exact_quantiles
 
 sizes = st.one_of(st.just(0.0), st.floats(1e-30, 1e30), st.sampled_from([0.25, 0.5, 1.0]))
 

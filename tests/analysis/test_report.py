@@ -12,7 +12,6 @@ import tim_trace.analysis
 from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
-from tim_trace.analysis.database import Database
 from tim_trace.analysis.report.chart import Density, Histogram, Lines
 from tim_trace.analysis.report.mismatch_charts import headings
 from tim_trace.analysis.report.page.packing import pack
@@ -20,6 +19,7 @@ from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
 from tim_trace.analysis.report.terms import SERIES
 from tim_trace.analysis.report.verdict import split
+from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
 

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
-from tim_trace.analysis.source import open_source
+from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.trace.source import open_source
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, NewerTrace, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
 

@@ -5,10 +5,10 @@ import pytest
 from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis import pair_sums, sums, token_lists
-from tim_trace.analysis.database import Database, connect
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.sums import summarize
+from tim_trace.analysis.trace import pair_sums, sums, token_lists
+from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
@@ -166,7 +166,7 @@ def test_k3_keeps_its_digits_for_tiny_differences(size):
 
 def connect_empty():
     import duckdb
-    from tim_trace.analysis.database import sql_file
+    from tim_trace.analysis.trace.database import sql_file
 
     connection = duckdb.connect()
     connection.execute(sql_file("macros"))

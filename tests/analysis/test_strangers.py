@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tim_trace.analysis.excerpts.token_text import MAX_PIECE, read_token_text, read_vocabulary
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.rows import Rows, printable, shown, to_json, to_text
-from tim_trace.analysis.source import open_source
+from tim_trace.analysis.token_samples.token_text import MAX_PIECE, read_token_text, read_vocabulary
+from tim_trace.analysis.trace.source import open_source
 from tim_trace.cli import main
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder

@@ -5,8 +5,8 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.excerpts.pieces import read_decoding
-from tim_trace.analysis.excerpts.visible import visible
+from tim_trace.analysis.token_samples.pieces import read_decoding
+from tim_trace.analysis.token_samples.visible import visible
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.info import info
-from tim_trace.analysis.source import open_source
+from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.watch import memory, rule
 from tim_trace.analysis.watch.alarms import first_alarms, judge_alarms
 from tim_trace.analysis.watch.extent import Surveyor

@@ -20,7 +20,7 @@ from builders import add_step, make_batch, make_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.sums import summarize
+from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import TimTraceError
 from tim_trace.tracer.adopt import adopt

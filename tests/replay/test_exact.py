@@ -11,7 +11,7 @@ from builders import tim_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import train
-from tim_trace.analysis.database import connect
+from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.arms import parse_arm
 from tim_trace.replay.backends.double import keep_double
 from tim_trace.replay.backends.exact import attention, head, layers

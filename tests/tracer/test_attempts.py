@@ -11,10 +11,10 @@ import pytest
 from builders import PROGRAMS, ROOT, add_step, make_batch, run, tim_trace
 from click.testing import CliRunner
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.report.report import report
+from tim_trace.analysis.trace.database import connect
 from tim_trace.cli import main
 from tim_trace.tracer.recorder import Recorder
 

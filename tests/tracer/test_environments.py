@@ -10,9 +10,9 @@ import venv
 import pytest
 from builders import PROGRAMS, TIM_TRACE, make_batch, make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watch import watch
 

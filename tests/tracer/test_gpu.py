@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from runs import train
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import InvalidRecord
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 from builders import PROGRAMS, make_batch, tim_trace
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
+from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 from builders import PROGRAMS, make_batch, run, tim_trace
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
+from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import TraceExists
 from tim_trace.tracer.recorder import Recorder
 

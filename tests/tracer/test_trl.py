@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 from runs import train
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
+from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 from runs import program
-from tim_trace.analysis.database import connect
 from tim_trace.analysis.info import info
+from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 

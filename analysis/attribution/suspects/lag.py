@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..echo import Echo
 from ..facts import Facts
+from ..staleness import StaleWeights
 
 
 def declared_lag(facts: Facts) -> float:
@@ -15,7 +15,7 @@ def declared_lag(facts: Facts) -> float:
     return float(np.median(known)) if len(known) else 0.0
 
 
-def heard(echo: Echo) -> str:
+def heard(echo: StaleWeights) -> str:
     """An echo in words."""
     return (
         f"the engine's logprobs of openings that came again are the trainer's of {echo.steps} steps before "
@@ -23,7 +23,7 @@ def heard(echo: Echo) -> str:
     )
 
 
-def missed(echo: Echo) -> str:
+def missed(echo: StaleWeights) -> str:
     """The lack of one."""
     return (
         f"at no distance up to {echo.farthest} steps are the engine's logprobs of openings that came again those of the "

@@ -7,7 +7,7 @@ from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
-from ..gap import FROM_START, FROM_UPDATES
+from ..mismatch import FROM_START, FROM_UPDATES
 from .lag import declared_lag, heard
 from .timing import AFTER, FIRST, order, rises
 

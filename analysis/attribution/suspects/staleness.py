@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .. import thresholds as t
 from ..attribution import Suspect
-from ..echo import Echo
 from ..evidence import Evidence
 from ..facts import Facts
-from ..gap import FROM_START, FROM_UPDATES
+from ..mismatch import FROM_START, FROM_UPDATES
+from ..staleness import StaleWeights
 from .lag import declared_lag, heard, missed
 
 
@@ -66,6 +66,6 @@ def _seen(facts: Facts, lag: float) -> list[Evidence]:
     return []
 
 
-def _echo(echo: Echo, of_size: float) -> Evidence:
+def _echo(echo: StaleWeights, of_size: float) -> Evidence:
     """What was seen token by token, as far as the gap is large enough to matter."""
     return Evidence(sentence=heard(echo), points=t.DECISIVE + of_size)

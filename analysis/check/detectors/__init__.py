@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 
 from ..evidence import Evidence
 from ..finding import Finding
-from .bases import find_unit
+from .alignment import find_retokenised, find_shift
 from .broken import find_broken
 from .constants import find_constants
 from .equality import find_copied_rows, find_equal
+from .log_base import find_unit
 from .missing import find_missing
 from .numerics import find_low_precision, find_router_flips, precisions
-from .onesided import find_one_sided
 from .pairing import find_row_pairing
-from .places import find_onset, find_own_places
-from .shifts import find_retokenised, find_shift
-from .states import find_declared, find_other_weights, measure_gap
+from .position_changes import find_onset, find_own_places
 from .subsets import find_group, find_subset
 from .temperature import find_temperature
+from .truncation import find_one_sided
 from .unsampled import find_unsampled
+from .weight_mismatch import find_declared, find_other_weights, measure_gap
 
 _ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
 _SCALE = (find_one_sided, find_onset, find_temperature, find_own_places, find_broken)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...excerpts.excerpt import Excerpt
+from ...token_samples.token_sample import TokenSample
 from ..subject import Subject
 from .packing import floats
 
@@ -27,7 +27,7 @@ def full_colour(subject: Subject) -> float:
     return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
 
 
-def facts(one: Excerpt) -> str:
+def facts(one: TokenSample) -> str:
     """A sequence in a line."""
     told = [
         f"{one.num_tokens:,} tokens",
@@ -42,7 +42,7 @@ def facts(one: Excerpt) -> str:
     return ", ".join(each for each in told if each)
 
 
-def _sequence(one: Excerpt) -> dict[str, Any]:
+def _sequence(one: TokenSample) -> dict[str, Any]:
     states = {name: values.tolist() for name, values in one.state.items()}
     holes = (
         np.any([np.asarray(values) != 0 for values in one.state.values()], axis=0)

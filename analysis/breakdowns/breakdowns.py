@@ -1,0 +1,168 @@
+"""How a mismatch spreads over tokens: counts and means over probability, place, length, entropy and the loss's ratios."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...schemas.loss import TOKEN, Loss, read_loss
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
+from ..trace.lists import mapped
+from ..trace.source import Pair
+from ..trace.token_lists import blocks
+from .chosen import choose
+from .counts import Counts, counts_of, empty_counts, entropy_bins
+from .edges import (
+    ENTROPIES_PER_NAT,
+    NUM_DIFFERENCES,
+    NUM_PROBABILITIES,
+    NUM_RATIOS,
+    Edges,
+    length_edges,
+    position_edges,
+    rounded_up,
+)  # fmt: skip
+from .part import Part, part_of
+from .quantile import high_quantile
+from .queries import queries
+from .shapes import Shapes
+from .tokens import Tokens, read_tokens, recorded
+
+_REACH = 0.999
+"""Share of tokens that an axis of nats holds between its ends."""
+_ENVELOPE = 0.99
+_MAX_LOG = 700.0
+"""ln of a ratio that float64 still holds; a loss whose bound is 0 makes infinite ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdowns:
+    """A mismatch over every axis, of a run or of a sample of it; d = logprob(a) - logprob(b), nats."""
+
+    pair: Pair
+    """Passes a and b."""
+    run: str
+    num_tokens: int
+    """Tokens that count in the loss and are finite under both passes, of those that were read."""
+    num_recorded_tokens: int
+    """Response tokens of the run."""
+    steps: tuple[int, ...]
+    """Steps with such a token, of those that were read."""
+    how: str
+    """What was read, in a sentence with its numbers."""
+    edges: Edges
+    """The bins of every axis."""
+    envelope: float | None
+    """c, nats: 99 % of the tokens with p < 0.99 under pass b lie within |d| <= c (1 - p), and so logits that are off by
+    c / 2 would do: arXiv 2512.23087. None where no token is that improbable."""
+    ratio_level: str
+    """What a ratio is of, as Loss.level says it; `token` where no loss is known."""
+    whole: Shapes
+    """Of all tokens that were read."""
+    by_step: dict[int, Shapes]
+    sql: dict[str, str]
+    """Name of a figure (density, position, length, entropy, ratios, envelope) -> a query that gives it over the whole run."""
+
+
+def read_breakdowns(
+    database: Database,
+    pair: Pair = ("train", "rollout"),
+    *,
+    run: str | None = None,
+    notable: Sequence[int] = (),
+    loss: Loss | None = None,
+    max_steps: int = 200,
+    max_tokens: int = 4_000_000,
+) -> Breakdowns | None:
+    """Say how the mismatch spreads over the tokens of a run; None where its passes share no finite token that counts.
+
+    It is of each sequence's first use (iteration 0). All steps are read where there are no more than max_steps, else the
+    `notable` ones and others evenly spread; all of their tokens where these are no more than max_tokens, else whole sequences
+    by a hash of step and seq_id, with one limit for all steps, so that the same ones are taken whatever the order of the rows.
+
+    A run that is not named is the first that is open. The loss, where none is given, is what the run recorded.
+    """
+    run = run or database.sources[0].run
+    chosen = choose(database, pair, run, notable=notable, max_steps=max_steps, max_tokens=max_tokens)
+    if not chosen.steps:
+        return None
+    has = recorded(database, pair, run)
+    tokens = read_tokens(database, pair, chosen, has)
+    if tokens is None:
+        return None
+    loss = loss or read_loss(read_hyperparameters(database, run))
+    steps, row_N = np.unique(tokens.step_N, return_inverse=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = _parts(pool, tokens, row_N, loss)
+        num_tokens = sum(len(part.d_T) for part in parts)
+        if not num_tokens:
+            return None
+        edges = _edges(parts, tokens)
+        counts = _counted(pool, parts, edges, len(steps), 1 if loss is None else 2)
+    there = np.flatnonzero(counts.density.sum(axis=(1, 2)))
+    return Breakdowns(
+        pair=pair,
+        run=run,
+        num_tokens=num_tokens,
+        num_recorded_tokens=chosen.num_recorded_tokens,
+        steps=tuple(int(steps[row]) for row in there),
+        how=f"{num_tokens:,} compared of {chosen.num_recorded_tokens:,} recorded tokens: {chosen.how}.",
+        edges=edges,
+        envelope=high_quantile([part.scaled for part in parts], _ENVELOPE),
+        ratio_level=TOKEN if loss is None else loss.level,
+        whole=counts.shapes(None),
+        by_step={int(steps[row]): counts.shapes(int(row)) for row in there},
+        sql=queries(pair, edges, has, loss, run if len(database.sources) > 1 else None),
+    )
+
+
+def _parts(pool: ThreadPoolExecutor, tokens: Tokens, row_N: np.ndarray, loss: Loss | None) -> list[Part]:
+    def work(block: tuple[slice, slice, np.ndarray]) -> Part:
+        return part_of(tokens, *block, row_N, loss)
+
+    return list(mapped(pool, work, blocks(tokens.lengths_N)))
+
+
+def _edges(parts: list[Part], tokens: Tokens) -> Edges:
+    """Bins that hold all but the largest thousandth of |d|, and of what the other axes have everything."""
+    longest = int(tokens.lengths_N.max())
+    reach = rounded_up(high_quantile([part.size_T for part in parts], _REACH) or 0.0)
+    return Edges(
+        probability=np.linspace(0, 1, NUM_PROBABILITIES + 1),
+        d=np.linspace(-reach, reach, NUM_DIFFERENCES + 1),
+        position=position_edges(longest),
+        length=length_edges(longest),
+        entropy=_entropy_edges(parts, tokens),
+        ratio=_ratio_edges(parts, tokens),
+    )
+
+
+def _entropy_edges(parts: list[Part], tokens: Tokens) -> np.ndarray | None:
+    if tokens.entropy_T is None:
+        return None
+    entropies = [part.entropy_T for part in parts if part.entropy_T is not None]
+    largest = max((np.max(each, where=np.isfinite(each), initial=0.0) for each in entropies), default=0.0)
+    return np.arange(int(entropy_bins(np.asarray(largest))) + 2) / ENTROPIES_PER_NAT
+
+
+def _ratio_edges(parts: list[Part], tokens: Tokens) -> np.ndarray | None:
+    if tokens.advantage_T is None:
+        return None
+    terms = [part.terms for part in parts if part.terms is not None]
+    stages = ([each.before_K for each in terms], [each.after_K for each in terms if each.after_K is not None])
+    largest = max(high_quantile([np.abs(part) for part in stage], _REACH) or 0.0 for stage in stages)
+    reach = rounded_up(min(largest, _MAX_LOG))
+    return np.linspace(-reach, reach, NUM_RATIOS + 1)
+
+
+def _counted(pool: ThreadPoolExecutor, parts: list[Part], edges: Edges, num_steps: int, num_stages: int) -> Counts:
+    counts = empty_counts(edges, num_steps, num_stages)
+    for found, steps in mapped(pool, partial(counts_of, edges=edges), parts):
+        counts.add(found, steps)
+    return counts

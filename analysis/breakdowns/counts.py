@@ -1,0 +1,146 @@
+"""Counts and sums of the compared tokens in the bins of every axis, by step.
+
+Shapes: S steps; X, Y bins of probability and of d; B bins of a profile, with 4 sums Q; R bins of ratios.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..statistics.estimators import Array
+from .edges import (
+    ENTROPIES_PER_NAT,
+    MAX_ENTROPIES,
+    NUM_DIFFERENCES,
+    NUM_PROBABILITIES,
+    NUM_RATIOS,
+    Edges,
+    bins_of,
+    per_unit,
+)  # fmt: skip
+from .part import Part
+from .profile import NUM_SUMS, profile_of
+from .shapes import AFTER, BEFORE, NEGATIVE, POSITIVE, Shapes
+
+_CELLS = NUM_DIFFERENCES * NUM_PROBABILITIES
+_STAGES, _SIGNS = (BEFORE, AFTER), (POSITIVE, NEGATIVE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Of some tokens, by step."""
+
+    density: np.ndarray
+    """[S, Y, X]"""
+    position: Array
+    """[S, B, Q]"""
+    length: Array
+    entropy: Array | None
+    ratios: np.ndarray | None
+    """[S, 2 stages, 2 signs, R]; one stage where the loss is not known."""
+
+    def add(self, part: Counts, steps: slice) -> None:
+        """Add those of a part whose steps are these."""
+        for name in ("density", "position", "length", "entropy", "ratios"):
+            own = getattr(self, name)
+            if own is not None:
+                own[steps] += getattr(part, name)
+
+    def shapes(self, step: int | None) -> Shapes:
+        """Of one step by its number, or of all."""
+
+        def of(values: np.ndarray) -> np.ndarray:
+            return np.asarray(values.sum(axis=0) if step is None else values[step])
+
+        return Shapes(
+            density=of(self.density),
+            position=profile_of(of(self.position)),
+            length=profile_of(of(self.length)),
+            entropy=None if self.entropy is None else profile_of(of(self.entropy)),
+            ratios=None if self.ratios is None else _named(of(self.ratios)),
+        )
+
+
+def empty_counts(edges: Edges, num_steps: int, num_stages: int) -> Counts:
+    """Nothing counted yet."""
+
+    def sums(bins: np.ndarray) -> Array:
+        return np.zeros((num_steps, len(bins) - 1, NUM_SUMS))
+
+    return Counts(
+        density=np.zeros((num_steps, NUM_DIFFERENCES, NUM_PROBABILITIES), np.int64),
+        position=sums(edges.position),
+        length=sums(edges.length),
+        entropy=None if edges.entropy is None else sums(edges.entropy),
+        ratios=None if edges.ratio is None else np.zeros((num_steps, num_stages, 2, NUM_RATIOS), np.int64),
+    )
+
+
+def counts_of(part: Part, edges: Edges) -> tuple[Counts, slice]:
+    """The counts of one part, and the steps that they are of."""
+    first, last = int(part.row_N[0]), int(part.row_N[-1])
+    num_steps = last - first + 1
+    segments = part.segments
+    row_G = segments.row_G - first
+    row_T = part.row_T - first
+    return Counts(
+        density=_density(part, row_T, num_steps, edges),
+        position=_grouped(segments.sums_GQ.T, row_G, segments.position_G, num_steps, len(edges.position) - 1),
+        length=_grouped(segments.sums_GQ.T, row_G, segments.length_G, num_steps, len(edges.length) - 1),
+        entropy=None if edges.entropy is None else _entropy(part, row_T, num_steps, len(edges.entropy) - 1),
+        ratios=None if edges.ratio is None else _ratios(part, first, num_steps, edges.ratio),
+    ), slice(first, last + 1)
+
+
+def entropy_bins(entropy: Array) -> np.ndarray:
+    """Quarters of a nat."""
+    return bins_of(entropy, low=0.0, per_unit=ENTROPIES_PER_NAT, num=MAX_ENTROPIES)
+
+
+def _density(part: Part, row_T: np.ndarray | int, num_steps: int, edges: Edges) -> np.ndarray:
+    reach = float(edges.d[-1])
+    y_T = bins_of(part.d_T, low=-reach, per_unit=per_unit(NUM_DIFFERENCES, reach), num=NUM_DIFFERENCES)
+    x_T = bins_of(part.p_T, low=0.0, per_unit=NUM_PROBABILITIES, num=NUM_PROBABILITIES)
+    cell_T = row_T * _CELLS + y_T * NUM_PROBABILITIES + x_T
+    counts = np.bincount(cell_T, minlength=num_steps * _CELLS)
+    return counts.reshape(num_steps, NUM_DIFFERENCES, NUM_PROBABILITIES)
+
+
+def _entropy(part: Part, row_T: np.ndarray | int, num_steps: int, num_bins: int) -> Array:
+    assert part.entropy_T is not None
+    fine_T = np.isfinite(part.entropy_T)
+    d_T = part.d_T[fine_T]
+    row_T = row_T if isinstance(row_T, int) else row_T[fine_T]
+    sums = (np.ones_like(d_T), np.abs(d_T), d_T * d_T, d_T)
+    return _grouped(sums, row_T, entropy_bins(part.entropy_T[fine_T]), num_steps, num_bins)
+
+
+def _grouped(
+    sums_Q: tuple[Array, ...] | Array, row: np.ndarray | int, bins: np.ndarray, num_steps: int, num_bins: int
+) -> Array:
+    """[S, B, Q] sums by step and bin."""
+    place = row * num_bins + bins
+    found = [np.bincount(place, values, num_steps * num_bins) for values in sums_Q]
+    return np.asarray(np.stack(found, axis=-1).reshape(num_steps, num_bins, NUM_SUMS), np.float64)
+
+
+def _ratios(part: Part, first: int, num_steps: int, edges: Array) -> np.ndarray:
+    assert part.terms is not None
+    terms, reach = part.terms, float(edges[-1])
+    sign_K = (~terms.positive_K).astype(np.int64)
+    stages = []
+    for log_ratio_K in (terms.before_K, terms.after_K):
+        if log_ratio_K is not None:
+            bin_K = bins_of(log_ratio_K, low=-reach, per_unit=per_unit(NUM_RATIOS, reach), num=NUM_RATIOS)
+            place_K = ((terms.row_K - first) * 2 + sign_K) * NUM_RATIOS + bin_K
+            counts = np.bincount(place_K, minlength=num_steps * 2 * NUM_RATIOS)
+            stages.append(counts.reshape(num_steps, 2, NUM_RATIOS))
+    return np.stack(stages, axis=1)
+
+
+def _named(ratios: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
+    return {
+        (stage, sign): ratios[i, j] for i, stage in enumerate(_STAGES[: len(ratios)]) for j, sign in enumerate(_SIGNS)
+    }

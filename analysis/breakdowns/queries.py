@@ -1,0 +1,205 @@
+"""The same figures over the whole run, as questions in SQL."""
+
+from __future__ import annotations
+
+import math
+
+from ...schemas.loss import (
+    CISPO,
+    CURRENT,
+    ROLLOUT,
+    SAPO,
+    SEQUENCE_MEAN,
+    TOKEN,
+    VESPO,
+    VESPO_LEAST_LAMBDA,
+    VESPO_LOG_RATIO,
+    Loss,
+)
+from ..trace.database import quoted
+from ..trace.pairs import quoted_pair
+from ..trace.source import Pair
+from .edges import (
+    ENTROPIES_PER_NAT,
+    MAX_ENTROPIES,
+    NUM_DIFFERENCES,
+    NUM_PROBABILITIES,
+    NUM_RATIOS,
+    Edges,
+    per_unit,
+)  # fmt: skip
+from .ratios import bounds_of
+from .tokens import Recorded
+
+_PROFILE = "count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d, avg(d) AS mean_d"
+
+_DENSITY = """\
+-- Tokens by the probability under pass b, x: {num_x} equal bins of 0 to 1, and by d, y: {num_y} of -{reach} to {reach} nats.
+SELECT {x} AS x, {y} AS y, count(*) AS num_tokens
+FROM pair({pair})
+WHERE {compared}
+GROUP BY x, y
+ORDER BY x, y"""
+
+_POSITION = """\
+-- The mismatch by the token's place in the response, a row a power of two; nats.
+SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+       {profile}
+FROM pair({pair})
+WHERE {compared}
+GROUP BY first_position
+ORDER BY first_position"""
+
+_LENGTH = """\
+-- The mismatch by the length of the response, a row a power of two; nats.
+SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
+       {profile}
+FROM pair({pair})
+JOIN (SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)
+WHERE {compared}
+GROUP BY shortest
+ORDER BY shortest"""
+
+_ENTROPY = """\
+-- The mismatch by the entropy that the token was drawn at, a row a quarter of a nat, {last:g} and more in one; nats.
+SELECT {bin} / {per_nat:.1f} AS entropy_from,
+       {profile}
+FROM pair_entropies({pair})
+WHERE {compared} AND isfinite(entropy)
+GROUP BY entropy_from
+ORDER BY entropy_from"""
+
+_ENVELOPE = """\
+-- c: 99 % of the tokens with p < 0.99 lie within |d| <= c (1 - p), p under pass b; nats. arXiv 2512.23087.
+SELECT quantile_disc(abs(d) / (1 - p), 0.99) AS c
+FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({pair}) WHERE {compared})
+WHERE p < 0.99"""
+
+_RATIOS = """\
+-- Terms of the loss by ln ratio, bin: {num} of -{reach} to {reach} nats, and by the sign of the advantage: {what}.
+SELECT {stages}CASE WHEN advantage > 0 THEN 'positive' ELSE 'negative' END AS sign,
+       {bin} AS bin, count(*) AS num_terms
+FROM (
+{terms}
+)
+WHERE advantage != 0
+GROUP BY ALL
+ORDER BY ALL"""
+
+
+def queries(pair: Pair, edges: Edges, has: Recorded, loss: Loss | None, run: str | None) -> dict[str, str]:
+    """Name of a figure -> its query; of one run where it is named."""
+    within = "" if run is None else f" AND run = {quoted(run)}"
+    both, profile = quoted_pair(pair), _PROFILE
+    compared = f"mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0{within}"
+    reach = float(edges.d[-1])
+    common = {"pair": both, "compared": compared, "profile": profile}
+    found = {
+        "density": _DENSITY.format(
+            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach,
+            x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
+            y=_bin("d", reach, per_unit(NUM_DIFFERENCES, reach), NUM_DIFFERENCES), **common,
+        ),
+        "position": _POSITION.format(**common),
+        "length": _LENGTH.format(**common),
+        "envelope": _ENVELOPE.format(**common),
+    }  # fmt: skip
+    if edges.entropy is not None:
+        found["entropy"] = _ENTROPY.format(
+            bin=_bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES), per_nat=ENTROPIES_PER_NAT,
+            last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **common,
+        )  # fmt: skip
+    if edges.ratio is not None:
+        found["ratios"] = _ratios(pair, float(edges.ratio[-1]), has, loss, within)
+    return found
+
+
+def _ratios(pair: Pair, reach: float, has: Recorded, loss: Loss | None, within: str) -> str:
+    what = f"before, {CURRENT if has.now else pair[0]} / {pair[1]}"
+    terms = _of_sequences(_of_tokens(pair, has, within), loss)
+    stages = ""
+    if loss is not None:
+        what += "; after, what the loss multiplies the advantage with"
+        stages = "stage, "
+        used = {ROLLOUT: "before", CURRENT: "0.0::DOUBLE"}.get(loss.denominator, "moved")
+        terms = (
+            f"    SELECT advantage, unnest(['before', 'after']) AS stage, unnest([before, {_cut(loss)}]) AS log_ratio\n"
+            f"    FROM (\n        SELECT advantage, before, {used} AS used\n        FROM (\n{terms}\n        )\n    )"
+        )
+    return _RATIOS.format(
+        num=NUM_RATIOS, reach=reach, what=what, stages=stages, terms=terms,
+        bin=_bin("before" if loss is None else "log_ratio", reach, per_unit(NUM_RATIOS, reach), NUM_RATIOS),
+    )  # fmt: skip
+
+
+def _of_tokens(pair: Pair, has: Recorded, within: str) -> str:
+    """One row a token: before, ln current / b, and moved, ln current / a."""
+    keys = "run, step, seq_id, advantage"
+    if has.now:
+        return (
+            f"            SELECT {keys}, logprob_current - logprob_b AS before, stale AS moved\n"
+            f"            FROM pair_now({quoted_pair(pair)}, {quoted(CURRENT)})\n"
+            f"            WHERE mask AND isfinite(d) AND isfinite(stale) AND iteration = 0{within}"
+        )
+    return (
+        f"            SELECT {keys}, d AS before, 0.0::DOUBLE AS moved\n"
+        f"            FROM pair({quoted_pair(pair)})\n"
+        f"            WHERE mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0{within}"
+    )
+
+
+def _of_sequences(tokens: str, loss: Loss | None) -> str:
+    """One row a token with an advantage, or a sequence where the loss takes one ratio of it."""
+    if loss is None or loss.level == TOKEN:
+        return f"{tokens} AND isfinite(advantage)"
+    mean = "avg({})" if loss.level == SEQUENCE_MEAN else "sum({})"
+    if loss.kind == VESPO:
+        mean = "sum(greatest(least({}, 20.0), -20.0))"
+    return (
+        "            SELECT avg(advantage) FILTER (isfinite(advantage)) AS advantage,\n"
+        f"                   {mean.format('before')} AS before, {mean.format('moved')} AS moved\n"
+        f"            FROM (\n{tokens}\n            )\n            GROUP BY run, step, seq_id"
+    )
+
+
+def _cut(loss: Loss) -> str:
+    """ratios.cut in SQL."""
+    if loss.kind in (SAPO, VESPO):
+        return _smooth(loss)
+    bounds = bounds_of(loss)
+    bounded = f"least(greatest(used, {_literal(bounds.low)}), {_literal(bounds.high)})"
+    if loss.kind == CISPO:
+        return bounded
+    free = f"least(used, {_literal(bounds.hard)})"
+    return f"CASE WHEN advantage > 0 THEN least({free}, {bounded}) ELSE greatest({free}, {bounded}) END"
+
+
+def _smooth(loss: Loss) -> str:
+    """ln of the weight of sapo or vespo, by the sign of the advantage."""
+    if loss.kind == SAPO:
+        ratio = "exp(greatest(least(used, 20.0), -20.0))"
+        found = [
+            f"ln({_literal(4 / tau)} / (1 + exp({_literal(-tau)} * ({ratio} - 1))))"
+            for tau in (loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+        ]
+    else:
+        used = f"least(greatest(used, {_literal(VESPO_LOG_RATIO[0])}), {_literal(VESPO_LOG_RATIO[1])})"
+        pairs = ((loss.vespo_k_pos, loss.vespo_lambda_pos), (loss.vespo_k_neg, loss.vespo_lambda_neg))
+        found = [
+            f"{_literal(decay)} + {_literal(k)} * {used} - {_literal(decay)} * exp({used})"
+            for k, decay in ((k, max(decay, VESPO_LEAST_LAMBDA)) for k, decay in pairs)
+        ]
+    return f"CASE WHEN advantage > 0 THEN {found[0]} ELSE {found[1]} END"
+
+
+def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
+    """edges.bins_of in SQL."""
+    shifted = f"({value} + {_literal(reach)})" if reach else value
+    return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
+
+
+def _literal(number: float) -> str:
+    """A number that SQL reads as a DOUBLE with the same bits; without an exponent it would be a DECIMAL."""
+    if math.isinf(number):
+        return f"'{number}'::DOUBLE"
+    return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"

@@ -1,0 +1,110 @@
+"""The catalogue of named queries: each a file of SQL that people can start from."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+
+from ...schemas.errors import InvalidOption, NothingToCompare
+from ..rows import Rows
+from ..trace.database import Database, Traces
+from ..trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from ..trace.source import Pair
+
+_PAIR = "'train', 'rollout'"
+"""How the files name the two passes."""
+_FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedQuery:
+    """A query of the catalogue."""
+
+    name: str
+    summary: str
+    """What you get, in one line."""
+    unit: str
+    source: str
+    """Of the formula."""
+    meaning: str
+    """How to read it."""
+    needs: str | None
+    """What it needs beside the logprobs of both passes."""
+    sql: str
+    """The whole file, over the passes train and rollout."""
+
+    def over(self, a: str, b: str) -> str:
+        """The query for two passes."""
+        return self.sql.replace(_PAIR, quoted_pair((a, b)))
+
+
+def catalogue() -> list[NamedQuery]:
+    """Every named query, by name."""
+    folder = files(__package__)
+    names = sorted(entry.name.removesuffix(".sql") for entry in folder.iterdir() if entry.name.endswith(".sql"))
+    return [_parse(name, (folder / f"{name}.sql").read_text(encoding="utf-8")) for name in names]
+
+
+def named_query(name: str) -> NamedQuery:
+    """A query by its name. Raises InvalidOption."""
+    known = {query.name: query for query in catalogue()}
+    if name not in known:
+        near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "tim-trace query lists them"
+        raise InvalidOption(f"query: there is none called {name!r}; {hint}")
+    return known[name]
+
+
+def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
+    """List the named queries, or run one: its rows over one trace or several.
+
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for a name that is not in the catalogue,
+    NothingToCompare when no token has what the query needs, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    chosen, names, database = named_query(name), parse_pair(pair), Database(traces)
+    database.define_named(chosen.sql)
+    rows = database.ask(chosen.over(*names))
+    if not len(rows):
+        raise NothingToCompare(_why_none(database, chosen, names))
+    return rows
+
+
+def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
+    if chosen.needs is None or not {*names} <= num_scored(database).keys():
+        return why_nothing(database, names)
+    where = ", ".join(source.run for source in database.sources)
+    return f"{where}: query {chosen.name} needs {chosen.needs}; there is none for {names[0]} and {names[1]}"
+
+
+def listed() -> Rows:
+    """The catalogue as a table: name and what it gives."""
+    return Rows(("query", "what it gives"), [(each.name, each.summary) for each in catalogue()])
+
+
+def _parse(name: str, text: str) -> NamedQuery:
+    head = [line for line in text.splitlines() if line.startswith("--")]
+    fields: dict[str, str] = {}
+    for field, line in _fields(head):
+        fields[field] = f"{fields[field]} {line}" if field in fields else line
+    return NamedQuery(
+        name=name,
+        summary=fields["summary"].rstrip("."),
+        unit=fields["unit"].rstrip("."),
+        source=fields["source"].rstrip("."),
+        meaning=fields["meaning"],
+        needs=fields.get("needs", "").rstrip(".") or None,
+        sql=text,
+    )
+
+
+def _fields(head: list[str]) -> Iterator[tuple[str, str]]:
+    """The field of each line of a query's head; a line that begins no field goes on with the one before."""
+    field = "summary"
+    for line in head:
+        found = _FIELD.fullmatch(line)
+        if found:
+            field = found["name"].lower()
+        yield field, found["text"] if found else line.removeprefix("--").strip()

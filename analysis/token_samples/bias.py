@@ -1,0 +1,90 @@
+"""What the mismatch adds to the contribution of each token of a sequence, as analysis.objective sums it up.
+
+Shapes: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schemas.errors import InvalidRecord
+from ...schemas.loss import TOKEN, Loss, read_loss
+from ..objective.loss_terms import terms_of
+from ..objective.pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
+from ..objective.sequence_sums import compared
+from ..objective.tokens import Tokens
+from ..statistics.estimators import Array
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """The loss whose bias is taken."""
+
+    sides: PassRoles | None
+    """The passes that it takes; None where no token has a bias."""
+    told: str
+    """A sentence: of which loss, or why there is none."""
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes that it reads."""
+        return () if self.sides is None else (self.sides.train, self.sides.rollout, self.sides.current)
+
+    def of(
+        self,
+        logprobs: Mapping[str, Array],
+        recorded_T: np.ndarray,
+        mask_T: np.ndarray,
+        advantage: float | None,
+        advantages_T: Array | None,
+    ) -> Array | None:
+        """[T] bias as the loss applied it, NaN where the token does not count; None where there is nothing to take it of.
+
+        `logprobs` are [T] of the whole response, of each of `passes` that scored it; `recorded_T` says where all of these
+        gave a value.
+        """
+        sides = self.sides
+        if sides is None or not {*self.passes} <= logprobs.keys() or (advantage is None and advantages_T is None):
+            return None
+        own = np.nan if advantage is None else advantage
+        tokens = Tokens(
+            train_T=logprobs[sides.train].astype(np.float64), rollout_T=logprobs[sides.rollout].astype(np.float64),
+            now_T=logprobs[sides.current].astype(np.float64), there_T=mask_T & recorded_T,
+            advantage_T=None if advantages_T is None else advantages_T.astype(np.float64),
+            advantage_N=np.array([own], np.float64), lengths_N=np.array([len(mask_T)]),
+        )  # fmt: skip
+        with np.errstate(all="ignore"):
+            _, parts = compared(tokens)
+            applied_T = terms_of(sides.loss, parts).applied(sides.loss)
+        return np.asarray(applied_T if parts.known_T is None else np.where(parts.known_T, applied_T, np.nan))
+
+
+def read_bias(database: Database, run: str) -> Bias:
+    """What the trace says of the run's loss; a loss over sequences has no bias of single tokens."""
+    try:
+        loss = read_loss(read_hyperparameters(database, run))
+    except (InvalidRecord, ValueError) as error:
+        return Bias(sides=None, told=f"No bias: what the trace says of the loss cannot be read ({error}).")
+    if loss is None:
+        return Bias(sides=None, told="No bias: the trace says of no loss that is known.")
+    if loss.level != TOKEN:
+        return Bias(sides=None, told=f"No bias of single tokens: the loss takes ratios of sequences ({loss.level}).")
+    sides = choose_sides(database, loss)
+    if sides is None or MISMATCH not in sides.known:
+        return Bias(sides=None, told="No bias: the trace does not have both sides of the mismatch.")
+    if ADVANTAGE not in sides.known:
+        return Bias(sides=None, told="No bias: the trace has no advantages.")
+    return Bias(sides=sides, told=_told(sides, sides.loss))
+
+
+def _told(sides: PassRoles, loss: Loss) -> str:
+    correction = "without correction" if loss.correction == "none" else f"with correction {loss.correction}"
+    return (
+        f"Bias under {loss.kind} {correction}, as the trace records it; trained from the logprobs of "
+        f"{sides.train}, sampled with those of {sides.rollout}, the loss's own are those of {sides.current} at the first inner iteration."
+    )

@@ -1,0 +1,164 @@
+"""Which sequences are shown, and the sentences that say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from ..trace.source import Pair
+from .sequence_mismatch import SequenceMismatch
+from .steps import LookedAt
+from .token_sample import RANDOM, TYPICAL, WORST, WORST_OF_STEP
+
+PROMPT_TOKENS = 400
+"""The last tokens of a prompt that are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How many sequences of each sort, and how much of them."""
+
+    worst: int
+    random: int
+    typical: int
+    per_step: int
+    """Worst ones of each step."""
+    max_steps: int
+    """Steps that have worst ones of their own."""
+    max_tokens: int
+    """Shown tokens of all prompts and responses."""
+    max_sequence_tokens: int
+    """Shown response tokens of one sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Sequences in the order in which they are shown."""
+
+    why: dict[int, tuple[str, ...]]
+    """Place among the gaps -> reasons."""
+    num_left_out: Counter[str]
+    """Reason -> sequences that were chosen for it alone, or for it first, and left out to stay under max_tokens."""
+
+
+def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
+    """Choose, the worst first, and leave out whole sequences from the end."""
+    compared = np.flatnonzero(gaps.num_compared > 0)
+    evenly = np.isin(gaps.steps, [*looked.spread])
+    worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
+    why: dict[int, list[str]] = {}
+    for reason, rows in (
+        (WORST, worst[: wanted.worst]),
+        (TYPICAL, _typical(gaps, compared[evenly[compared]])[: wanted.typical]),
+        (RANDOM, _random(gaps, np.flatnonzero(evenly), wanted.random)),
+        (WORST_OF_STEP, _of_steps(gaps, worst, looked, wanted)),
+    ):
+        for row in rows:
+            why.setdefault(int(row), []).append(reason)
+    return _within(gaps, why, wanted)
+
+
+def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
+    """By distance from the median of mean |d|."""
+    mean = gaps.mean_abs_d[rows]
+    return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
+
+
+def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
+    """By a hash of step and name: the same ones every time."""
+    if not num:
+        return []
+    names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
+    digests = [blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest() for name in names]
+    return [int(rows[place]) for place in sorted(range(len(rows)), key=digests.__getitem__)[:num]]
+
+
+def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
+    """The first ones of each step; those of notable steps come first, then the others in the order of steps."""
+    places: dict[int, list[int]] = {step: [] for step in looked.notable}
+    places |= {step: [] for step in looked.steps if step not in places}
+    shown = looked.with_worst(wanted.max_steps)
+    for row in worst:
+        found = places[int(gaps.steps[row])]
+        if len(found) < wanted.per_step:
+            found.append(int(row))
+    return [row for step, rows in places.items() if step in shown for row in rows]
+
+
+def _within(gaps: SequenceMismatch, why: dict[int, list[str]], wanted: Wanted) -> Choice:
+    kept: dict[int, tuple[str, ...]] = {}
+    left_out: Counter[str] = Counter()
+    used = 0
+    for row, reasons in why.items():
+        shown = min(int(gaps.lengths[row]), wanted.max_sequence_tokens)
+        shown += min(int(gaps.prompt_lengths[row]), PROMPT_TOKENS)
+        if used + shown > wanted.max_tokens:
+            left_out[reasons[0]] += 1
+            continue
+        used += shown
+        kept[row] = tuple(reasons)
+    return Choice(why=kept, num_left_out=left_out)
+
+
+def told(
+    choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
+) -> str:
+    """The choice in sentences; `lacking` are passes of the pair without logprobs."""
+    if not looked.num_sequences:
+        return f"Run {looked.run}: the trace holds no sequences with response tokens, so none is shown."
+    sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
+    if choice.num_left_out:
+        parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
+        sentences.append(
+            f"Left out whole, to stay under {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
+        )
+    return " ".join(sentences)
+
+
+def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
+    whole = f"{looked.num_steps:,} steps, {looked.num_sequences:,} sequences, {looked.num_run_tokens:,} response tokens"
+    if looked.is_all:
+        return f"Run {looked.run}: {whole}; every step was looked at."
+    notable, worst = {*looked.notable}, looked.worst - {*looked.notable}
+    others = len(looked.steps) - len(notable) - len(worst)
+    parts = [f"{len(notable):,} notable" if notable else ""]
+    parts += [f"{len(worst):,} where the kept sums have the largest |d|" if worst else ""]
+    parts += [f"{others:,} spread evenly over the run" if others else ""]
+    return (
+        f"Run {looked.run}: {whole}; {len(looked.steps):,} steps with {len(gaps.seq_ids):,} sequences and "
+        f"{looked.num_tokens:,} response tokens were looked at ({', '.join(filter(None, parts))})."
+    )
+
+
+def _sorts(
+    choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
+) -> Iterable[str]:
+    """A sentence for each sort that is shown."""
+    counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
+    over = "all steps" if looked.is_all else "these steps"
+    worst_of = "all steps" if looked.has_all_worst else over
+    evenly = over if looked.is_all else "the evenly spread ones of these steps"
+    if lacking:
+        which = " and ".join(repr(name) for name in lacking)
+        yield f"There are no logprobs of the pass {which}, so no d: sequences were chosen at random alone."
+    elif not (gaps.num_compared > 0).any():
+        yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}: sequences were chosen at random alone."
+    else:
+        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that the loss counts and that both passes have."
+    if counts[WORST]:
+        yield f"{counts[WORST]:,} worst: the largest |d| of one token in {worst_of}, equal ones by their sum of |d|."
+    if counts[TYPICAL]:
+        yield f"{counts[TYPICAL]:,} typical: mean |d| nearest to the median over sequences of {evenly}."
+    if counts[RANDOM]:
+        yield f"{counts[RANDOM]:,} random: first by a hash of step and name among the sequences of {evenly}."
+    if counts[WORST_OF_STEP]:
+        yield (
+            f"{counts[WORST_OF_STEP]:,} worst of step: the {wanted.per_step:,} with the largest |d| of one token in each "
+            f"of at most {wanted.max_steps:,} steps."
+        )
+    if not choice.why:
+        yield "No sequence is shown."

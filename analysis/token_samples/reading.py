@@ -1,0 +1,199 @@
+"""Chosen sequences read from the trace, token by token.
+
+Shapes: R response tokens of one sequence, T of them shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..trace.database import Database, quoted
+from ..trace.source import Pair
+from .bias import Bias
+from .choice import PROMPT_TOKENS, Choice
+from .sequence_mismatch import SequenceMismatch
+from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample
+from .token_text import TokenText
+
+_BATCH_ROWS = 16
+"""Sequences that are in memory whole at once."""
+
+
+def read_chosen(
+    database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str], bias: Bias,
+    text: TokenText, max_sequence_tokens: int,
+) -> Iterator[TokenSample]:  # fmt: skip
+    """The chosen sequences, in the order of the choice; `passes` are those whose logprobs are shown."""
+    place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
+    if not place:
+        return
+    read = list(dict.fromkeys([*passes, *bias.passes]))
+    found: dict[int, TokenSample] = {}
+    held = () if gaps.lists is None else pair
+    for row in _rows(database, run, [*place], read, held):
+        number = place[row["step"], row["seq_id"]]
+        row |= {
+            f"logprobs_{read.index(name)}": values
+            for name, values in zip(held, gaps.logprobs(number) or (), strict=True)
+        }
+        tokens = _Response(row, read)
+        found.setdefault(number, tokens.excerpt(choice.why[number], pair, passes, bias, text, max_sequence_tokens))
+    yield from (found[number] for number in choice.why)
+
+
+def _rows(
+    database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """One row a sequence: its columns as values, and its lists as Arrow arrays or None; logprobs of all passes but `held`."""
+    connection = database.connection
+    steps, seq_ids = zip(*keys, strict=True)
+    connection.execute("RESET threads")
+    connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
+    try:
+        for batch in connection.sql(_query(run, keys, passes, held)).to_arrow_reader(_BATCH_ROWS):
+            for number in range(batch.num_rows):
+                yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
+    finally:
+        connection.unregister("excerpt_keys")
+
+
+_OWN = (
+    "step", "seq_id", "group_id", "policy_version", "prompt_ids", "response_ids", "response_mask", "num_prompt_tokens",
+    "reward", "advantage", "advantages", "finish_reason",
+)  # fmt: skip
+
+
+def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]) -> str:
+    steps, seq_ids = {step for step, _ in keys}, {seq_id for _, seq_id in keys}
+    # Literals reach the files: what lies between the chosen rows is not unpacked.
+    within = (
+        f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in sorted(steps))}) "
+        f"AND seq_id IN ({', '.join(quoted(seq_id) for seq_id in sorted(seq_ids))})"
+    )
+    columns = [f"s.{name}" for name in _OWN]
+    joins = []
+    for number, name in enumerate(passes):
+        columns.append(f"p{number}.entropy AS entropy_{number}")
+        if name not in held:
+            columns.append(f"p{number}.logprobs AS logprobs_{number}")
+        joins.append(
+            f"LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores SEMI JOIN excerpt_keys USING (step, seq_id) "
+            f'WHERE {within} AND "pass" = {quoted(name)} AND iteration = 0) AS p{number} '
+            f"ON p{number}.step = s.step AND p{number}.seq_id = s.seq_id"
+        )
+    return f"""
+        SELECT {", ".join(columns)}
+        FROM (SELECT * FROM sequences SEMI JOIN excerpt_keys USING (step, seq_id) WHERE {within}) AS s {" ".join(joins)}
+    """
+
+
+def _value(scalar: Any) -> Any:
+    if isinstance(scalar, pa.ListScalar):
+        return scalar.values
+    return scalar.as_py()
+
+
+class _Response:
+    """One sequence as arrays of its whole response."""
+
+    def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
+        self.row = row
+        self.ids_R = row["response_ids"].to_numpy(zero_copy_only=False)
+        self.mask_R = _mask(row["response_mask"], len(self.ids_R))
+        self.logprobs: dict[str, np.ndarray] = {}
+        self.state: dict[str, np.ndarray] = {}
+        self.scored: set[str] = set()
+        """Passes with a logprob list as long as the response."""
+        self.entropy: dict[str, np.ndarray] = {}
+        for number, name in enumerate(passes):
+            values = row[f"logprobs_{number}"]
+            self.logprobs[name], self.state[name] = _side(values, len(self.ids_R))
+            if values is not None and len(values) == len(self.ids_R):
+                self.scored.add(name)
+            if (entropy := row[f"entropy_{number}"]) is not None:
+                self.entropy[name] = _side(entropy, len(self.ids_R))[0]
+        advantages = row["advantages"]
+        self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
+
+    def excerpt(
+        self, why: tuple[str, ...], pair: Pair, passes: Sequence[str], bias: Bias, text: TokenText, most: int
+    ) -> TokenSample:
+        """The sequence as it is shown: at most so many response tokens, the one with the largest |d| among them."""
+        row, d_R = self.row, self._d(pair)
+        size_R = np.abs(d_R[np.isfinite(d_R)])
+        first = _first(d_R, most)
+        shown = slice(first, first + most)
+        bias_R, entropy_R = self._bias(bias), self.entropy.get(pair[1], self.entropy.get(pair[0]))
+        ids = self.ids_R[shown].astype(np.int32)
+        return TokenSample(
+            step=row["step"], seq_id=row["seq_id"], group_id=row["group_id"], why=why, num_tokens=len(self.ids_R),
+            first_token=first, reward=row["reward"], advantage=row["advantage"], policy_version=row["policy_version"],
+            finish_reason=row["finish_reason"], sum_d=float(np.nansum(d_R)) if len(size_R) else None,
+            mean_abs_d=float(size_R.mean()) if len(size_R) else None,
+            max_abs_d=float(size_R.max()) if len(size_R) else None, prompt=_prompt(row["prompt_ids"], text),
+            num_prompt_tokens=row["num_prompt_tokens"], ids=ids, texts=text.of(ids.tolist()),
+            logprobs={name: self.logprobs[name][shown].copy() for name in passes},
+            state={name: self.state[name][shown].copy() for name in passes}, mask=self.mask_R[shown].copy(),
+            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown), bias=_cut(bias_R, shown),
+        )  # fmt: skip
+
+    def _d(self, pair: Pair) -> np.ndarray:
+        """[R] float64, nats; NaN where the token does not count or a pass has no finite logprob of it."""
+        if not {*pair} <= self.logprobs.keys():
+            return np.full(len(self.ids_R), np.nan)
+        a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
+        there_R = self.mask_R & np.isfinite(a_R) & np.isfinite(b_R)
+        return np.where(there_R, np.where(there_R, a_R, 0.0) - np.where(there_R, b_R, 0.0), np.nan)
+
+    def _bias(self, bias: Bias) -> np.ndarray | None:
+        recorded = [self.state[name] != NOT_RECORDED for name in bias.passes]
+        return bias.of(
+            {name: self.logprobs[name] for name in self.scored},
+            np.logical_and.reduce(recorded) if recorded else self.mask_R,
+            self.mask_R, self.row["advantage"], self.advantages_R,
+        )  # fmt: skip
+
+
+def _first(d_R: np.ndarray, most: int) -> int:
+    """Where what is shown begins: the token with the largest |d| is in its middle."""
+    if len(d_R) <= most or not np.isfinite(d_R).any():
+        return 0
+    return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
+
+
+def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """[R] float32 with NaN for what there is none of, and [R] what each value is."""
+    out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
+    if values is None:
+        return out, state
+    known = min(length, len(values))
+    out[:known] = values.to_numpy(zero_copy_only=False)[:known]
+    valid = np.zeros(length, bool)
+    valid[:known] = values.is_valid().to_numpy(zero_copy_only=False)[:known]
+    state[valid] = np.select([np.isfinite(out), np.isnan(out)], [FINITE, NAN], INFINITE)[valid]
+    return out, state
+
+
+def _mask(values: Any, length: int) -> np.ndarray:
+    """[R] bool; every token counts where there is no mask, and none beyond its end."""
+    if values is None or not len(values):
+        return np.ones(length, bool)
+    out = np.zeros(length, bool)
+    known = min(length, len(values))
+    out[:known] = values.fill_null(False).to_numpy(zero_copy_only=False)[:known]
+    return out
+
+
+def _prompt(values: Any, text: TokenText) -> tuple[tuple[int, str], ...]:
+    if values is None:
+        return ()
+    ids = values[max(len(values) - PROMPT_TOKENS, 0) :].to_pylist()
+    return tuple(zip(ids, text.of(ids), strict=True))
+
+
+def _cut(values: np.ndarray | None, shown: slice) -> np.ndarray | None:
+    return None if values is None else values[shown].copy()

@@ -1,0 +1,138 @@
+"""Token ids as text, by the tokenizer that the trace keeps.
+
+Its vocabulary is read as data. The tokenizer itself is not built: its regular expressions and normalizers, which can be of a
+stranger, do not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...schemas.checksums import whole_hash
+from ...schemas.errors import DamagedTrace
+from ...schemas.layout import TOKENIZER
+from ...tracer.store import first_line
+from ..trace.source import Source
+from .pieces import Decoding, decoding_of
+from .visible import visible
+
+_FILE = f"{TOKENIZER}/tokenizer.json"
+MAX_BYTES = 128 << 20
+"""Of a tokenizer's file: several times the largest vocabularies."""
+MAX_PIECE = 1000
+"""Characters of a token that are shown."""
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """Piece -> id; of Unigram, pieces with their log-probabilities in the order of their ids."""
+
+
+class _Document(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+    decoder: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What a tokenizer.json says of single tokens."""
+
+    pieces: dict[int, str]
+    added: dict[int, str]
+    """Tokens that were added: they stand for their own content, whatever the alphabet of the others."""
+    decoding: Decoding
+
+    def __len__(self) -> int:
+        return len({*self.pieces.values(), *self.added.values()})
+
+
+def read_vocabulary(content: bytes) -> Vocabulary:
+    """Read a tokenizer.json. Raises ValueError for what is none."""
+    try:
+        document = msgspec.json.decode(content, type=_Document)
+        vocab = document.model.vocab
+        pieces = (
+            {number: piece for piece, number in vocab.items()}
+            if isinstance(vocab, dict)
+            else {number: piece for number, (piece, _) in enumerate(vocab)}
+        )
+        return Vocabulary(
+            pieces=pieces,
+            added={token.id: token.content for token in document.added_tokens},
+            decoding=decoding_of(document.decoder),
+        )
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(first_line(error)) from error
+
+
+class TokenText:
+    """Says what a token id stands for; the text is made visible, and is not escaped for HTML."""
+
+    def __init__(self, vocabulary: Vocabulary | None, told: str):
+        self._vocabulary = vocabulary
+        self.told = told
+        """A sentence: by which tokenizer, or why there are ids alone."""
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """[T] the text of each token; a token that the tokenizer does not have is its id in angle brackets."""
+        known = self._known
+        for token_id in token_ids:
+            if token_id not in known:
+                known[token_id] = self._text(token_id)
+        return [known[token_id] for token_id in token_ids]
+
+    def _text(self, token_id: int) -> str:
+        found = self._vocabulary
+        if found is not None and token_id in found.added:
+            return _shortened(visible(found.added[token_id][:MAX_PIECE]), found.added[token_id])
+        if found is not None and token_id in found.pieces:
+            piece = found.pieces[token_id]
+            return _shortened(visible(found.decoding.text(piece[:MAX_PIECE])), piece)
+        return f"\u27e8{token_id}\u27e9"
+
+
+def read_token_text(source: Source) -> TokenText:
+    """The tokenizer of a trace, wherever that lies; where there is none that can be read, ids alone."""
+    store = source.store
+    try:
+        if not store.exists(TOKENIZER):
+            return TokenText(None, "Token ids alone: the trace keeps no tokenizer.")
+        if not store.exists(_FILE):
+            return TokenText(None, f"Token ids alone: the tokenizer that the trace keeps has no {_FILE}.")
+        vocabulary = read_vocabulary(_content(source))
+    except (DamagedTrace, ValueError, OSError) as error:
+        return TokenText(None, f"Token ids alone: {store.shown(_FILE)} cannot be read ({first_line(error)}).")
+    return TokenText(vocabulary, f"Text by the tokenizer that the trace keeps: {_name(source, vocabulary)}.")
+
+
+def _content(source: Source) -> bytes:
+    """The file, as its writer accounts for it; one that was put there by hand has no account. Raises ValueError."""
+    size = source.store.file_size(_FILE)
+    if size > MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes, which no vocabulary has")
+    content = source.store.read_bytes(_FILE)
+    accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
+    if accounts and whole_hash(content) not in accounts:
+        raise ValueError("it is not what was written")
+    return content
+
+
+def _shortened(text: str, whole: str) -> str:
+    return text if len(whole) <= MAX_PIECE else f"{text}\u2026"
+
+
+def _name(source: Source, vocabulary: Vocabulary) -> str:
+    said = next((state.tokenizer for state in source.writers if state.tokenizer), {})
+    words = [str(said[key]) for key in ("name", "class") if said.get(key)]
+    return ", ".join([*words, f"{len(vocabulary):,} tokens"])

@@ -1,0 +1,114 @@
+"""DuckDB over traces: what it raises for their files becomes an error of ours that names the file."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+import duckdb
+import pyarrow as pa
+
+from ...schemas.errors import TimTraceError
+
+Explain = Callable[[Exception], TimTraceError | None]
+"""What an error says of the traces; None for one that says nothing of them, and is a bug."""
+
+
+Parameters = Sequence[Any] | Mapping[str, Any] | None
+
+_NOT_OF_FILES = (
+    duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
+    duckdb.NotImplementedException, duckdb.InterruptException,
+)  # fmt: skip
+"""What is wrong with the question, or ended by who asked it."""
+
+
+class Connection:
+    """A DuckDB connection that is asked questions of our own. What it does not define is DuckDB's."""
+
+    def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
+        self.raw = raw
+        self._explain = WeakMethod(explain)  # it is a method of who holds this
+        _open.add(raw)
+
+    def execute(self, query: Any, parameters: Parameters = None) -> Result:
+        """Run statements, and return the last one's rows."""
+        with self.explained():
+            return Result(self.raw.execute(query, parameters), self)
+
+    def sql(self, query: str, params: Parameters = None) -> Result:
+        """A query whose rows are computed when they are asked for."""
+        with self.explained():
+            return Result(self.raw.sql(query, params=params), self)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise an error of ours in the place of one that the traces' files are the cause of."""
+        try:
+            yield
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            if isinstance(error, _NOT_OF_FILES) or (told := self._told(error)) is None:
+                raise
+            raise told from error
+
+    def _told(self, error: Exception) -> TimTraceError | None:
+        explain = self._explain()
+        return None if explain is None else explain(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+_open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open before the interpreter ends: DuckDB's threads read through Python, and abort the process then."""
+    for connection in list(_open):
+        connection.close()
+
+
+class Result:
+    """What a question gave."""
+
+    def __init__(self, raw: Any, connection: Connection):
+        self._raw, self._connection = raw, connection
+
+    @property
+    def description(self) -> Any:
+        return self._raw.description
+
+    def fetchall(self) -> list[tuple[Any, ...]]:
+        with self._connection.explained():
+            found: list[tuple[Any, ...]] = self._raw.fetchall()
+        return found
+
+    def fetchnumpy(self) -> dict[str, Any]:
+        with self._connection.explained():
+            found: dict[str, Any] = self._raw.fetchnumpy()
+        return found
+
+    def to_arrow_table(self) -> pa.Table:
+        with self._connection.explained():
+            return self._raw.to_arrow_table()
+
+    def to_arrow_reader(self, batch_size: int) -> Batches:
+        """Batches of rows as they are computed."""
+        with self._connection.explained():
+            return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
+
+
+class Batches:
+    """Batches of rows, each computed when it is asked for."""
+
+    def __init__(self, raw: Any, connection: Connection):
+        self._raw, self._connection = raw, connection
+        self.schema: pa.Schema = raw.schema
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        with self._connection.explained():
+            yield from self._raw

@@ -1,0 +1,374 @@
+"""One or several traces as a DuckDB database: views and macros over the files, nothing copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from importlib.resources import files
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, tell_damage
+from ...schemas.layout import TABLES
+from ...schemas.sums import KINDS, SEQUENCE_SUMS
+from ...schemas.tables import TABLES as TABLE_SPECS
+from ...schemas.tables import Table
+from ...tracer.store import first_line
+from ...tracer.trace_files import PROTOCOL, TraceFiles
+from ...tracer.verified_file import FileCursor
+from ..correction import define as define_corrections
+from ..correction import published
+from ..distributions.function import ComparedDistributions
+from ..distributions.measures import MEASURES
+from ..frameworks.verl_sums import register as register_verl_sums
+from ..routing import register as register_routing
+from ..rows import Rows
+from .connection import Connection
+from .pair_sums import register as register_pair_sums
+from .source import Pair, Source, open_source
+
+Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+FRAMEWORK_MACROS = {
+    "verl": ("verl_rows", "verl", "verl_correction"),
+    "trl": ("trl",),
+    "slime": ("slime",),
+    "nemo-rl": ("nemo_rl",),
+    "prime-rl": ("prime_rl",),
+    "openrlhf": ("openrlhf",),
+}
+"""Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
+need them."""
+
+_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "loss_shares", "clamped_exp", "correction_weight")
+"""What a query names that needs the macros of objectives, which take a while to define as well."""
+
+_PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
+
+_SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
+"""DuckDB's names of the types that columns have which earlier releases did not write."""
+
+
+class Database:
+    """Traces that are open for questions."""
+
+    def __init__(self, traces: Traces | Source, *, lean: bool = False):
+        """Look at the traces and define views and macros. Raises TraceNotFound, NewerTrace or DamagedTrace.
+
+        A Source is a trace that was looked at already, of which parts may have been taken out.
+
+        A `lean` database has the tables alone: for questions that are put to these, and that would wait for macros which
+        they do not use. `define` adds those of a file.
+        """
+        self.given = (traces.store.url,) if isinstance(traces, Source) else tuple(_urls(traces))
+        """The traces as they were named, for commands to copy."""
+        self.sources = [traces] if isinstance(traces, Source) else _open(traces)
+        self.files = TraceFiles()
+        self.connection = Connection(duckdb.connect(), self._explained)
+        self._superseded: set[Pair] = set()
+        self.is_whole = True
+        """Whether the views hold every sequence."""
+        self._leaves_out = False
+        self._defined: set[str] = set()
+        self.memory: dict[Any, Any] = {}
+        """What was read of it once: see cached."""
+        self.connection.register_filesystem(self.files)
+        for table in TABLES:
+            self._define_table(TABLE_SPECS[table])
+        _define_passes(self.connection, self.sources)
+        self._sums = self._named_sums()
+        _define_computed(self.connection)
+        self.define_sums(set())
+        # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
+        self.covered = set.intersection(*(source.covered for source in self.sources))
+        self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
+        self.distributions = ComparedDistributions(self.sources)
+        if not lean:
+            self._define_macros()
+        if not isinstance(traces, Source):  # who looked at one knows
+            tell_damage(self.damaged)
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """What of the traces cannot be read or is missing and is in no answer, a sentence each."""
+        return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
+
+    def check_whole(self, *, partial: bool) -> None:
+        """Raise DamagedTrace when a part of the traces is in no answer, unless answers from the rest are asked for."""
+        if self.damaged and not partial:
+            more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
+            raise DamagedTrace(
+                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; --partial "
+                "(partial=True) answers from the rest"
+            )
+
+    @property
+    def urls(self) -> list[str]:
+        """The names under which the traces' files are read."""
+        return [f"{PROTOCOL}://{name}" for name in self.files.names]
+
+    def _define_macros(self) -> None:
+        register_routing(self.connection, self.sources)
+        register_pair_sums(self.connection)
+        register_verl_sums(self.connection)
+        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
+            self.define(name)
+        self._define_lookup()
+        self.define("statistics")
+        define_corrections(self.connection, published(), sql_file("corrections"))
+        self.distributions.define(self.connection)
+        self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
+
+    def _define_table(self, spec: Table) -> None:
+        """Define the view of a table over the files and journals of every trace."""
+        columns = ", ".join(f'"{column.name}"' for column in spec.columns)
+        parts = []
+        for index, source in enumerate(self.sources):
+            part = []
+            for lacking, entries in source.files_by_columns(spec.name).items():
+                urls = [self.files.add(f"{index}/{entry.relative}", entry.file) for entry in entries]
+                found = ", ".join(
+                    f'NULL::{_SQL_TYPES[column.type]} AS "{column.name}"'
+                    if column.name in lacking
+                    else f'"{column.name}"'
+                    for column in spec.columns
+                )
+                part.append(f"SELECT {found} FROM read_parquet({_list(urls)})")
+            if spec.name in source.journals:
+                journal = f"journal_{index}_{spec.name}"
+                self.connection.register(journal, source.journals[spec.name])
+                part.append(f"SELECT {columns} FROM {journal}")
+            if part:
+                rows = " UNION ALL ".join(part)
+                parts.append((index, source, f"SELECT {quoted(source.run)} AS run, {columns} FROM ({rows})"))
+        newest = [self._newest(index, source, rows) for index, source, rows in parts]
+        _define_view(self.connection, f"all_{spec.name}", [rows for _, _, rows in parts], columns, spec.schema)
+        _define_view(self.connection, spec.name, newest, columns, spec.schema)
+
+    def _newest(self, index: int, source: Source, rows: str) -> str:
+        """The rows of a step's newest attempt at training alone, where a run resumed."""
+        if not source.newest:
+            return rows
+        name = f"newest_{index}"
+        steps, attempts = list(source.newest), list(source.newest.values())
+        self.connection.register(
+            name, pa.table({"step": pa.array(steps, pa.int64()), "newest_attempt": pa.array(attempts, pa.int32())})
+        )
+        return (
+            f"SELECT * EXCLUDE (newest_attempt) FROM ({rows}) LEFT JOIN {name} USING (step) "
+            "WHERE attempt IS NULL OR newest_attempt IS NULL OR attempt = newest_attempt"
+        )
+
+    def _named_sums(self) -> list[tuple[str, str, Pair, str]]:
+        """Run, kind, pair and URL of every file of sums that serves."""
+        return [
+            (source.run, kind, pair, self.files.add(f"{index}/{file.relative}", file))
+            for index, source in enumerate(self.sources)
+            for kind, pairs in source.sums.items()
+            for pair, file in pairs.items()
+        ]
+
+    def leave_out(self, sequences: pa.Table) -> None:
+        """Let the views hold all but these sequences, given by run, step and seq_id; nothing computed here is kept then.
+
+        Another call leaves out others instead.
+        """
+        self.connection.register("left_out", sequences)
+        if not self._leaves_out:
+            for name in ("sequences", "scores"):
+                self.connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
+                self.connection.execute(
+                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
+                )
+        self._leaves_out, self.is_whole = True, False
+        self.memory.clear()
+        for spec in KINDS.values():
+            self.connection.execute(f"DELETE FROM computed_{spec.name}")
+        self._superseded, self.covered, self.run_covered = set(), set(), set()
+        self.define_sums(self._superseded)
+        self._define_lookup()
+
+    def keep_steps(self, steps: Sequence[int]) -> None:
+        """Let the views hold the sequences and scores of these steps alone, and what was logged at all steps."""
+        wanted = ", ".join(str(int(step)) for step in steps)
+        # The range lets DuckDB pass over row groups, which it does not for a long list.
+        within = f"step BETWEEN {min(steps)} AND {max(steps)} AND step IN ({wanted})" if steps else "false"
+        for name in ("sequences", "scores"):
+            self.connection.execute(f"ALTER VIEW {name} RENAME TO every_{name}")
+            self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM every_{name} WHERE {within}")
+        self.is_whole = False
+        self.memory.clear()
+        self.covered, self.run_covered = set(), set()
+
+    def ask(self, query: str) -> Rows:
+        """A query's rows, with the same last digits every time.
+
+        Raises DamagedTrace and its kin when the trace's Zarr groups do not hold what its scores name.
+        """
+        # One thread adds in one order.
+        self.connection.execute("SET threads = 1")
+        cursor = self.connection.execute(query)
+        return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
+
+    def _explained(self, error: Exception) -> TimTraceError | None:
+        """What an error of DuckDB's says of the traces."""
+        if (told := self.files.error or self.distributions.error) is not None:
+            return told
+        if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
+            return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
+        if (where := _unreadable(self.sources)) is not None:
+            return DamagedTrace(f"{where}: cannot be read ({first_line(error)}); restore the file from a copy")
+        runs = ", ".join(source.store.url for source in self.sources)
+        return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
+
+    def define(self, name: str) -> None:
+        """Make the macros of one of this package's .sql files known, once."""
+        if name not in self._defined:
+            self.connection.execute(sql_file(name))
+            self._defined.add(name)
+
+    def define_like(self, frameworks: Collection[str]) -> None:
+        """Make the macros of frameworks' own numbers known. Raises InvalidOption for one that there is not."""
+        for framework in frameworks:
+            if framework not in FRAMEWORK_MACROS:
+                raise InvalidOption(f"like: got {framework!r}; use {', '.join(FRAMEWORK_MACROS)}")
+            for name in FRAMEWORK_MACROS[framework]:
+                self.define(name)
+
+    def define_named(self, query: str) -> None:
+        """Make the macros known of the frameworks that a query names, and those of objectives."""
+        if any(name in query.lower() for name in _OBJECTIVE):
+            self.define_objective()
+        self.define_like([name for name in FRAMEWORK_MACROS if f"{name.replace('-', '_')}_" in query.lower()])
+
+    def define_objective(self) -> None:
+        """Make the macros of objectives known."""
+        self.define("loss")
+        self.define("objective")
+
+    def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
+        """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
+        self._superseded.add(pair)
+        self.memory.clear()
+        self.define_sums(self._superseded)
+        self.covered.add(pair)
+        if run_quantiles:
+            self.run_covered.add(pair)
+        self._define_lookup()
+
+    def _define_lookup(self) -> None:
+        columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
+        self.connection.execute(
+            sql_file("lookup").format(
+                covered=_pairs(self.covered), run_covered=_pairs(self.run_covered), sum_columns=columns
+            )
+        )
+
+    def define_sums(self, superseded: set[Pair]) -> None:
+        """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
+        for spec in KINDS.values():
+            columns = ", ".join(column.name for column in spec.columns)
+            parts = [
+                f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
+                for run, kind, pair, url in self._sums
+                if kind == spec.name and pair not in superseded
+            ]
+            parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
+            _define_view(self.connection, spec.name, parts, columns, spec.schema)
+
+
+def opened(traces: Traces | Database) -> Database:
+    """Traces as a database; one that is open already stays as it is."""
+    return traces if isinstance(traces, Database) else Database(traces)
+
+
+def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
+    """Open one trace or several for SQL.
+
+    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
+    `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
+    nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
+    `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router
+    choices were recorded; and `objective_tokens(train, rollout, now, ...)`, `objective_steps` and `loss_shares(now, ...)`, what
+    the mismatch does to a loss. Every one has a column `run`. A trace that is being written shows what was recorded by now.
+
+    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    database = Database(traces)
+    database.define_like(like)
+    database.define_objective()
+    return database.connection.raw
+
+
+def sql_file(name: str) -> str:
+    """Read one of the .sql files of this package."""
+    return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
+
+
+def _urls(traces: Traces) -> list[str]:
+    return [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+
+
+def _open(traces: Traces) -> list[Source]:
+    sources: list[Source] = []
+    names: set[str] = set()
+    for url in _urls(traces):
+        source = open_source(url)
+        name, number = source.run, 1
+        while source.run in names:
+            number += 1
+            source.run = f"{name}-{number}"
+        names.add(source.run)
+        sources.append(source)
+    return sources
+
+
+def _unreadable(sources: list[Source]) -> str | None:
+    """The first file that cannot be read, of those that have no checksums to tell."""
+    for source in sources:
+        for entries in source.snapshot.files.values():
+            for entry in entries:
+                try:
+                    pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"))
+                except (pa.ArrowException, OSError, TimTraceError):
+                    return source.store.shown(entry.relative)
+    return None
+
+
+def _define_computed(connection: Connection) -> None:
+    """Tables for sums that are computed while the database is open."""
+    for spec in KINDS.values():
+        columns = ", ".join(column.name for column in spec.columns)
+        connection.register(f"empty_{spec.name}", spec.schema.empty_table())
+        connection.execute(
+            f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {columns} FROM empty_{spec.name}"
+        )
+
+
+def _define_passes(connection: Connection, sources: list[Source]) -> None:
+    rows = [contract for source in sources for contract in source.passes]
+    connection.register("contracts", pa.Table.from_pylist(rows, _PASSES))
+    connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
+
+
+def _define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
+    if not parts:
+        connection.register(f"empty_{name}", schema.empty_table())
+        parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
+    connection.execute(f"CREATE OR REPLACE VIEW {name} AS {' UNION ALL '.join(parts)}")
+
+
+def _list(paths: list[str]) -> str:
+    return f"[{', '.join(quoted(path) for path in paths)}]"
+
+
+def _pairs(pairs: set[Pair]) -> str:
+    # Of no pair at all the list holds a name that none has: `x IN (NULL)` would be NULL.
+    return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

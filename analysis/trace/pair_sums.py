@@ -1,0 +1,223 @@
+"""What the statistics of a pair need of each sequence, computed from its tokens: the columns of schemas.sums.
+
+No column cancels: ratios exp(d) are added up relative to the largest of the sequence, and squares of probabilities around
+their mean, so that both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for computing the sample
+variance). Each sequence's sums depend on its own tokens alone: they have the same digits whatever is computed beside them.
+
+Shapes: T tokens of several sequences, one after the other; N sequences; B sequences of a block.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...schemas.sums import SEQUENCE_SUMS
+from ..statistics.estimators import Array
+from ..statistics.moments import Centred, centred, co_moment, repeated
+from .lists import mapped
+from .token_lists import blocks, counted_tokens
+
+KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
+
+COUNTS = ("num_tokens", "num_nan", "num_inf")
+
+OF_DIFFERENCES = (
+    "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "peak_d", "sum_weight",
+    "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
+)  # fmt: skip
+"""Columns that `difference_sums` gives."""
+
+OF_PROBABILITIES = (
+    "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
+)  # fmt: skip
+"""Columns that `probability_sums` gives."""
+
+FUNCTION = "pair_sums_of"
+"""Name of the function in SQL."""
+
+BATCH_ROWS = 256
+"""Sequences that are handed to a thread at once; some are waiting, and each may be long."""
+
+_TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
+_COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
+_STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBLE'}" for name in _COLUMNS)
+
+_LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
+
+_TINY = -700.0
+"""Logprob below which exp loses digits, being next to the least number that a double holds."""
+
+_SERIES = 0.0625
+"""Size of d below which exp(d) - 1 - d is a series, in which it keeps all digits; to d^10 it is within 1e-18 of it."""
+_FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiniteTokens:
+    """The tokens that count and have a finite logprob in both passes, and how many others there are."""
+
+    a_T: np.ndarray
+    b_T: np.ndarray
+    num_tokens_N: np.ndarray
+    num_nan_N: np.ndarray
+    """Tokens with NaN in either pass."""
+    num_inf_N: np.ndarray
+    """Tokens with an infinity in either pass and NaN in none."""
+
+
+def register(connection: duckdb.DuckDBPyConnection) -> None:
+    """Give a connection the function `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`: a struct of sums a sequence.
+
+    An empty mask counts every token. A token without a logprob in one of both is not counted at all.
+    """
+    lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
+    connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
+
+
+def computed(connection: duckdb.DuckDBPyConnection, pair_lists: str) -> pa.Table:
+    """Keys and sums of what a query of `pair_lists` gives, as the function does, beside the reading instead of within it."""
+    connection.execute("RESET threads")
+    rows = connection.sql(pair_lists).to_arrow_reader(BATCH_ROWS)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        batches = list(mapped(pool, _of_rows, rows)) or [_of_rows(pa.RecordBatch.from_pylist([], rows.schema))]
+    return pa.Table.from_batches(batches)
+
+
+def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
+    """Lists of logprobs of two passes and lists of bool, an element a sequence, as the tokens to compare."""
+    a_T, b_T, num_N = counted_tokens(a, b, mask)
+    finite_T = np.isfinite(a_T) & np.isfinite(b_T)
+    if finite_T.all():
+        none_N = np.zeros(len(num_N), np.int64)
+        return FiniteTokens(a_T=a_T, b_T=b_T, num_tokens_N=num_N, num_nan_N=none_N, num_inf_N=none_N)
+    row_T = np.repeat(np.arange(len(num_N)), num_N)
+    nan_T = np.isnan(a_T) | np.isnan(b_T)
+    kept_N, nan_N = (np.bincount(row_T[flags], minlength=len(num_N)) for flags in (finite_T, nan_T))
+    return FiniteTokens(
+        a_T=a_T[finite_T], b_T=b_T[finite_T], num_tokens_N=kept_N, num_nan_N=nan_N, num_inf_N=num_N - kept_N - nan_N
+    )
+
+
+def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
+    """Name -> [N] column of schemas.sums; 0 in every sum of a sequence without a finite token."""
+    found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
+    full_N = np.flatnonzero(tokens.num_tokens_N > 0)
+    sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
+    for rows, within, starts_B in blocks(tokens.num_tokens_N[full_N]):
+        a_T, b_T = (side_T[within].astype(np.float64) for side_T in (tokens.a_T, tokens.b_T))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            of_block = difference_sums(a_T, b_T, starts_B)
+            if any(name in sums for name in OF_PROBABILITIES):
+                of_block |= probability_sums(a_T, b_T, starts_B)
+        for name in sums:
+            sums[name][full_N[rows]] = of_block[name]
+    return {name: found[name] if name in found else sums[name] for name in names}
+
+
+def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
+    """Name of OF_DIFFERENCES -> [B], of d = a - b; a sequence's tokens begin at its start."""
+    d_T = a_T - b_T
+    size_T = np.abs(d_T)
+    peak_B = np.maximum.reduceat(d_T, starts_B)
+    growth_T = np.expm1(d_T)
+    weight_T = np.exp(d_T - repeated(peak_B, starts_B, len(d_T)))
+    prob_diff_T = prob_differences(a_T, b_T, growth_T)
+    terms = {
+        "sum_d": d_T, "sum_abs_d": size_T, "sum_d2": d_T * d_T, "sum_k3": expm1_minus(d_T, growth_T),
+        "sum_expm1_d": growth_T, "sum_expm1_2d": growth_T * (growth_T + 2), "sum_weight": weight_T,
+        "sum_weight2": weight_T * weight_T, "num_outside": ((d_T < _LOWER) | (d_T > _UPPER)).astype(np.float64),
+        "sum_prob_diff": prob_diff_T,
+    }  # fmt: skip
+    sums = {name: np.add.reduceat(term_T, starts_B) for name, term_T in terms.items()}
+    return sums | {
+        "peak_d": peak_B, "max_abs_d": np.maximum.reduceat(size_T, starts_B),
+        "max_prob_diff": np.maximum.reduceat(prob_diff_T, starts_B),
+    }  # fmt: skip
+
+
+def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
+    """Name of OF_PROBABILITIES -> [B]: what means follow from, and sums of squares and products around the means.
+
+    Probabilities are taken relative to the largest of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak), which
+    keeps the digits of their differences wherever they lie, near 1 and near 0 too.
+    """
+    num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
+    sums: dict[str, Array] = {}
+    falls: dict[str, Centred] = {}
+    scales: dict[str, Array] = {}
+    for side, logprob_T in (("a", a_T), ("b", b_T)):
+        peak_B = np.maximum.reduceat(logprob_T, starts_B)
+        peak_B = np.where(peak_B == -np.inf, 0.0, peak_B)
+        fall = centred(np.expm1(logprob_T - repeated(peak_B, starts_B, len(a_T))), starts_B, num_B)
+        sums[f"peak_{side}"], sums[f"mean_fall_{side}"] = peak_B, fall.mean_N
+        falls[side], scales[side] = fall, np.exp(peak_B)
+    for one, other in (("a", "a"), ("b", "b"), ("a", "b")):
+        name = f"spread_prob_{one if one == other else one + other}"
+        sums[name] = co_moment(falls[one], falls[other], starts_B, num_B) * scales[one] * scales[other]
+    return sums
+
+
+def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
+    """[T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, which keeps its digits for every d; growth = exp(d) - 1.
+
+    Where exp(b) is too small for a double it is max(exp(a), exp(b)) (1 - exp(-|d|)).
+
+    >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
+    >>> with np.errstate(all="ignore"):
+    ...     [float(f"{size:.12g}") for size in prob_differences(a, b, np.expm1(a - b))]
+    [3.34584402636e-13, 0.367879441171]
+    """
+    found = np.exp(b_T) * np.abs(growth_T)
+    tiny = np.flatnonzero(b_T < _TINY)
+    if len(tiny):
+        a, b = a_T[tiny], b_T[tiny]
+        size = np.where(a == b, 0.0, np.abs(a - b))
+        found[tiny] = np.exp(np.maximum(a, b)) * -np.expm1(-size)
+    return np.asarray(found)
+
+
+def expm1_minus(x: Array, growth: Array) -> Array:
+    """exp(x) - 1 - x, accurate for every x, where growth = exp(x) - 1.
+
+    >>> round(float(expm1_minus(np.array([1e-9]), np.expm1([1e-9]))[0]), 30)
+    5.00000000167e-19
+    """
+    small = np.flatnonzero(np.abs(x) < _SERIES)
+    near = x if len(small) == len(x) else x[small]
+    series = np.full_like(near, 1 / _FACTORIALS[-1])
+    for factorial in _FACTORIALS[-2:0:-1]:
+        series *= near
+        series += 1 / factorial
+    series *= near
+    series *= near
+    if len(small) == len(x):
+        return series
+    found = growth - x
+    found[small] = series
+    return found
+
+
+def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
+    return pa.StructArray.from_arrays(_arrays(a, b, mask), list(_COLUMNS))
+
+
+def _of_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Keys and sums of the sequences of `pair_lists`."""
+    arrays = _arrays(rows.column("logprobs_a"), rows.column("logprobs_b"), rows.column("mask"))
+    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in KEYS), *arrays], [*KEYS, *_COLUMNS])
+
+
+def _arrays(a: Any, b: Any, mask: Any) -> list[pa.Array]:
+    """Every column, with NULL in the sums of a sequence that has no finite token."""
+    sums = pair_sums(finite_tokens(a, b, mask))
+    empty = pa.array(sums["num_tokens"] == 0)
+    arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}
+    return [values if name.startswith("num_") else pc.if_else(empty, None, values) for name, values in arrays.items()]

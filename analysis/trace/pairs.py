@@ -1,0 +1,54 @@
+"""Two passes by name, and why there is nothing to compare of them."""
+
+from __future__ import annotations
+
+from ...schemas.errors import InvalidOption
+from .database import Database, quoted
+from .source import Pair
+
+
+def parse_pair(text: str) -> Pair:
+    """Read `a:b`."""
+    a, colon, b = text.partition(":")
+    if not (a and colon and b) or ":" in b:
+        raise InvalidOption(f"pair: got {text!r}; write two passes as a:b, as train:rollout")
+    return a, b
+
+
+def quoted_pair(pair: Pair) -> str:
+    """Both names as arguments of a macro."""
+    return f"{quoted(pair[0])}, {quoted(pair[1])}"
+
+
+def num_scored(database: Database) -> dict[str, int]:
+    """Pass -> rows of scores with logprobs, for those that have any."""
+    query = 'SELECT "pass", count(logprobs) FROM scores GROUP BY "pass" HAVING count(logprobs) > 0 ORDER BY "pass"'
+    return dict(database.connection.execute(query).fetchall())
+
+
+def why_nothing(database: Database, pair: Pair) -> str:
+    """Say which pass is missing, and what can be compared instead."""
+    counts = num_scored(database)
+    where = ", ".join(source.run for source in database.sources)
+    lacking = [name for name in pair if name not in counts]
+    if lacking:
+        problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
+    else:
+        problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
+    others = list(counts)
+    if len(others) > 1:
+        return f"{where}: {problem}; compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
+    if others:
+        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
+    return f"{where}: {problem}; the trace has no scores at all"
+
+
+def _note(database: Database, passes: list[str]) -> str:
+    """What the contract says of a pass that has no scores."""
+    for name in passes:
+        rows = database.connection.execute(
+            "SELECT json_extract_string(contract_json, '$.logprobs_note') FROM passes WHERE \"pass\" = ?", [name]
+        ).fetchall()
+        if rows and rows[0][0]:
+            return f" ({rows[0][0]})"
+    return ""

@@ -1,0 +1,174 @@
+"""A trace as the database asks it: what can be read of it, under a run's name, and the sums that are kept of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from ...schemas.errors import DamagedTrace
+from ...schemas.layout import SCORES, SEQUENCES, SUMS
+from ...schemas.manifest import Manifest
+from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
+from ...schemas.writer_state import WriterState
+from ...tracer.parquet_file import read_footer
+from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
+from ...tracer.store import Store
+from ...tracer.verified_file import VerifiedFile
+
+MADE_OF = b"tim-trace made of"
+
+Pair = tuple[str, str]
+"""Two passes, a and b: d = logprob(a) - logprob(b)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """One trace, as it lies there at one moment."""
+
+    run: str
+    """Name of the run in the `run` column."""
+    snapshot: Snapshot
+    newest: dict[int, int] = field(default_factory=dict)
+    """Step -> its newest attempt at training; empty where no run resumed."""
+    sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
+    """Kind of sums -> pair -> the file that is still right."""
+    outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
+    """Kind and pair -> paths of files in whose place a better one lies."""
+    covered: set[Pair] = field(default_factory=set)
+    """Pairs whose kept sums were made from all that can be read now."""
+    run_covered: set[Pair] = field(default_factory=set)
+    """Those of them whose quantiles over the run are kept as well."""
+
+    @property
+    def store(self) -> Store:
+        return self.snapshot.store
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.snapshot.manifest
+
+    @property
+    def writers(self) -> list[WriterState]:
+        return self.snapshot.writers
+
+    @property
+    def damaged(self) -> list[str]:
+        """What cannot be read or is missing and is in no answer, a sentence each."""
+        return self.snapshot.damaged
+
+    @property
+    def journals(self) -> dict[str, pa.Table]:
+        """Table -> rows that are not sealed yet."""
+        return self.snapshot.journals
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a writer may still add to the trace."""
+        return self.snapshot.is_live
+
+    @property
+    def segments(self) -> list[str]:
+        """Sealed segments of the tables that sums are made of, `<table>/<segment>`."""
+        return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.snapshot.files[table]]
+
+    @property
+    def passes(self) -> list[dict[str, Any]]:
+        """Every contract of every pass."""
+        return [
+            {
+                "run": self.run,
+                "pass": name,
+                "contract": digest,
+                "engine": _text(contract.get("engine")),
+                "device": _text(contract.get("device")),
+                "contract_json": json.dumps(contract, sort_keys=True),
+            }
+            for name, digest, contract in self.snapshot.contracts
+        ]
+
+    def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[TableFile]]:
+        """The sealed files of a table, by the columns that they lack."""
+        found: dict[tuple[str, ...], list[TableFile]] = {}
+        for entry in self.snapshot.files[table]:
+            found.setdefault(entry.lacking, []).append(entry)
+        return found
+
+
+def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
+    """Look at a trace: see tracer.snapshot.take_snapshot, which raises what this raises."""
+    store = Store(url)
+    source = Source(run=run or store.name, snapshot=take_snapshot(store, examined=examined))
+    source.newest = newest_attempts(source.snapshot)
+    _find_sums(source)
+    return source
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _find_sums(source: Source) -> None:
+    """Find, for each pair, the sums made from most of what is still there, and the pairs whose sums hold everything."""
+    current = set(source.segments)
+    best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
+    for name, num_bytes in source.store.files(SUMS).items():
+        try:
+            found = _read_made_of(source.store, f"{SUMS}/{name}", num_bytes)
+        except (DamagedTrace, FileNotFoundError) as error:
+            source.snapshot.ignored.append(f"{error}; it was passed over, and its sums are made anew")
+            continue
+        if found is None:
+            continue
+        kind, pair, covers, read = found
+        # Another attempt at a step gives its sequences the same names, so that half of the segments tell nothing then.
+        fits = covers == current if source.newest else covers <= current
+        known = best.get((kind, pair))
+        if fits and (known is None or len(covers) >= known[0]):
+            best[kind, pair] = (len(covers), read)
+            worse = None if known is None else known[1]
+        else:
+            worse = read
+        if worse is not None:
+            source.outdated_sums.setdefault((kind, pair), []).append(worse.relative)
+    unsealed = any(table in source.journals for table in (SEQUENCES, SCORES))
+    complete: dict[str, set[Pair]] = {}
+    for (kind, pair), (count, file) in best.items():
+        source.sums.setdefault(kind, {})[pair] = file
+        if count == len(current) and not unsealed:
+            complete.setdefault(kind, set()).add(pair)
+    source.covered = complete.get(SEQUENCE_SUMS.name, set()) & complete.get(STEP_QUANTILES.name, set())
+    source.run_covered = source.covered & complete.get(RUN_QUANTILES.name, set())
+
+
+def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
+    """What a file of sums says of itself: its kind, its pair, and the sealed files that it was made from."""
+    return {MADE_OF: json.dumps({"kind": kind, "pair": list(pair), "covers": sorted(segments)}).encode()}
+
+
+def _read_made_of(store: Store, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
+    """What a file of sums was made of; None for one that an earlier release made. Raises DamagedTrace.
+
+    A file is named for the checksum of its footer, so that it is known for what it is without anybody's account of it.
+    """
+    footer = read_footer(store, relative, num_bytes)
+    if not footer.has_checksums:
+        return None
+    where = store.shown(relative)
+    try:
+        content = json.loads(footer.metadata[MADE_OF])
+        kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: does not say what it was made of") from error
+    if relative != sums_file(kind, footer.hash) or kind not in KINDS:
+        raise DamagedTrace(f"{where}: is not what its name stands for")
+    if not footer.schema.equals(KINDS[kind].schema):
+        return None
+    return kind, (a, b), covers, footer.verified(store, relative)
+
+
+def sums_file(kind: str, footer_hash: str) -> str:
+    """Path of a file of sums in the trace."""
+    return f"{SUMS}/{kind}-{footer_hash}.parquet"

@@ -1,0 +1,416 @@
+"""How a mismatch spreads over tokens, against plain loops over what was recorded, and against its own SQL."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tim_trace.analysis.breakdowns.breakdowns import read_breakdowns
+from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
+from tim_trace.analysis.breakdowns.quantile import high_quantile
+from tim_trace.analysis.breakdowns.ratios import cut
+from tim_trace.analysis.objective.terms import contribution
+from tim_trace.analysis.trace import token_lists
+from tim_trace.analysis.trace.database import Database
+from tim_trace.schemas.loss import Loss
+from tim_trace.tracer.recorder import Recorder
+
+LOSSES = {
+    "none": None,
+    "ppo": Loss(clip_low=0.05, clip_high=0.1),
+    "hard": Loss(clip_low=0.05, clip_high=0.1, clip_hard=1.2),
+    "bypass": Loss(denominator="rollout"),
+    "current": Loss(denominator="current"),
+    "reinforce": Loss(kind="reinforce"),
+    "cispo": Loss(kind="cispo", clip_high=1.05),
+    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0),
+    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_lambda_pos=1.5),
+    "gspo": Loss(level="sequence_mean", clip_low=0.02, clip_high=0.03),
+    "rloo": Loss(level="sequence_sum", aggregation="sequence"),
+}
+THREE = ("rollout", "train", "current")
+STEPS, ROWS, LONGEST = 4, 7, 21
+
+
+def make(seed, steps=STEPS, by_token=False):
+    """Rows of every step: four passes' logprobs with NaN, infinities and tokens that a pass gave nothing, masks, entropies."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(steps):
+        for row in range(ROWS):
+            n = int(draw.integers(1, LONGEST + 1))
+            rollout = (-draw.exponential(1.0, n)).astype("f4")
+            train, now, later = (np.minimum(rollout + draw.normal(0, 0.1, n), 0).astype("f4") for _ in range(3))
+            for values, hole in ((rollout, -np.inf), (train, np.nan), (now, np.nan)):
+                values[draw.random(n) < 0.05] = hole
+            advantage = draw.normal(size=n).astype("f4") if by_token else np.full(n, draw.normal())
+            advantage[draw.random(n if by_token else ()) < 0.2] = 0.0
+            made.append(
+                {
+                    "rollout": rollout, "train": train, "current": [now, later], "advantage": advantage,
+                    "given": draw.random(n) > 0.1, "mask": np.ones(n, bool) if row == 0 else draw.random(n) > 0.3,
+                    "entropy": np.where(draw.random(n) < 0.1, np.nan, draw.exponential(1.0, n)).astype("f4"),
+                }
+            )  # fmt: skip
+    return made
+
+
+def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollout", order=None):
+    """Record them, the rows of a step in an order of its own."""
+    with Recorder(path) as recorder:
+        if loss is not None:
+            recorder.add_loss(loss)
+        order = list(range(ROWS)) if order is None else order
+        for step in range(1, len(rows) // ROWS + 1):
+            chosen = [rows[(step - 1) * ROWS + row] for row in order]
+            given_by = {
+                "one": {"advantage": [float(each["advantage"][0]) for each in chosen]},
+                "each": {"advantage": [each["advantage"] for each in chosen]},
+                "none": {},
+            }[advantages]
+            batch = recorder.add_sequences(
+                step=step, response_ids=[[1] * len(each["mask"]) for each in chosen],
+                response_mask=[each["mask"].tolist() for each in chosen],
+                seq_ids=[f"{step}-{row}" for row in order], **given_by,
+            )  # fmt: skip
+            for name in passes:
+                more = {"scored_mask": [each["given"].tolist() for each in chosen]} if name == "train" else {}
+                if name == entropy:
+                    more["entropy"] = [each["entropy"] for each in chosen]
+                uses = (
+                    zip(*(each[name] for each in chosen), strict=True)
+                    if name == "current"
+                    else [[each[name] for each in chosen]]
+                )
+                for logprobs in uses:
+                    recorder.add_scores(name, batch, logprobs=list(logprobs), **more)
+    return path
+
+
+def compared(rows, now="current"):
+    """One tuple a compared token: step, row, position, length, d, p, entropy, advantage, ln now / b, ln now / a."""
+    for number, row in enumerate(rows):
+        for t in range(len(row["mask"])):
+            a = float(row["train"][t]) if row["given"][t] else math.nan
+            b = float(row["rollout"][t])
+            inside = float(row["current"][0][t]) if now == "current" else a
+            if row["mask"][t] and math.isfinite(a) and math.isfinite(b):
+                yield (
+                    number // ROWS + 1, number, t, len(row["mask"]), a - b, np.exp(b), float(row["entropy"][t]),
+                    float(row["advantage"][t]), inside - b, inside - a,
+                )  # fmt: skip
+
+
+def place(edges, value):
+    """The bin that holds a value; those outside are in the first or the last."""
+    return int(np.clip(np.searchsorted(edges, value, "right") - 1, 0, len(edges) - 2))
+
+
+def check_profile(profile, edges, pairs):
+    """Against a loop over (value of the axis, d)."""
+    by_bin = {}
+    for value, d in pairs:
+        by_bin.setdefault(place(edges, value), []).append(d)
+    for b in range(len(edges) - 1):
+        d = np.array(by_bin.get(b, []))
+        assert profile.num[b] == len(d)
+        expected = [np.mean(abs(d)), np.sqrt(np.mean(d * d)), np.mean(d)] if len(d) else [math.nan] * 3
+        found = [profile.mean_abs_d[b], profile.rms_d[b], profile.mean_d[b]]
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15, nan_ok=True)
+
+
+def check_shapes(shapes, edges, tokens):
+    density = np.zeros(shapes.density.shape, int)
+    for _, _, _, _, d, p, *_ in tokens:
+        density[place(edges.d, d), place(edges.probability, p)] += 1
+    assert np.array_equal(shapes.density, density)
+    check_profile(shapes.position, edges.position, [(each[2], each[4]) for each in tokens])
+    check_profile(shapes.length, edges.length, [(each[3], each[4]) for each in tokens])
+    check_profile(shapes.entropy, edges.entropy, [(each[6], each[4]) for each in tokens if math.isfinite(each[6])])
+
+
+def used_ratio(loss, before, moved, advantage):
+    """ln of what multiplies the advantage, by the objective's own function."""
+    log_ratio = {"rollout": before, "current": 0.0, "train": moved}[loss.denominator]
+    return math.log(float(contribution(loss, np.exp(log_ratio), np.sign(advantage))) * np.sign(advantage))
+
+
+def terms(loss, tokens):
+    """(before, moved, advantage) of each term of a loss."""
+    known = [each for each in tokens if math.isfinite(each[8])]
+    if loss is None or loss.level == "token":
+        return [(each[8], each[9], each[7]) for each in known if each[7]]
+    found = []
+    for number in {each[1] for each in known}:
+        own = [each for each in known if each[1] == number]
+        over = np.mean if loss.level == "sequence_mean" else np.sum
+        found.append((over([e[8] for e in own]), over([e[9] for e in own]), np.mean([e[7] for e in own])))
+    return [each for each in found if each[2]]
+
+
+def check_ratios(ratios, edges, loss, found):
+    expected = {}
+    for before, moved, advantage in found:
+        sign = "positive" if advantage > 0 else "negative"
+        stages = {"before": before} | ({} if loss is None else {"after": used_ratio(loss, before, moved, advantage)})
+        for stage, value in stages.items():
+            counts = expected.setdefault((stage, sign), np.zeros(len(edges) - 1, int))
+            counts[place(edges, value)] += 1
+    for key, counts in expected.items():
+        assert np.array_equal(ratios[key], counts), key
+    assert sum(counts.sum() for counts in ratios.values()) == len(found) * (1 if loss is None else 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shapes_are_those_of_a_loop_over_tokens(tmp_path, seed):
+    rows = make(seed)
+    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    tokens = list(compared(rows))
+    assert spread.num_tokens == len(tokens) == spread.whole.density.sum()
+    assert spread.num_recorded_tokens == sum(len(row["mask"]) for row in rows)
+    check_shapes(spread.whole, spread.edges, tokens)
+    for step, shapes in spread.by_step.items():
+        check_shapes(shapes, spread.edges, [each for each in tokens if each[0] == step])
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Rows and their trace, by what they have, without a recorded loss."""
+    found, folder = {}, tmp_path_factory.mktemp("spread")
+
+    def of(advantages, passes):
+        if (advantages, passes) not in found:
+            rows = make(3, by_token=advantages == "each")
+            path = write(folder / f"{advantages}{len(passes)}", rows, passes=passes, advantages=advantages)
+            found[advantages, passes] = rows, Database(path)
+        return found[advantages, passes]
+
+    return of
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("advantages", ["one", "each"])
+def test_ratios_are_those_of_a_loop_over_terms(opened, name, advantages):
+    rows, database = opened(advantages, THREE)
+    loss = LOSSES[name]
+    spread = read_breakdowns(database, loss=loss)
+    assert (("after", "positive") in spread.whole.ratios) == (loss is not None)
+    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, terms(loss, list(compared(rows))))
+
+
+def test_the_loss_is_that_of_the_run_where_none_is_given(tmp_path):
+    rows, loss = make(4), LOSSES["ppo"]
+    spread = read_breakdowns(Database(write(tmp_path / "trace", rows, loss)))
+    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, terms(loss, list(compared(rows))))
+
+
+def test_without_a_pass_inside_the_loss_the_trainers_stands_for_it(opened):
+    rows, database = opened("each", ("rollout", "train"))
+    loss = LOSSES["ppo"]
+    spread = read_breakdowns(database, loss=loss)
+    found = terms(loss, list(compared(rows, now="train")))
+    assert all(moved == 0 for _, moved, _ in found)
+    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, found)
+
+
+@given(
+    st.sampled_from([loss for loss in LOSSES.values() if loss is not None]),
+    st.floats(-2, 2),
+    st.sampled_from([-1.0, 1.0]),
+)
+def test_the_cut_is_the_objectives(loss, log_ratio, advantage):
+    found = cut(loss, np.array([log_ratio]), np.array([advantage > 0]))
+    expected = contribution(loss, np.exp([log_ratio]), np.array([advantage])) * advantage
+    assert np.exp(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_whole_is_the_sum_over_steps(tmp_path):
+    spread = read_breakdowns(Database(write(tmp_path / "trace", make(5), LOSSES["ppo"])))
+    steps = [spread.by_step[step] for step in spread.steps]
+    assert np.array_equal(spread.whole.density, sum(each.density for each in steps))
+    for name in ("position", "length", "entropy"):
+        assert np.array_equal(getattr(spread.whole, name).num, sum(getattr(each, name).num for each in steps))
+    for key, counts in spread.whole.ratios.items():
+        assert np.array_equal(counts, sum(each.ratios[key] for each in steps))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("passes", [THREE, ("rollout", "train")])
+def test_its_sql_gives_the_same_figures(opened, name, passes):
+    _, database = opened("each", passes)
+    spread = read_breakdowns(database, loss=LOSSES[name])
+    whole, edges = spread.whole, spread.edges
+
+    def ask(figure):
+        return database.ask(spread.sql[figure]).rows
+
+    density = np.zeros_like(whole.density)
+    for x, y, num in ask("density"):
+        density[y, x] = num
+    assert np.array_equal(density, whole.density)
+    for figure, profile in (("position", whole.position), ("length", whole.length), ("entropy", whole.entropy)):
+        found = ask(figure)
+        full = np.flatnonzero(profile.num)
+        assert [row[0] for row in found] == getattr(edges, figure)[full].tolist()
+        assert [row[1] for row in found] == profile.num[full].tolist()
+        for column, values in zip((2, 3, 4), (profile.mean_abs_d, profile.rms_d, profile.mean_d), strict=True):
+            assert [row[column] for row in found] == pytest.approx(values[full], rel=1e-9)
+    ratios = {key: np.zeros_like(counts) for key, counts in whole.ratios.items()}
+    for *stage, sign, place, num in ask("ratios"):
+        ratios[(stage or ["before"])[0], sign][place] = num
+    for key, counts in whole.ratios.items():
+        assert np.array_equal(ratios[key], counts), key
+    assert ask("envelope") == [(pytest.approx(spread.envelope, rel=1e-9),)]
+
+
+def test_blocks_do_not_change_the_shapes(opened, monkeypatch):
+    rows, database = opened("each", THREE)
+    whole = read_breakdowns(database, loss=LOSSES["gspo"])
+    monkeypatch.setattr(token_lists, "_BLOCK_TOKENS", 1)
+    spread = read_breakdowns(database, loss=LOSSES["gspo"])
+    assert spread.envelope == whole.envelope
+    assert all(np.array_equal(counts, whole.whole.ratios[key]) for key, counts in spread.whole.ratios.items())
+    for step, shapes in spread.by_step.items():
+        check_shapes(shapes, spread.edges, [each for each in compared(rows) if each[0] == step])
+
+
+def test_only_the_first_use_of_a_sequence_is_read(opened):
+    rows, database = opened("each", THREE)
+    spread = read_breakdowns(database, ("current", "rollout"))
+    finite = [np.isfinite(row["current"][0]) & np.isfinite(row["rollout"]) & row["mask"] for row in rows]
+    assert spread.num_tokens == sum(each.sum() for each in finite)
+    assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
+    assert sum(num for *_, num in database.ask(spread.sql["ratios"]).rows) == sum(
+        counts.sum() for counts in spread.whole.ratios.values()
+    )
+
+
+def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
+    rows = make(7, steps=20)
+    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    scaled = [abs(each[4]) / (1 - each[5]) for each in compared(rows) if each[5] < 0.99]
+    assert np.mean(np.array(scaled) <= spread.envelope) >= 0.99
+    assert np.mean(np.array(scaled) < spread.envelope) < 0.99
+
+
+def test_the_axis_of_d_leaves_out_one_in_a_thousand(tmp_path):
+    rows = make(8, steps=30)
+    spread = read_breakdowns(Database(write(tmp_path / "trace", rows)))
+    size = np.abs([each[4] for each in compared(rows)])
+    assert np.mean(size > spread.edges.d[-1]) <= 0.001
+    assert np.allclose(spread.edges.d, -spread.edges.d[::-1])
+
+
+def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
+    rows, draw = make(9), np.random.default_rng(9)
+    for row in rows:
+        # Of many sizes, so that adding in another order gives other last digits.
+        scale = 10.0 ** draw.uniform(-6, 1, len(row["mask"]))
+        row["rollout"], row["train"] = ((row[name] * scale).astype("f4") for name in ("rollout", "train"))
+    there = Database(write(tmp_path / "there", rows, LOSSES["ppo"]))
+    back = Database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
+    first, again, second = (read_breakdowns(database, max_tokens=250) for database in (there, there, back))
+    assert first.num_tokens < read_breakdowns(there).num_tokens
+    for other in (again, second):
+        assert first.how == other.how
+        assert first.envelope == other.envelope
+        for mine, its in [
+            (first.whole, other.whole),
+            *zip(first.by_step.values(), other.by_step.values(), strict=True),
+        ]:
+            assert np.array_equal(mine.density, its.density)
+            for name in ("position", "length", "entropy"):
+                for field in ("num", "mean_abs_d", "rms_d", "mean_d"):
+                    pair = [getattr(getattr(each, name), field) for each in (mine, its)]
+                    assert np.array_equal(*pair, equal_nan=True)
+
+
+def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
+    rows = make(10)
+    database = Database(write(tmp_path / "trace", rows))
+    spread = read_breakdowns(database, max_tokens=200)
+    assert 0 < spread.num_tokens <= 200
+    assert "hash of step and seq_id" in spread.how
+    read = spread.whole.length.num.sum()
+    sums = {sum(each[1] == number for each in compared(rows)) for number in range(len(rows))}
+    assert read == spread.num_tokens
+    assert read_breakdowns(database, max_tokens=1).num_tokens in sums
+
+
+def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
+    database = Database(write(tmp_path / "trace", make(11, steps=9), entropy=None))
+    assert read_breakdowns(database).steps == tuple(range(1, 10))
+    spread = read_breakdowns(database, notable=(7, 99), max_steps=3)
+    assert spread.steps == (1, 7, 9)
+    assert "3 of the 9 steps" in spread.how
+    assert "1 notable" in spread.how
+    assert read_breakdowns(database, notable=(7, 6, 5), max_steps=2).steps == (6, 7)
+
+
+def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
+    rows = make(13)
+    own, of_loss = (
+        read_breakdowns(Database(write(tmp_path / name, rows, entropy=name))) for name in ("rollout", "current")
+    )
+    assert own.whole.entropy.num.tolist() == of_loss.whole.entropy.num.tolist()
+    found = Database(tmp_path / "current").ask(of_loss.sql["entropy"]).rows
+    assert [row[1] for row in found] == [num for num in of_loss.whole.entropy.num.tolist() if num]
+
+
+def test_what_was_not_recorded_is_none(tmp_path):
+    rows = make(12)
+    spread = read_breakdowns(Database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
+    assert spread.whole.ratios is None
+    assert spread.whole.entropy is None
+    assert spread.edges.ratio is None
+    assert {"density", "position", "length", "envelope"} == set(spread.sql)
+    assert read_breakdowns(Database(write(tmp_path / "one", rows, passes=("rollout",)))) is None
+
+
+def test_passes_without_a_common_finite_token_have_no_spread(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2]])
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, math.nan]])
+        recorder.add_scores("train", batch, logprobs=[[math.nan, -1.0]])
+    assert read_breakdowns(Database(tmp_path / "trace")) is None
+
+
+def test_equal_passes_are_all_in_the_middle(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0, -0.5, 0.0]])
+    spread = read_breakdowns(Database(tmp_path / "trace"))
+    middle = len(spread.edges.d) // 2 - 1
+    assert spread.whole.density[middle].sum() == 3
+    assert spread.whole.density[middle, -1] == 1
+    assert spread.envelope == 0
+
+
+def test_only_the_named_run_is_read(tmp_path):
+    first, second = make(13), make(14)
+    database = Database([write(tmp_path / "first", first), write(tmp_path / "second", second)])
+    spread = read_breakdowns(database, run="second")
+    assert spread.num_tokens == len(list(compared(second)))
+    assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
+    assert read_breakdowns(database).num_tokens == len(list(compared(first)))
+
+
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(1, 4)
+)
+def test_a_high_quantile_is_that_of_all_values(values, share, num_parts):
+    found = high_quantile(np.array_split(np.array(values, float), num_parts), share)
+    ordered = sorted(values)
+    assert found == ordered[max(1, len(values) - math.floor(len(values) - share * len(values))) - 1]
+
+
+@given(st.floats(1e-9, 1e9))
+def test_a_rounded_up_number_is_no_smaller_and_little_larger(value):
+    assert value * (1 - 1e-12) <= rounded_up(value) <= value * 1.11
+
+
+def test_bit_lengths_are_pythons():
+    numbers = np.array([0, 1, 2, 3, 7, 8, 1023, 1024, 2**40 - 1])
+    assert bit_lengths(numbers).tolist() == [int(n).bit_length() for n in numbers]
