@@ -39,11 +39,11 @@ from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
 from tim_trace.analysis.objective.shares import LossRows
 from tim_trace.analysis.objective.shares import shares as loss_shares
-from tim_trace.analysis.objective.sums import Sums
-from tim_trace.analysis.objective.tokens import Tokens
+from tim_trace.analysis.objective.sums import SequenceSums
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
+from tim_trace.analysis.trace.ragged import Tokens, blocks
 from tim_trace.analysis.triangulate import shares
 from tim_trace.schemas.loss import Loss
 
@@ -170,14 +170,13 @@ class Numbers:
 
     def _objective(self):
         run = self.run
-        tokens = Tokens(
-            train_T=run.logprobs["train"], rollout_T=run.logprobs["rollout"], now_T=run.logprobs["current"], there_T=None,
-            advantage_T=None, advantage_N=run.advantage_N, lengths_N=run.lengths_N,
-        )  # fmt: skip
-        columns = np.concatenate([sequence_sums(LOSS, block)[0] for block, _ in tokens.blocks()], axis=1)
+        logprobs = {"train": run.logprobs["train"], "rollout": run.logprobs["rollout"], "now": run.logprobs["current"]}
+        tokens = Tokens(logprobs=logprobs, advantage_N=run.advantage_N, lengths_N=run.lengths_N)
+        parts = [sequence_sums(LOSS, tokens.cut(rows, span))[0] for rows, span, _ in blocks(run.lengths_N)]
+        columns = np.concatenate(parts, axis=1)
         none_N = np.zeros(len(run.lengths_N), np.int64)
         rows = LossRows(update_R=none_N, num_tokens_R=run.lengths_N, micro_batch_R=none_N.astype(np.uint64))
-        return Sums(
+        return SequenceSums(
             unit_N=run.unit_N, updates=[(1, 0)], update_N=none_N, share_N=loss_shares(LOSS, rows),
             num_rows_U=rows.num_rows_U, micro_batches_known=False, columns=dict(zip(COLUMNS, columns, strict=True)),
             carried=Carried(),

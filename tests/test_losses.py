@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.pass_roles import choose_sides
-from tim_trace.analysis.objective.sums import read_sums
+from tim_trace.analysis.objective.sums import read_sequence_sums
 from tim_trace.analysis.objective.terms import contribution, is_clipped
 from tim_trace.analysis.trace.database import Database
 from tim_trace.replay.gradients.arm import GradientArm
@@ -260,7 +260,7 @@ def our_loss(path, loss, step):
 
 def used_by_objective(database, loss):
     """The sum of w f(rho_used) of an update, as the objective weighs it."""
-    totals = totals_of(read_sums(database, choose_sides(database, loss), no_progress))
+    totals = totals_of(read_sequence_sums(database, choose_sides(database, loss), no_progress))
     return totals["w_used_positive"].sum() + totals["w_used_negative"].sum()
 
 

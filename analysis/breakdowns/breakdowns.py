@@ -13,9 +13,9 @@ import numpy as np
 from ...schemas.loss import TOKEN, Loss, read_loss
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
-from ..trace.lists import mapped
+from ..trace.ragged import Tokens, blocks
 from ..trace.source import Pair
-from ..trace.token_lists import blocks
+from ..trace.threads import mapped
 from .chosen import choose
 from .counts import Counts, counts_of, empty_counts, entropy_bins
 from .edges import (
@@ -32,7 +32,7 @@ from .part import Part, part_of
 from .quantile import high_quantile
 from .queries import queries
 from .shapes import Shapes
-from .tokens import Tokens, read_tokens, recorded
+from .tokens import ChosenTokens, read_chosen_tokens
 
 _REACH = 0.999
 """Share of tokens that an axis of nats holds between its ends."""
@@ -92,18 +92,17 @@ def read_breakdowns(
     chosen = choose(database, pair, run, notable=notable, max_steps=max_steps, max_tokens=max_tokens)
     if not chosen.steps:
         return None
-    has = recorded(database, pair, run)
-    tokens = read_tokens(database, pair, chosen, has)
-    if tokens is None:
+    read = read_chosen_tokens(database, pair, chosen)
+    if read is None:
         return None
     loss = loss or read_loss(read_hyperparameters(database, run))
-    steps, row_N = np.unique(tokens.step_N, return_inverse=True)
+    steps, row_N = np.unique(read.step_N, return_inverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = _parts(pool, tokens, row_N, loss)
+        parts = _parts(pool, read.tokens, row_N, loss)
         num_tokens = sum(len(part.d_T) for part in parts)
         if not num_tokens:
             return None
-        edges = _edges(parts, tokens)
+        edges = _edges(parts, read)
         counts = _counted(pool, parts, edges, len(steps), 1 if loss is None else 2)
     there = np.flatnonzero(counts.density.sum(axis=(1, 2)))
     return Breakdowns(
@@ -118,41 +117,38 @@ def read_breakdowns(
         ratio_level=TOKEN if loss is None else loss.level,
         whole=counts.shapes(None),
         by_step={int(steps[row]): counts.shapes(int(row)) for row in there},
-        sql=queries(pair, edges, has, loss, run if len(database.sources) > 1 else None),
+        sql=queries(pair, edges, read.has_now, loss, run if len(database.sources) > 1 else None),
     )
 
 
 def _parts(pool: ThreadPoolExecutor, tokens: Tokens, row_N: np.ndarray, loss: Loss | None) -> list[Part]:
-    def work(block: tuple[slice, slice, np.ndarray]) -> Part:
-        return part_of(tokens, *block, row_N, loss)
-
-    return list(mapped(pool, work, blocks(tokens.lengths_N)))
+    return list(mapped(pool, lambda block: part_of(tokens, block, row_N, loss), blocks(tokens.lengths_N)))
 
 
-def _edges(parts: list[Part], tokens: Tokens) -> Edges:
+def _edges(parts: list[Part], read: ChosenTokens) -> Edges:
     """Bins that hold all but the largest thousandth of |d|, and of what the other axes have everything."""
-    longest = int(tokens.lengths_N.max())
+    longest = int(read.tokens.lengths_N.max())
     reach = rounded_up(high_quantile([part.size_T for part in parts], _REACH) or 0.0)
     return Edges(
         probability=np.linspace(0, 1, NUM_PROBABILITIES + 1),
         d=np.linspace(-reach, reach, NUM_DIFFERENCES + 1),
         position=position_edges(longest),
         length=length_edges(longest),
-        entropy=_entropy_edges(parts, tokens),
-        ratio=_ratio_edges(parts, tokens),
+        entropy=_entropy_edges(parts, read),
+        ratio=_ratio_edges(parts, read),
     )
 
 
-def _entropy_edges(parts: list[Part], tokens: Tokens) -> np.ndarray | None:
-    if tokens.entropy_T is None:
+def _entropy_edges(parts: list[Part], read: ChosenTokens) -> np.ndarray | None:
+    if read.tokens.entropy_T is None:
         return None
     entropies = [part.entropy_T for part in parts if part.entropy_T is not None]
     largest = max((np.max(each, where=np.isfinite(each), initial=0.0) for each in entropies), default=0.0)
     return np.arange(int(entropy_bins(np.asarray(largest))) + 2) / ENTROPIES_PER_NAT
 
 
-def _ratio_edges(parts: list[Part], tokens: Tokens) -> np.ndarray | None:
-    if tokens.advantage_T is None:
+def _ratio_edges(parts: list[Part], read: ChosenTokens) -> np.ndarray | None:
+    if not read.has_advantage:
         return None
     terms = [part.terms for part in parts if part.terms is not None]
     stages = ([each.before_K for each in terms], [each.after_K for each in terms if each.after_K is not None])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..trace.database import Database, quoted
-from ..trace.sampling import evenly_spaced
+from ..trace.sampling import notable_first, tokens_by_step
 from ..trace.source import Pair
 
-KEY = "md5_number_lower({rows}.step::VARCHAR || ' ' || {rows}.seq_id)"
-"""A number of a sequence that says nothing of it, and is the same everywhere."""
+KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
+"""A number of a sequence that says nothing of it, and is the same everywhere; `rows` is empty, or a table with a dot."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -51,8 +51,7 @@ def choose(
     database: Database, pair: Pair, run: str, *, notable: Sequence[int], max_steps: int, max_tokens: int
 ) -> Chosen:
     """Choose steps that both passes scored, and so many of their sequences that no more tokens than that are read."""
-    query = "SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE run = $run GROUP BY step"
-    tokens = dict(database.connection.execute(query, {"run": run}).fetchall())
+    tokens = tokens_by_step(database, run)
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     steps, how = _steps(known, notable, max_steps)
@@ -68,10 +67,7 @@ def _steps(known: list[int], notable: Sequence[int], max_steps: int) -> tuple[tu
         return tuple(known), f"all {len(known):,} steps that both passes scored" if len(
             known
         ) != 1 else "the one step that both passes scored"
-    there = set(known)
-    named = [step for step in dict.fromkeys(notable) if step in there][:max_steps]
-    rest = [step for step in known if step not in set(named)]
-    spread = evenly_spaced(rest, max_steps - len(named))
+    named, spread = notable_first(known, notable, max_steps)
     parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
     how = f"{len(named) + len(spread):,} of the {len(known):,} steps that both passes scored, {' and '.join(parts)}"
     return tuple(sorted([*named, *spread])), how
@@ -83,7 +79,7 @@ def _sequences(
     """The largest key up to which the sequences of all these steps have no more tokens than that; one at least."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
-    query = _SEQUENCES.format(key=KEY.format(rows="s"), a=a, b=b, steps=names)
+    query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
     rows = database.connection.sql(query, params={"run": run}).to_arrow_table()
     total = np.cumsum(rows["num_response_tokens"].to_numpy().astype(np.int64))
     num = max(int(np.searchsorted(total, max_tokens, "right")), 1)

@@ -11,9 +11,9 @@ import numpy as np
 
 from ...schemas.loss import Loss
 from ..statistics.estimators import Array
+from ..trace.ragged import Block, Tokens
 from .edges import bit_lengths
 from .ratios import Terms, terms_of
-from .tokens import Tokens
 
 _LIKELY = 0.99
 """Tokens of this probability and more say nothing of the envelope: their 1 - p is rounded away."""
@@ -60,22 +60,20 @@ class Part:
         return int(self.row_N[0]) if self.row_N[0] == self.row_N[-1] else np.repeat(self.row_N, self.num_N)
 
 
-def part_of(
-    tokens: Tokens, sequences: slice, span: slice, starts_N: np.ndarray, row_N: np.ndarray, loss: Loss | None
-) -> Part:
-    """Compare the tokens of a block: `sequences` of all, their tokens, and where in these each sequence begins."""
-    a_T, b_T = tokens.a_T[span].astype(np.float64), tokens.b_T[span].astype(np.float64)
+def part_of(tokens: Tokens, block: Block, row_N: np.ndarray, loss: Loss | None) -> Part:
+    """Compare the tokens of a block of all sequences."""
+    sequences, span, starts_N = block
+    cut = tokens.cut(sequences, span)
+    a_T, b_T, now_T = cut.logprobs["a"], cut.logprobs["b"], cut.logprobs.get("now")
     with np.errstate(invalid="ignore"):
         d_T = a_T - b_T
     there_T = np.isfinite(d_T)
-    if tokens.mask_T is not None:
-        there_T &= tokens.mask_T[span]
-    lengths_N = tokens.lengths_N[sequences]
-    num_N = lengths_N
-    now_T, entropy_T, advantage_T = (
-        None if values is None else values[span].astype(np.float64)
-        for values in (tokens.now_T, tokens.entropy_T, tokens.advantage_T)
-    )
+    if cut.counted_T is not None:
+        there_T &= cut.counted_T
+    num_N = lengths_N = cut.lengths_N
+    entropy_T, advantage_T = cut.entropy_T, cut.advantage_T
+    if advantage_T is None and cut.advantage_N is not None:
+        advantage_T = np.repeat(cut.advantage_N, lengths_N)
     terms = None
     if advantage_T is not None:
         # Before others are left out: a term needs the starts of whole sequences.

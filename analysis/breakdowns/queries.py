@@ -29,7 +29,6 @@ from .edges import (
     per_unit,
 )  # fmt: skip
 from .ratios import bounds_of
-from .tokens import Recorded
 
 _PROFILE = "count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d, avg(d) AS mean_d"
 
@@ -87,7 +86,7 @@ GROUP BY ALL
 ORDER BY ALL"""
 
 
-def queries(pair: Pair, edges: Edges, has: Recorded, loss: Loss | None, run: str | None) -> dict[str, str]:
+def queries(pair: Pair, edges: Edges, has_now: bool, loss: Loss | None, run: str | None) -> dict[str, str]:
     """Name of a figure -> its query; of one run where it is named."""
     within = "" if run is None else f" AND run = {quoted(run)}"
     both, profile = quoted_pair(pair), _PROFILE
@@ -110,13 +109,13 @@ def queries(pair: Pair, edges: Edges, has: Recorded, loss: Loss | None, run: str
             last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **common,
         )  # fmt: skip
     if edges.ratio is not None:
-        found["ratios"] = _ratios(pair, float(edges.ratio[-1]), has, loss, within)
+        found["ratios"] = _ratios(pair, float(edges.ratio[-1]), has_now, loss, within)
     return found
 
 
-def _ratios(pair: Pair, reach: float, has: Recorded, loss: Loss | None, within: str) -> str:
-    what = f"before, {CURRENT if has.now else pair[0]} / {pair[1]}"
-    terms = _of_sequences(_of_tokens(pair, has, within), loss)
+def _ratios(pair: Pair, reach: float, has_now: bool, loss: Loss | None, within: str) -> str:
+    what = f"before, {CURRENT if has_now else pair[0]} / {pair[1]}"
+    terms = _of_sequences(_of_tokens(pair, has_now, within), loss)
     stages = ""
     if loss is not None:
         what += "; after, what the loss multiplies the advantage with"
@@ -132,10 +131,10 @@ def _ratios(pair: Pair, reach: float, has: Recorded, loss: Loss | None, within: 
     )  # fmt: skip
 
 
-def _of_tokens(pair: Pair, has: Recorded, within: str) -> str:
+def _of_tokens(pair: Pair, has_now: bool, within: str) -> str:
     """One row a token: before, ln current / b, and moved, ln current / a."""
     keys = "run, step, seq_id, advantage"
-    if has.now:
+    if has_now:
         return (
             f"            SELECT {keys}, logprob_current - logprob_b AS before, stale AS moved\n"
             f"            FROM pair_now({quoted_pair(pair)}, {quoted(CURRENT)})\n"

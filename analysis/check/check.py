@@ -20,7 +20,7 @@ from .detectors import find
 from .evidence import Evidence
 from .notes import notes
 from .sample import Sample, read_sample
-from .sums import read_sums
+from .sums import read_pair_sums
 
 
 def check(
@@ -70,7 +70,7 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
     )
 
 
-_sums = cached(read_sums)
+_sums = cached(read_pair_sums)
 
 
 @cached

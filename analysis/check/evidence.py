@@ -12,7 +12,7 @@ import numpy as np
 from ...schemas.contract import Contract
 from ..info import AttemptInfo
 from .sample import Sample
-from .sums import Sums
+from .sums import PairSums
 from .thresholds import MIN_REST, TOKEN_SHRINKAGE
 
 Found = TypeVar("Found")
@@ -24,7 +24,7 @@ class Evidence:
 
     trace: str
     sample: Sample
-    sums: Sums
+    sums: PairSums
     contracts: dict[str, Contract]
     """Hash -> contract."""
     passes: list[str]

@@ -13,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..trace.database import Database, quoted
+from ..trace.database import Database
+from ..trace.ragged import counted, fitted, flat
+from ..trace.sampling import neighbouring_pairs, tokens_by_step
 from ..trace.source import Pair
+from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
@@ -22,7 +25,7 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
 
 
 @dataclass(kw_only=True)
-class Side:
+class PassSample:
     """One pass, over the sampled tokens."""
 
     name: str
@@ -44,8 +47,8 @@ class Side:
 class Sample:
     """Two passes over some steps of a trace."""
 
-    a: Side
-    b: Side
+    a: PassSample
+    b: PassSample
     tokens: np.ndarray
     """[N] token ids."""
     mask: np.ndarray
@@ -128,41 +131,40 @@ class Sample:
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read steps spread over a run, the worst ones among them, up to a number of tokens."""
-    steps = _chosen_steps(database, worst_steps)
-    names = ", ".join(str(step) for step in steps)
-    query = _QUERY.format(a=quoted(pair[0]), b=quoted(pair[1]), steps=names)
+    query = token_query(
+        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps),
+        of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
+    )  # fmt: skip
     return _of_table(_within(database.connection.sql(query).to_arrow_table()), pair)
 
 
-_QUERY = """
-    SELECT s.step, s.seq_id, s.group_id, s.prompt_ids, s.response_ids, s.response_mask, s.num_response_tokens,
-           s.policy_version, s.temperature, s.top_p, s.top_k, s.min_p, s.max_tokens,
-           a.logprobs AS logprobs_a, a.entropy AS entropy_a, a.policy_version AS version_a, a.contract AS contract_a,
-           a.writer AS writer_a,
-           b.logprobs AS logprobs_b, b.entropy AS entropy_b, b.policy_version AS version_b, b.contract AS contract_b,
-           b.writer AS writer_b
-    FROM sequences AS s
-    JOIN scores AS a ON a.run = s.run AND a.step = s.step AND a.seq_id = s.seq_id
-    JOIN scores AS b ON b.run = s.run AND b.step = s.step AND b.seq_id = s.seq_id
-    WHERE a."pass" = {a} AND b."pass" = {b} AND a.iteration = 0 AND b.iteration = 0
-      AND a.logprobs IS NOT NULL AND b.logprobs IS NOT NULL
-      AND s.step IN ({steps}) AND a.step IN ({steps}) AND b.step IN ({steps})
-    ORDER BY s.step, s.group_id, length(s.seq_id), s.seq_id
-"""
+_ROWS = [
+    *(
+        f"s.{name}"
+        for name in (
+            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", *SETTINGS,
+        )
+    ),
+    *(
+        f"{side}.{column} AS {name}_{side}"
+        for side in ("a", "b")
+        for name, column in (
+            ("entropy", "entropy"), ("version", "policy_version"), ("contract", "contract"), ("writer", "writer"),
+        )
+    ),
+]  # fmt: skip
 
 
 def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     """Steps in neighbouring pairs all over the run, so that one can be held against the next; and the worst ones."""
-    query = "SELECT step, sum(num_response_tokens) FROM sequences GROUP BY step ORDER BY step"
-    rows = database.connection.execute(query).fetchall()
-    known, tokens = [step for step, _ in rows], sum(num for _, num in rows)
-    most = int(np.clip(MAX_READ_TOKENS * len(known) / max(tokens, 1), MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS))
+    tokens = tokens_by_step(database)
+    known = list(tokens)
+    most = int(
+        np.clip(MAX_READ_TOKENS * len(known) / max(sum(tokens.values()), 1), MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS)
+    )
     if len(known) <= most:
         return known
-    pairs = most // 2
-    firsts = np.linspace(0, len(known) - 2, pairs).astype(int) if pairs > 1 else [(len(known) - 1) // 2]
-    spread = {known[index + more] for index in firsts for more in (0, 1)}
-    return sorted(spread | set(worst[:MAX_WORST_STEPS]))
+    return sorted({*neighbouring_pairs(known, most), *worst[:MAX_WORST_STEPS]})
 
 
 def _within(table: pa.Table) -> pa.Table:
@@ -179,16 +181,14 @@ def _within(table: pa.Table) -> pa.Table:
 
 
 def _of_table(table: pa.Table, pair: Pair) -> Sample:
+    tokens = tokens_of_rows(table, ("a", "b"))
     lengths = table["num_response_tokens"].to_numpy().astype(np.int64)
-    masks = table["response_mask"].to_pylist()
+    mask = counted(table["mask"], lengths)
     return Sample(
-        a=_side(table, pair[0], "a", lengths),
-        b=_side(table, pair[1], "b", lengths),
-        tokens=_flat(table["response_ids"]).to_numpy(zero_copy_only=False),
-        mask=np.concatenate(
-            [np.ones(n, bool) if mask is None else np.array(mask, bool) for mask, n in zip(masks, lengths, strict=True)]
-            or [np.empty(0, bool)]
-        ),
+        a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths),
+        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths),
+        tokens=flat(table["response_ids"])[0].to_numpy(zero_copy_only=False),
+        mask=np.ones(int(lengths.sum()), bool) if mask is None else mask,
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         steps=table["step"].to_numpy(),
         seq_ids=table["seq_id"].to_pylist(),
@@ -199,33 +199,19 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
     )
 
 
-def _side(table: pa.Table, name: str, suffix: str, lengths: np.ndarray) -> Side:
-    values = _flat(table[f"logprobs_{suffix}"])
-    entropy = table[f"entropy_{suffix}"]
-    return Side(
+def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray) -> PassSample:
+    entropy = table[f"entropy_{side}"]
+    return PassSample(
         name=name,
-        logprobs=_numbers(values),
-        is_null=values.is_null().to_numpy(zero_copy_only=False),
-        entropy=None if entropy.null_count == len(entropy) else _with_holes(entropy, lengths),
-        versions=_numbers(table[f"version_{suffix}"]),
-        contracts=table[f"contract_{suffix}"].to_pylist(),
-        writers=table[f"writer_{suffix}"].to_pylist(),
+        logprobs=logprobs.astype(np.float64),
+        is_null=flat(table[side])[0].is_null().to_numpy(zero_copy_only=False),
+        entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
+        versions=_numbers(table[f"version_{side}"]),
+        contracts=table[f"contract_{side}"].to_pylist(),
+        writers=table[f"writer_{side}"].to_pylist(),
     )
 
 
-def _flat(lists: pa.ChunkedArray) -> pa.Array:
-    flat = pc.list_flatten(lists)
-    return flat.combine_chunks() if isinstance(flat, pa.ChunkedArray) else flat
-
-
-def _with_holes(lists: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:
-    """Lists of which some are NULL, as [N] with NaN for those."""
-    out = np.full(int(lengths.sum()), np.nan)
-    there = np.repeat(lists.is_valid().to_numpy(), lengths)
-    out[there] = _numbers(_flat(lists))
-    return out
-
-
-def _numbers(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def _numbers(values: pa.ChunkedArray) -> np.ndarray:
     """float64, NaN for NULL."""
     return np.asarray(pc.fill_null(values.cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False), np.float64)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
-from ..trace.database import Database, quoted
+from ..statistics.estimators import Array
+from ..trace.columns import SequenceColumns, sequence_columns
+from ..trace.database import Database
+from ..trace.pair_sums import finite, pair_sums
 from ..trace.pairs import quoted_pair
+from ..trace.sampling import step_ranges, tokens_by_step
 from ..trace.source import Pair
+from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .columns import Column, by_step, columns_of
 
 _KEPT = """
@@ -25,44 +31,6 @@ WHERE run = $run
 GROUP BY step ORDER BY step
 """
 
-_TOKENS = """
-SELECT step, count(*) AS n, sum(d) AS d, sum(abs(d)) AS abs_d, sum(k3) AS total_k3, max(abs(d)) AS max_abs_d,
-       effective_share(
-           count(*), max(d), sum(weight), sum(weight * weight), list(d) FILTER (abs(d) > 300)
-       ) AS ess,
-       quantile_cont(abs(d), 0.99) AS p99_abs_d, -avg(logprob_a) AS estimate{by_sign}
-FROM (
-    SELECT *, CASE WHEN abs(d) < 1 THEN 1 + d + k3 WHEN abs(d) <= 300 THEN exp(d) END AS weight
-    FROM (
-        SELECT *, expm1_minus(d) AS k3
-        FROM (
-            SELECT step, logprob_a, logprob_a - logprob_b AS d{advantage}
-            FROM (
-                SELECT a.step, unnest(a.logprobs)::DOUBLE AS logprob_a, unnest(b.logprobs)::DOUBLE AS logprob_b
-                       {unnested}
-                FROM scores AS a
-                JOIN scores AS b ON b.run = a.run AND b.step = a.step AND b.seq_id = a.seq_id{sequences}
-                WHERE a.run = $run AND b.run = $run AND a."pass" = {a} AND b."pass" = {b}
-                  AND a.iteration = 0 AND b.iteration = 0
-            )
-            WHERE isfinite(logprob_a) AND isfinite(logprob_b){masked}
-        )
-    )
-)
-GROUP BY step ORDER BY step
-"""
-
-_BY_SIGN = """,
-       avg(k3) FILTER (advantage > 0) AS k3_positive, avg(k3) FILTER (advantage < 0) AS k3_negative"""
-
-_MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
-_ADVANTAGES = ", unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage"
-
-
-_SEQUENCES = """
-                JOIN sequences AS s ON s.run = a.run AND s.step = a.step AND s.seq_id = a.seq_id"""
-"""Read where masks or advantages are asked for; without, its keys would take a third of the time."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepMismatch:
@@ -73,31 +41,13 @@ class StepMismatch:
     """-mean logprob of pass a, which estimates the entropy of what was sampled; None where sums were read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the sequences of a run have."""
-
-    masks: bool
-    advantage: bool
-    """One for a whole response."""
-    advantages: bool
-    """One for each token."""
-
-
-def held(database: Database, run: str) -> Held:
-    """Look which optional columns of the sequences have a value."""
-    query = "SELECT count(response_mask), count(advantage), count(advantages) FROM sequences WHERE run = $run"
-    ((masks, advantage, advantages),) = database.connection.execute(query, {"run": run}).fetchall()
-    return Held(masks > 0, advantage > 0, advantages > 0)
-
-
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
     """Read the mismatch by step; no columns where the passes share no token."""
-    has = held(database, run)
+    has = sequence_columns(database, run)
     if pair in database.covered and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
     else:
-        rows = by_step(database, _of_tokens(pair, has), {"run": run})
+        rows = _of_tokens(database, pair, run, has)
     return _gap(rows, pair)
 
 
@@ -119,23 +69,94 @@ def _gap(rows: dict[str, np.ndarray], pair: Pair) -> StepMismatch:
     return StepMismatch(columns_of(rows, sources), estimate)
 
 
-def _of_tokens(pair: Pair, has: Held) -> str:
-    unnested, masked, advantage, by_sign = "", "", "", ""
-    sequences = _SEQUENCES if has.masks or has.advantage or has.advantages else ""
-    if has.masks:
-        unnested, masked = unnested + _MASK, " AND mask"
-    if has.advantage or has.advantages:
-        unnested += _ADVANTAGES if has.advantages else ", s.advantage"
-        advantage, by_sign = ", advantage", _BY_SIGN
-    return _TOKENS.format(
-        a=quoted(pair[0]),
-        b=quoted(pair[1]),
-        sequences=sequences,
-        unnested=unnested,
-        masked=masked,
-        advantage=advantage,
-        by_sign=by_sign,
-    )
+_SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Sums of the tokens of N sequences, and every |d|."""
+
+    step_N: np.ndarray
+    sums: dict[str, Array]
+    """Name -> [N]: _SUMS, sum_a, and num and sum_k3 of tokens by the sign of their advantage."""
+    size_T: Array
+
+
+def _of_tokens(database: Database, pair: Pair, run: str, has: SequenceColumns) -> dict[str, np.ndarray]:
+    """Columns by step, a part of the run at a time: quantiles need every d of a step."""
+    lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
+    parts = []
+    for steps in step_ranges(tokens_by_step(database, run)) or [range(0)]:
+        query = token_query(
+            {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, steps=steps, lists=lists
+        )
+        parts.append(_by_step(list(database.connection.mapped_batches(query, _of_batch))))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _of_batch(rows: pa.RecordBatch) -> _Batch:
+    tokens = tokens_of_rows(rows, ("a", "b"))
+    tokens = tokens.where(tokens.counted_T)
+    a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
+    tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
+    sums = pair_sums(finite(tokens), _SUMS)
+    a_T, b_T = (tokens.logprobs[name].astype(np.float64) for name in ("a", "b"))
+    sums["sum_a"] = np.bincount(tokens.sequence_T, a_T, minlength=len(tokens.lengths_N))
+    for name, sign in (("positive", 1), ("negative", -1)):
+        if tokens.advantage_T is not None:
+            signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), ("num_tokens", "sum_k3"))
+        elif tokens.advantage_N is not None:
+            signed = {
+                column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in ("num_tokens", "sum_k3")
+            }
+        else:
+            continue
+        sums |= {f"{column}_{name}": values for column, values in signed.items()}
+    return _Batch(rows.column("step").to_numpy(), sums, np.abs(a_T - b_T))
+
+
+def _by_step(batches: list[_Batch]) -> dict[str, np.ndarray]:
+    """The same columns as _KEPT's, of steps with a token, and the estimate of the entropy."""
+    sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
+    full_N = sums["num_tokens"] > 0
+    steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
+    sums = {name: values[full_N] for name, values in sums.items()}
+    sizes = _sizes(batches)
+
+    def total(values_N: Array) -> Array:
+        return np.bincount(place_N, values_N, minlength=len(steps)).astype(np.float64)
+
+    def largest(values_N: Array) -> Array:
+        found = np.full(len(steps), -np.inf)
+        np.maximum.at(found, place_N, values_N)
+        return found
+
+    n = total(sums["num_tokens"])
+    scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
+    rows = {
+        "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
+        "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
+        "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
+        "p99_abs_d": np.array([np.quantile(sizes[int(step)], 0.99) for step in steps]),
+        "estimate": -total(sums["sum_a"]) / n,
+    }  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        for name in ("positive", "negative"):
+            if f"sum_k3_{name}" in sums:
+                rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
+    return rows
+
+
+def _sizes(batches: list[_Batch]) -> dict[int, Array]:
+    """Step -> |d| of its tokens."""
+    parts: dict[int, list[Array]] = {}
+    for batch in batches:
+        ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
+        # The last sequence of each stretch of one step.
+        last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
+        for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
+            parts.setdefault(step, []).append(sizes)
+    return {step: np.concatenate(sizes) for step, sizes in parts.items()}
 
 
 def _used_once(database: Database, pair: Pair) -> bool:

@@ -8,11 +8,11 @@ import numpy as np
 
 from ...schemas import loss as losses
 from ...schemas.loss import Loss, read_loss
+from ..trace.columns import passes_with, sequence_columns
 from ..trace.database import Database, quoted
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from .columns import Column, by_step, columns_of
-from .mismatch import held
 
 _ENTROPY = """
 SELECT step, avg({value}) AS entropy
@@ -84,7 +84,7 @@ class Given:
 
 def read_given(database: Database, run: str) -> Given:
     """Look which optional columns of the scores have a value, and in which passes."""
-    return Given(frozenset(_with(database, run, "entropy")), frozenset(_with(database, run, "policy_version")))
+    return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
 
 
 def read_entropy(
@@ -109,7 +109,7 @@ def read_entropy(
         return []
     if estimate is not None:
         return [estimate]
-    if pass_a not in _with(database, run, "logprobs"):
+    if not passes_with(database, "logprobs", run, of=[pass_a]):
         return []
     what = f"estimated by -mean logprob of {pass_a}, nats"
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
@@ -137,15 +137,15 @@ def read_clipping(database: Database, run: str) -> list[Column]:
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
-    has = held(database, run)
+    has = sequence_columns(database, run)
     mean = "avg" if loss.level == losses.SEQUENCE_MEAN else "sum"
     query = _CLIPPED.format(
         loss=_options(loss),
         terms=_TERMS if loss.level == losses.TOKEN else _SEQUENCES.format(mean=mean),
         grouped="" if loss.level == losses.TOKEN else "GROUP BY step, seq_id, iteration",
         advantage=_ADVANTAGES if has.advantages else "s.advantage",
-        mask=_MASK if has.masks else "",
-        masked=" AND mask" if has.masks else "",
+        mask=_MASK if has.mask else "",
+        masked=" AND mask" if has.mask else "",
     )
     database.define("loss")
     source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
@@ -159,18 +159,12 @@ def _options(loss: Loss) -> str:
     return ", ".join(f"{name} := {value}" for name, value in {"kind": quoted(loss.kind), **numbers}.items())
 
 
-def _with(database: Database, run: str, column: str) -> set[str]:
-    """Passes that have a value of a column."""
-    query = f'SELECT "pass" FROM scores WHERE run = $run GROUP BY "pass" HAVING count({column}) > 0'
-    return {name for (name,) in database.connection.execute(query, {"run": run}).fetchall()}
-
-
 def _mean(database: Database, run: str, name: str, column: str) -> dict[str, np.ndarray]:
-    has = held(database, run)
+    has = sequence_columns(database, run)
     query = _ENTROPY.format(
         column=column,
         value="x" if column == "entropy" else "-x",
-        mask=_MASK if has.masks else "",
-        masked=" AND mask" if has.masks else "",
+        mask=_MASK if has.mask else "",
+        masked=" AND mask" if has.mask else "",
     )
     return by_step(database, query, {"run": run, "name": name})

@@ -6,9 +6,7 @@ alone, so that they have the same digits whatever is computed beside them, and b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 from ..statistics.moments import centred, co_moment
-from ..trace.lists import mapped
+from ..trace.connection import Connection
 from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
-from ..trace.token_lists import BATCH_ROWS, blocks, counted_tokens
+from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
 """verl clamps log-ratios to +-20 nats before it takes their exp."""
@@ -44,17 +42,14 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 @contextmanager
-def computed(connection: duckdb.DuckDBPyConnection, verl_rows: str) -> Iterator[None]:
+def computed(connection: Connection, verl_rows: str) -> Iterator[None]:
     """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
 
     The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read. `verl_summed` has
     to be defined anew afterwards.
     """
-    connection.execute("RESET threads")
-    rows = connection.sql(verl_rows).to_arrow_reader(BATCH_ROWS)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        batches = list(mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
-    connection.register("verl_computed", pa.Table.from_batches(batches))
+    batches = connection.mapped_batches(verl_rows, _summed)
+    connection.register("verl_computed", pa.Table.from_batches(list(batches)))
     connection.execute("CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
     try:
         yield
@@ -98,9 +93,11 @@ def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[
 
 
 def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
-    old_T, rollout_T, num_tokens = counted_tokens(old, rollout, mask)
+    tokens = tokens_of({"old": old, "rollout": rollout}, mask=mask)
+    tokens = tokens.where(tokens.counted_T)
+    num_tokens = tokens.lengths_N
     found = np.zeros((len(_SUMS), len(num_tokens)))
     full = num_tokens > 0
-    found[:, full] = token_sums(old_T, rollout_T, num_tokens[full])
+    found[:, full] = token_sums(tokens.logprobs["old"], tokens.logprobs["rollout"], num_tokens[full])
     arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
     return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])

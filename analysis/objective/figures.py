@@ -17,7 +17,7 @@ from ..statistics.estimators import Array, Totals
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
 from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
-from .sums import Sums
+from .sums import SequenceSums
 from .terms import SAFETY_BOUND
 
 
@@ -174,7 +174,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, Figure]:
     }
 
 
-def totals_of(sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]:
+def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """[N] columns that are added up to totals, of the whole run or of the sequences at each place.
 
     Squares and products are around the median of the sequences' means there, so that totals of these do not cancel.

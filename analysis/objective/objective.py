@@ -20,7 +20,7 @@ from .figures import Figure, as_float, chosen_figures, summed, totals_of, values
 from .judged import Estimate, Objective
 from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from .shares import TOKEN_MEANS
-from .sums import Sums, read_sums
+from .sums import SequenceSums, read_sequence_sums
 from .verdict import nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
@@ -81,10 +81,12 @@ def objective(
     name = ", ".join(database.given)
     if sides is None:
         return nothing_read(name, chosen, how, confidence)
-    return _judge(name, how, sides, read_sums(database, sides, progress), confidence, _num_sequences(database))
+    return _judge(name, how, sides, read_sequence_sums(database, sides, progress), confidence, _num_sequences(database))
 
 
-def _judge(trace: str, how: str, sides: PassRoles, sums: Sums, confidence: float, num_recorded: int) -> Objective:
+def _judge(
+    trace: str, how: str, sides: PassRoles, sums: SequenceSums, confidence: float, num_recorded: int
+) -> Objective:
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)
@@ -156,7 +158,7 @@ def _num_sequences(database: Database) -> int:
     return int(row[0])
 
 
-def _notes(loss: Loss, counts: Mapping[str, int], sums: Sums, num_recorded: int) -> list[str]:
+def _notes(loss: Loss, counts: Mapping[str, int], sums: SequenceSums, num_recorded: int) -> list[str]:
     notes = []
     is_first_U = np.array([iteration == 0 for _, iteration in sums.updates], bool)
     num_read = int(is_first_U[sums.update_N].sum())

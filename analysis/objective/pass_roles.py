@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...schemas.loss import CURRENT, ROLLOUT, TRAIN, Loss
-from ..trace.database import Database, quoted
+from ..trace.columns import passes_with, sequence_columns
+from ..trace.database import Database
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
 """What a figure needs: both sides at the sampling weights; the policy inside the loss beside the trainer's; advantages."""
@@ -29,7 +30,7 @@ class PassRoles:
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
     """The passes to read, one standing in for another where that one was not recorded; None where no pass can be read."""
-    there = {name for name in (TRAIN, ROLLOUT, CURRENT) if _is_scored(database, name)}
+    there = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not there or there == {ROLLOUT}:
         return None
     notes, cannot, known = [], [], {MISMATCH, DRIFT}
@@ -56,7 +57,8 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
             "the trainer's own and the used ratio is 1 unless the loss divides by the rollout's"
         )
         cannot.append("what later updates on the same batch do, and policy drift: record the pass 'current' for that")
-    if _has_advantages(database):
+    has = sequence_columns(database)
+    if has.advantage or has.advantages:
         known.add(ADVANTAGE)
     else:
         cannot.append("everything that an advantage enters: record them with Recorder.add_sequences(advantage=...)")
@@ -64,15 +66,3 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
         train=train, rollout=rollout, current=current, loss=loss, known=frozenset(known), notes=tuple(notes),
         cannot=tuple(cannot),
     )  # fmt: skip
-
-
-def _is_scored(database: Database, scored: str) -> bool:
-    """Whether a pass has logprobs; it reads no more than it takes to find one row."""
-    query = f'SELECT step FROM scores WHERE "pass" = {quoted(scored)} AND logprobs IS NOT NULL LIMIT 1'
-    return bool(database.connection.execute(query).fetchall())
-
-
-def _has_advantages(database: Database) -> bool:
-    query = "SELECT count(*) FROM sequences WHERE advantage IS NOT NULL OR advantages IS NOT NULL"
-    (row,) = database.connection.execute(query).fetchall()
-    return bool(row[0])

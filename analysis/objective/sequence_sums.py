@@ -11,8 +11,8 @@ import numpy as np
 from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
+from ..trace.ragged import Tokens
 from .loss_terms import SIDES, Differences, Terms, terms_of
-from .tokens import Tokens
 
 TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
@@ -64,16 +64,18 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
     """Counts of tokens, and their differences, where what does not count is 0."""
-    d_T, drift_T = tokens.train_T - tokens.rollout_T, tokens.now_T - tokens.train_T
+    train_T, rollout_T, now_T = _passes(tokens)
+    d_T, drift_T = train_T - rollout_T, now_T - train_T
+    assert tokens.advantage_N is not None
     has_one, starts_N = tokens.advantage_T is None, tokens.starts_N
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
     fine_T = np.isfinite(d_T + drift_T)
     lengths_N, none_N = tokens.lengths_N.astype(np.float64), np.zeros(len(starts_N))
     counts = {"num_tokens": lengths_N, "num_nan": none_N, "num_inf": none_N}
     counts_T, known_T, known_N, advantage_T = None, None, lengths_N, own_T
-    if tokens.there_T is not None or not fine_T.all() or not np.isfinite(own_T).all():
-        there_T = np.ones(len(d_T), bool) if tokens.there_T is None else tokens.there_T
-        nan_T = there_T & (np.isnan(tokens.train_T) | np.isnan(tokens.rollout_T) | np.isnan(tokens.now_T))
+    if tokens.counted_T is not None or not fine_T.all() or not np.isfinite(own_T).all():
+        there_T = np.ones(len(d_T), bool) if tokens.counted_T is None else tokens.counted_T
+        nan_T = there_T & (np.isnan(train_T) | np.isnan(rollout_T) | np.isnan(now_T))
         flags = {"num_tokens": there_T & fine_T, "num_nan": nan_T, "num_inf": there_T & ~fine_T & ~nan_T}
         counts = {name: np.add.reduceat(flag.astype(np.float64), starts_N) for name, flag in flags.items()}
         counts_T = flags["num_tokens"]
@@ -93,10 +95,17 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
     """arXiv 2602.04879: tokens that are pushed down although their probability has fallen by half already."""
-    likely = np.flatnonzero((tokens.rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
+    train_T, rollout_T, now_T = _passes(tokens)
+    likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
-    for name, side_T in (("num_bad", tokens.now_T), ("num_bad_mismatch", tokens.train_T)):
-        bad = likely[np.exp(tokens.rollout_T[likely]) - np.exp(side_T[likely]) >= 0.5]
+    for name, side_T in (("num_bad", now_T), ("num_bad_mismatch", train_T)):
+        bad = likely[np.exp(rollout_T[likely]) - np.exp(side_T[likely]) >= 0.5]
         rows = np.searchsorted(parts.starts_N, bad, "right") - 1
         counts[name] = np.bincount(rows, minlength=len(parts.starts_N)).astype(np.float64)
     return counts
+
+
+def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
+    """Logprobs of the trainer, the engine and the policy inside the loss; the trainer's where one has none of its own."""
+    train_T = tokens.logprobs["train"]
+    return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)

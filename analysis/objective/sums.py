@@ -17,13 +17,15 @@ import pyarrow as pa
 from ...tracer.progress import Progress
 from ..statistics.estimators import Array
 from ..trace.database import Database
-from ..trace.lists import counted, mapped
+from ..trace.ragged import blocks, counted
+from ..trace.sampling import tokens_by_step
+from ..trace.threads import mapped
+from ..trace.tokens import tokens_of_rows
 from .concentration import NUM_BINS, Carried, bins_of
 from .pass_roles import PassRoles
-from .reading import read_batches
+from .reading import names_of, read_batches
 from .sequence_sums import COLUMNS, sequence_sums
 from .shares import LossRows, knows_micro_batches, shares
-from .tokens import tokens_of
 
 _KEYS = {
     "step": np.int64, "iteration": np.int64, "sequence": np.uint64, "unit": np.uint64, "micro_batch": np.uint64,
@@ -31,7 +33,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class SequenceSums:
     """[N] arrays, an element a sequence and inner iteration, in a fixed order."""
 
     unit_N: np.ndarray
@@ -73,14 +75,12 @@ class _Batch:
     num_read: int
 
 
-def read_sums(database: Database, sides: PassRoles, progress: Progress) -> Sums:
+def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
     """Read every token once."""
     batches: list[_Batch] = []
     carried = Carried()
-    (row,) = database.connection.execute(
-        "SELECT coalesce(sum(num_response_tokens), 0)::BIGINT FROM sequences"
-    ).fetchall()
-    with ThreadPoolExecutor(os.cpu_count()) as pool, progress("reading tokens", row[0]) as advance:
+    num_tokens = sum(tokens_by_step(database).values())
+    with ThreadPoolExecutor(os.cpu_count()) as pool, progress("reading tokens", num_tokens) as advance:
         for batch in mapped(pool, partial(_of_batch, sides), read_batches(database, sides)):
             carried.add(batch.number, batch.updates, batch.bins, batch.num_terms)
             advance(batch.num_read)
@@ -102,7 +102,7 @@ def read_sums(database: Database, sides: PassRoles, progress: Progress) -> Sums:
     share_N = shares(sides.loss, rows)[whole_N]
     if sides.loss.aggregation == "sequence":  # its one term stands for the tokens that are compared
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
-    return Sums(
+    return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
         num_rows_U=rows.num_rows_U[[places[update] for update in updates]],
         micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns, carried=carried,
@@ -127,26 +127,27 @@ def _of_batch(sides: PassRoles, batch: tuple[int, pa.RecordBatch]) -> _Batch:
     updates, update_N = _updates(keys["step"][is_whole_R], keys["iteration"][is_whole_R])
     bins = np.zeros((len(updates), 2, NUM_BINS))
     parts = [np.zeros((len(COLUMNS), 0))]
-    tokens = tokens_of(whole)
+    tokens = tokens_of_rows(whole, names_of(sides))
     with np.errstate(all="ignore"):
-        for block, sequences in tokens.blocks():
-            found, size_K, terms = sequence_sums(sides.loss, block)
+        for sequences, span, _ in blocks(tokens.lengths_N):
+            found, size_K, terms = sequence_sums(sides.loss, tokens.cut(sequences, span))
             parts.append(found)
             _bin(bins, size_K, update_N[sequences], terms.lengths_N)
     columns_CN = np.concatenate(parts, axis=1)
     num_terms = np.bincount(update_N, columns_CN[COLUMNS.index("terms_known")], minlength=len(updates))
     return _Batch(
         number=number, keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=columns_CN,
-        updates=updates, bins=bins, num_terms=num_terms, num_read=len(tokens.train_T),
+        updates=updates, bins=bins, num_terms=num_terms, num_read=int(tokens.lengths_N.sum()),
     )  # fmt: skip
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
     """[R] tokens that the loss counts, by the mask alone."""
     lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
-    if not len(rows.column("mask").flatten()):
+    counted_T = counted(rows.column("mask"), lengths_R)
+    if counted_T is None:
         return lengths_R
-    before = np.concatenate([[0], np.cumsum(counted(rows.column("mask"), lengths_R))])
+    before = np.concatenate([[0], np.cumsum(counted_T)])
     ends_R = np.cumsum(lengths_R)
     return np.asarray(before[ends_R] - before[ends_R - lengths_R])
 

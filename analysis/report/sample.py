@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..trace.database import Database
-from ..trace.sampling import evenly_spaced
+from ..trace.sampling import evenly_spaced, tokens_by_step
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
@@ -15,16 +15,14 @@ MOST_TOKENS = 5_000_000
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
     """A database of steps spread over the run that have `MOST_TOKENS` tokens together, and which those are, in words."""
-    query = "SELECT step, sum(num_response_tokens)::BIGINT FROM sequences GROUP BY step ORDER BY step"
-    rows = database.connection.execute(query).fetchall()
-    total = sum(num for _, num in rows)
+    tokens = tokens_by_step(database)
+    total = sum(tokens.values())
     if total <= WHOLE:
-        return database, f"all {len(rows):,} steps" if len(rows) > 1 else "its one step"
-    num = max(1, int(len(rows) * MOST_TOKENS / total))
-    kept = evenly_spaced([step for step, _ in rows], num)
+        return database, f"all {len(tokens):,} steps" if len(tokens) > 1 else "its one step"
+    kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
     part = Database(database.sources[0])
     part.keep_steps(kept)
-    return part, f"{len(kept)} of {len(rows)} steps, evenly spread"
+    return part, f"{len(kept)} of {len(tokens)} steps, evenly spread"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

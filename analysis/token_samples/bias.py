@@ -15,10 +15,10 @@ from ...schemas.loss import TOKEN, Loss, read_loss
 from ..objective.loss_terms import terms_of
 from ..objective.pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from ..objective.sequence_sums import compared
-from ..objective.tokens import Tokens
 from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.ragged import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,11 @@ class Bias:
             return None
         own = np.nan if advantage is None else advantage
         tokens = Tokens(
-            train_T=logprobs[sides.train].astype(np.float64), rollout_T=logprobs[sides.rollout].astype(np.float64),
-            now_T=logprobs[sides.current].astype(np.float64), there_T=mask_T & recorded_T,
-            advantage_T=None if advantages_T is None else advantages_T.astype(np.float64),
+            logprobs={
+                name: logprobs[scored].astype(np.float64)
+                for name, scored in zip(("train", "rollout", "now"), self.passes, strict=True)
+            },
+            counted_T=mask_T & recorded_T, advantage_T=None if advantages_T is None else advantages_T.astype(np.float64),
             advantage_N=np.array([own], np.float64), lengths_N=np.array([len(mask_T)]),
         )  # fmt: skip
         with np.errstate(all="ignore"):

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ..trace.database import Database, quoted
 from ..trace.source import Pair
+from ..trace.tokens import PassRows, token_query
 from .bias import Bias
 from .choice import PROMPT_TOKENS, Choice
 from .sequence_mismatch import SequenceMismatch
@@ -36,10 +37,7 @@ def read_chosen(
     held = () if gaps.lists is None else pair
     for row in _rows(database, run, [*place], read, held):
         number = place[row["step"], row["seq_id"]]
-        row |= {
-            f"logprobs_{read.index(name)}": values
-            for name, values in zip(held, gaps.logprobs(number) or (), strict=True)
-        }
+        row |= {f"p{read.index(name)}": values for name, values in zip(held, gaps.logprobs(number) or (), strict=True)}
         tokens = _Response(row, read)
         found.setdefault(number, tokens.excerpt(choice.why[number], pair, passes, bias, text, max_sequence_tokens))
     yield from (found[number] for number in choice.why)
@@ -51,10 +49,9 @@ def _rows(
     """One row a sequence: its columns as values, and its lists as Arrow arrays or None; logprobs of all passes but `held`."""
     connection = database.connection
     steps, seq_ids = zip(*keys, strict=True)
-    connection.execute("RESET threads")
     connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
     try:
-        for batch in connection.sql(_query(run, keys, passes, held)).to_arrow_reader(_BATCH_ROWS):
+        for batch in connection.batches(_query(run, keys, passes, held), _BATCH_ROWS):
             for number in range(batch.num_rows):
                 yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
     finally:
@@ -68,27 +65,15 @@ _OWN = (
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str], held: Sequence[str]) -> str:
-    steps, seq_ids = {step for step, _ in keys}, {seq_id for _, seq_id in keys}
     # Literals reach the files: what lies between the chosen rows is not unpacked.
-    within = (
-        f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in sorted(steps))}) "
-        f"AND seq_id IN ({', '.join(quoted(seq_id) for seq_id in sorted(seq_ids))})"
-    )
-    columns = [f"s.{name}" for name in _OWN]
-    joins = []
-    for number, name in enumerate(passes):
-        columns.append(f"p{number}.entropy AS entropy_{number}")
-        if name not in held:
-            columns.append(f"p{number}.logprobs AS logprobs_{number}")
-        joins.append(
-            f"LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores SEMI JOIN excerpt_keys USING (step, seq_id) "
-            f'WHERE {within} AND "pass" = {quoted(name)} AND iteration = 0) AS p{number} '
-            f"ON p{number}.step = s.step AND p{number}.seq_id = s.seq_id"
-        )
-    return f"""
-        SELECT {", ".join(columns)}
-        FROM (SELECT * FROM sequences SEMI JOIN excerpt_keys USING (step, seq_id) WHERE {within}) AS s {" ".join(joins)}
-    """
+    names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
+    read = {f"p{number}": name for number, name in enumerate(passes)}
+    return token_query(
+        {key: PassRows(name=name, scored=False, optional=True, logprobs=name not in held) for key, name in read.items()},
+        [*(f"s.{name}" for name in _OWN), *(f"{key}.entropy AS entropy_{key}" for key in read)],
+        run=run, steps=sorted({step for step, _ in keys}), of_sequences=True,
+        keys=f"seq_id IN ({names}) AND (step, seq_id) IN (SELECT (step, seq_id) FROM excerpt_keys)",
+    )  # fmt: skip
 
 
 def _value(scalar: Any) -> Any:
@@ -110,11 +95,11 @@ class _Response:
         """Passes with a logprob list as long as the response."""
         self.entropy: dict[str, np.ndarray] = {}
         for number, name in enumerate(passes):
-            values = row[f"logprobs_{number}"]
+            values = row[f"p{number}"]
             self.logprobs[name], self.state[name] = _side(values, len(self.ids_R))
             if values is not None and len(values) == len(self.ids_R):
                 self.scored.add(name)
-            if (entropy := row[f"entropy_{number}"]) is not None:
+            if (entropy := row[f"entropy_p{number}"]) is not None:
                 self.entropy[name] = _side(entropy, len(self.ids_R))[0]
         advantages = row["advantages"]
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..trace.database import Database, quoted
+from ..trace.pair_sums import finite
 from ..trace.source import Pair
-from ..trace.token_lists import BATCH_ROWS, counted_tokens
+from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
 _KEPT_TOKENS = 8 << 20
 """Tokens whose logprobs are kept, so that those of chosen sequences are not read again: 8 bytes each."""
@@ -62,13 +63,18 @@ def read_sequence_mismatch(
     if not steps:
         return _gaps(pa.table({name: pa.array([], kind) for name, kind in _SCHEMA.items()}))
     within = f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in steps)})"
-    database.connection.execute("RESET threads")
     if not compares:
+        database.connection.execute("RESET threads")
         return _gaps(database.connection.sql(_KEYS.format(within=within)).to_arrow_table())
-    names = {"within": within, "a": quoted(pair[0]), "b": quoted(pair[1])}
     if pair in database.covered:
-        return _gaps(database.connection.sql(_KEPT.format(**names)).to_arrow_table())
-    return _gaps(_of_lists(database.connection.sql(_LISTS.format(**names)).to_arrow_reader(BATCH_ROWS)))
+        database.connection.execute("RESET threads")
+        query = _KEPT.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
+        return _gaps(database.connection.sql(query).to_arrow_table())
+    passes = {side: PassRows(name=name, optional=True) for side, name in zip(("a", "b"), pair, strict=True)}
+    query = token_query(
+        passes, ["s.step", "s.seq_id", _OWN], run=run, steps=steps, lists=["mask"], where="s.num_response_tokens > 0"
+    )
+    return _gaps(_of_lists(database.connection.batches(query)))
 
 
 _SCHEMA = {
@@ -93,16 +99,6 @@ _KEPT = f"""
     ) AS kept ON kept.step = s.step AND kept.seq_id = s.seq_id
 """
 
-_SCORED = 'SELECT step, seq_id, logprobs FROM scores WHERE {{within}} AND "pass" = {{{name}}} AND iteration = 0'
-
-_LISTS = f"""
-    SELECT s.step, s.seq_id, {_OWN}, coalesce(s.response_mask, []::BOOLEAN[]) AS mask,
-           coalesce(a.logprobs, []::FLOAT[]) AS a, coalesce(b.logprobs, []::FLOAT[]) AS b
-    FROM (SELECT * FROM sequences WHERE {{within}} AND num_response_tokens > 0) AS s
-    LEFT JOIN ({_SCORED.format(name="a")}) AS a ON a.step = s.step AND a.seq_id = s.seq_id
-    LEFT JOIN ({_SCORED.format(name="b")}) AS b ON b.step = s.step AND b.seq_id = s.seq_id
-"""
-
 
 def _of_lists(batches: Iterable[pa.RecordBatch]) -> pa.Table:
     """The sums of all sequences, with their lists as long as these are few."""
@@ -118,20 +114,16 @@ def _of_lists(batches: Iterable[pa.RecordBatch]) -> pa.Table:
 
 def _of_tokens(rows: pa.RecordBatch) -> pa.Table:
     """The sums of each sequence of a batch, and the lists that they are of."""
-    a_T, b_T, num_N = counted_tokens(rows.column("a"), rows.column("b"), rows.column("mask"))
-    with np.errstate(invalid="ignore"):
-        size_T = np.abs(np.subtract(a_T, b_T, dtype=np.float64))
-    if not (there_T := np.isfinite(size_T)).all():
-        row_T = np.repeat(np.arange(len(num_N)), num_N)
-        size_T, num_N = size_T[there_T], np.bincount(row_T[there_T], minlength=len(num_N))
-    full = num_N > 0
-    starts = (np.cumsum(num_N) - num_N)[full]
-    sums = {name: np.zeros(len(num_N)) for name in ("sum_abs_d", "max_abs_d")}
+    tokens = finite(tokens_of_rows(rows, ("a", "b")))
+    full = tokens.num_tokens_N > 0
+    starts = (np.cumsum(tokens.num_tokens_N) - tokens.num_tokens_N)[full]
+    size_T = np.abs(np.subtract(tokens.a_T, tokens.b_T, dtype=np.float64))
+    sums = {name: np.zeros(len(full)) for name in ("sum_abs_d", "max_abs_d")}
     if full.any():
         sums["sum_abs_d"][full] = np.add.reduceat(size_T, starts)
         sums["max_abs_d"][full] = np.maximum.reduceat(size_T, starts)
     own = {name: rows.column(name) for name in ("step", "seq_id", "length", "prompt_length", "a", "b")}
-    return pa.table({**own, "num_compared": num_N, **sums})
+    return pa.table({**own, "num_compared": tokens.num_tokens_N, **sums})
 
 
 def _gaps(table: pa.Table) -> SequenceMismatch:

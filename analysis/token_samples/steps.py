@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..trace.database import Database, quoted
-from ..trace.sampling import evenly_spaced
+from ..trace.sampling import evenly_within, fitting
 from ..trace.source import Pair
 
 LOOKED_TOKENS = 4_000_000
@@ -46,7 +46,7 @@ class LookedAt:
         """Steps that show their own worst sequences: the notable ones and others evenly spread, at most so many."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
-        return {*first, *_evenly(others, most - len(first))}
+        return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
@@ -63,10 +63,10 @@ def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], wo
     chosen = {*tokens}
     spread, named = chosen, set[int]()
     if total > most:
-        named = _within(tokens, [*asked, *found], most * 3 // 4)
+        named = fitting([*asked, *found], tokens, most * 3 // 4)
         left = most - sum(tokens[step] for step in named)
         others = [step for step in tokens if step not in named]
-        spread = {*_evenly(others, max(1, int(left * len(tokens) / total)))}
+        spread = {*evenly_within(others, max(1, int(left * len(tokens) / total)))}
         chosen = named | spread
     return LookedAt(
         run=run, steps=tuple(sorted(chosen)), spread=frozenset(spread),
@@ -92,19 +92,3 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
         ORDER BY max_abs_d DESC, sum_abs_d DESC, step, seq_id LIMIT {most}
     """
     return [step for (step,) in dict.fromkeys(database.connection.execute(query).fetchall())]
-
-
-def _within(tokens: dict[int, int], steps: Iterable[int], most: int) -> set[int]:
-    """The first steps of no more tokens than so many, and the very first in any case."""
-    found: set[int] = set()
-    used = 0
-    for step in steps:
-        if step not in found and (not found or used + tokens[step] <= most):
-            found.add(step)
-            used += tokens[step]
-    return found
-
-
-def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many of some steps; of one alone the one in the middle."""
-    return [steps[len(steps) // 2]] if most == 1 and steps else evenly_spaced(steps, most)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakMethod, WeakSet
 
 import duckdb
 import pyarrow as pa
 
 from ...schemas.errors import TimTraceError
+from .threads import mapped
+
+Made = TypeVar("Made")
+
+BATCH_ROWS = 1024
+"""Rows that are handed to a thread at once."""
 
 Explain = Callable[[Exception], TimTraceError | None]
 """What an error says of the traces; None for one that says nothing of them, and is a bug."""
@@ -43,6 +51,24 @@ class Connection:
         """A query whose rows are computed when they are asked for."""
         with self.explained():
             return Result(self.raw.sql(query, params=params), self)
+
+    def batches(self, query: str, num_rows: int = BATCH_ROWS, params: Parameters = None) -> Batches:
+        """A query's rows, in batches that are computed by all threads while they are asked for."""
+        self.execute("RESET threads")
+        return self.sql(query, params).to_arrow_reader(num_rows)
+
+    def mapped_batches(
+        self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int = BATCH_ROWS
+    ) -> Iterator[Made]:
+        """Results of a function of batches of a query's rows, by several threads beside the reading; one at least."""
+        rows = self.batches(query, num_rows)
+        is_empty = True
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for made in mapped(pool, function, rows):
+                is_empty = False
+                yield made
+        if is_empty:
+            yield function(pa.RecordBatch.from_pylist([], rows.schema))
 
     @contextmanager
     def explained(self) -> Iterator[None]:

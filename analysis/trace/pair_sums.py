@@ -9,8 +9,6 @@ Shapes: T tokens of several sequences, one after the other; N sequences; B seque
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +20,8 @@ import pyarrow.compute as pc
 from ...schemas.sums import SEQUENCE_SUMS
 from ..statistics.estimators import Array
 from ..statistics.moments import Centred, centred, co_moment, repeated
-from .lists import mapped
-from .token_lists import blocks, counted_tokens
+from .connection import Connection
+from .ragged import Tokens, blocks, tokens_of
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -82,28 +80,30 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
-def computed(connection: duckdb.DuckDBPyConnection, pair_lists: str) -> pa.Table:
+def computed(connection: Connection, pair_lists: str) -> pa.Table:
     """Keys and sums of what a query of `pair_lists` gives, as the function does, beside the reading instead of within it."""
-    connection.execute("RESET threads")
-    rows = connection.sql(pair_lists).to_arrow_reader(BATCH_ROWS)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        batches = list(mapped(pool, _of_rows, rows)) or [_of_rows(pa.RecordBatch.from_pylist([], rows.schema))]
-    return pa.Table.from_batches(batches)
+    return pa.Table.from_batches(list(connection.mapped_batches(pair_lists, _of_rows, BATCH_ROWS)))
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
     """Lists of logprobs of two passes and lists of bool, an element a sequence, as the tokens to compare."""
-    a_T, b_T, num_N = counted_tokens(a, b, mask)
+    return finite(tokens_of({"a": a, "b": b}, mask=mask))
+
+
+def finite(tokens: Tokens) -> FiniteTokens:
+    """The tokens to compare of passes `a` and `b`."""
+    counted = tokens.where(tokens.counted_T)
+    a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
     finite_T = np.isfinite(a_T) & np.isfinite(b_T)
-    if finite_T.all():
-        none_N = np.zeros(len(num_N), np.int64)
-        return FiniteTokens(a_T=a_T, b_T=b_T, num_tokens_N=num_N, num_nan_N=none_N, num_inf_N=none_N)
-    row_T = np.repeat(np.arange(len(num_N)), num_N)
-    nan_T = np.isnan(a_T) | np.isnan(b_T)
-    kept_N, nan_N = (np.bincount(row_T[flags], minlength=len(num_N)) for flags in (finite_T, nan_T))
+    num_nan_N = num_inf_N = np.zeros(len(tokens.lengths_N), np.int64)
+    if not finite_T.all():
+        nan_T = np.isnan(a_T) | np.isnan(b_T)
+        num_nan_N, num_inf_N = (counted.where(kind_T).lengths_N for kind_T in (nan_T, ~finite_T & ~nan_T))
+    kept = counted.where(finite_T)
     return FiniteTokens(
-        a_T=a_T[finite_T], b_T=b_T[finite_T], num_tokens_N=kept_N, num_nan_N=nan_N, num_inf_N=num_N - kept_N - nan_N
-    )
+        a_T=kept.logprobs["a"], b_T=kept.logprobs["b"], num_tokens_N=kept.lengths_N, num_nan_N=num_nan_N,
+        num_inf_N=num_inf_N,
+    )  # fmt: skip
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:

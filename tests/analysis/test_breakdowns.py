@@ -11,7 +11,7 @@ from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
 from tim_trace.analysis.breakdowns.quantile import high_quantile
 from tim_trace.analysis.breakdowns.ratios import cut
 from tim_trace.analysis.objective.terms import contribution
-from tim_trace.analysis.trace import token_lists
+from tim_trace.analysis.trace import ragged
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -267,7 +267,7 @@ def test_its_sql_gives_the_same_figures(opened, name, passes):
 def test_blocks_do_not_change_the_shapes(opened, monkeypatch):
     rows, database = opened("each", THREE)
     whole = read_breakdowns(database, loss=LOSSES["gspo"])
-    monkeypatch.setattr(token_lists, "_BLOCK_TOKENS", 1)
+    monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 1)
     spread = read_breakdowns(database, loss=LOSSES["gspo"])
     assert spread.envelope == whole.envelope
     assert all(np.array_equal(counts, whole.whole.ratios[key]) for key, counts in spread.whole.ratios.items())

@@ -25,7 +25,7 @@ from tim_trace.analysis.check.detectors.error_structure import texture
 from tim_trace.analysis.check.detectors.variance import between
 from tim_trace.analysis.check.detectors.versions import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY
-from tim_trace.analysis.check.sums import read_sums
+from tim_trace.analysis.check.sums import read_pair_sums
 from tim_trace.analysis.check.thresholds import MAX_PERSISTENCE, MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_SEQUENCE_SCORE
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
@@ -250,11 +250,11 @@ def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
             recorder.add_scores("rollout", batch, logprobs=rollout)
             recorder.add_scores("train", batch, logprobs=train, scored_mask=known)
     pair = ("train", "rollout")
-    of_tokens = read_sums(Database(tmp_path / "trace", lean=True), pair)
+    of_tokens = read_pair_sums(Database(tmp_path / "trace", lean=True), pair)
     assert summarize(tmp_path / "trace")
     database = Database(tmp_path / "trace", lean=True)
     assert pair in database.covered
-    kept = read_sums(database, pair)
+    kept = read_pair_sums(database, pair)
     for name, values in of_tokens.columns.items():
         combine = np.max if name == "max_abs_d" else np.sum
         assert combine(values) == pytest.approx(combine(kept.columns[name]), rel=1e-12), name

@@ -6,7 +6,7 @@ from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace import pair_sums, sums, token_lists
+from tim_trace.analysis.trace import pair_sums, ragged, sums
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.capture import Capture
@@ -235,7 +235,7 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
         path.unlink()
     monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
     monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
-    monkeypatch.setattr(token_lists, "_BLOCK_TOKENS", 7)
+    monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
     assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
 
 

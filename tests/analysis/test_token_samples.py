@@ -9,7 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from tim_trace.analysis.objective.pass_roles import choose_sides
-from tim_trace.analysis.objective.sums import read_sums
+from tim_trace.analysis.objective.sums import read_sequence_sums
 from tim_trace.analysis.token_samples import sequence_mismatch, steps
 from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS
 from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
@@ -230,7 +230,7 @@ BIASED = {
 def test_the_bias_of_tokens_adds_up_to_the_objective_s(tmp_path, loss):
     by_token, loss = loss in ("ppo", "sequence"), BIASED[loss]
     database = record(tmp_path / "run", passes=("rollout", "train", "current"), loss=loss, by_token=by_token)
-    sums = read_sums(database, choose_sides(database, loss), no_progress).columns
+    sums = read_sequence_sums(database, choose_sides(database, loss), no_progress).columns
     known = np.sort(sums["applied_positive"] + sums["applied_negative"])
     found = read_token_samples(database, random=99).sequences
     np.testing.assert_allclose(np.sort([np.nansum(each.bias) for each in found]), known, rtol=1e-12, atol=1e-15)

@@ -7,7 +7,7 @@ import numpy as np
 from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
-from ..sample import Sample, Side
+from ..sample import PassSample, Sample
 from ..thresholds import (
     IMPOSSIBLE_LOGPROB,
     MAX_ALIGNED_ROWS,
@@ -32,7 +32,7 @@ def find_constants(evidence: Evidence) -> list[tuple[Finding, np.ndarray]]:
     return found
 
 
-def _repeated(evidence: Evidence, side: Side, other: Side) -> list[float]:
+def _repeated(evidence: Evidence, side: PassSample, other: PassSample) -> list[float]:
     """Values of a side that come again and again while the other side's at the same tokens lie far off and vary."""
     values, counts = np.unique(side.logprobs[evidence.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
@@ -42,7 +42,7 @@ def _repeated(evidence: Evidence, side: Side, other: Side) -> list[float]:
     return [float(values[i]) for i in sorted(candidates) if _stands_for_none(evidence, side, other, float(values[i]))]
 
 
-def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) -> bool:
+def _stands_for_none(evidence: Evidence, side: PassSample, other: PassSample, value: float) -> bool:
     where = evidence.keep & (side.logprobs == value)
     gaps = np.abs(other.logprobs[where] - value)
     if value <= IMPOSSIBLE_LOGPROB:
@@ -64,7 +64,7 @@ def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
     return bool(len(moved) and gaps.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
 
 
-def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: np.ndarray) -> Finding:
+def _finding(evidence: Evidence, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> Finding:
     sample = evidence.sample
     rest = evidence.keep & ~where
     surprise = -float(np.mean(other.logprobs[where]))
@@ -95,7 +95,7 @@ def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: n
     )
 
 
-def _are_given(sample: Sample, other: Side, where: np.ndarray) -> bool:
+def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
     """Whether these tokens begin their sequences and are the same in all that share a prompt, against the odds."""
     given: dict[object, set[tuple[int, ...]]] = {}
     num, covered, surprise = 0, 0, 0.0

@@ -7,7 +7,7 @@ import numpy as np
 from .. import commands
 from ..evidence import Evidence
 from ..finding import Finding
-from ..sample import Side
+from ..sample import PassSample
 from ..thresholds import MIN_MISSING_SHARE, MIN_TAIL_SHARE
 
 
@@ -20,7 +20,7 @@ def find_missing(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _of_side(evidence: Evidence, side: Side, other: Side) -> Finding | None:
+def _of_side(evidence: Evidence, side: PassSample, other: PassSample) -> Finding | None:
     sample = evidence.sample
     missing = sample.mask & np.isnan(side.logprobs) & np.isfinite(other.logprobs)
     share = missing.sum() / max(sample.mask.sum(), 1)

@@ -1,0 +1,58 @@
+"""Which optional columns of a trace have a value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .cache import cached
+from .database import Database, quoted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceColumns:
+    """Which optional columns of the sequences have a value."""
+
+    mask: bool
+    advantage: bool
+    """One for a whole response."""
+    advantages: bool
+    """One for each token."""
+
+
+def sequence_columns(database: Database, run: str | None = None) -> SequenceColumns:
+    """Look which optional columns of the sequences of a run have a value; of all runs where none is named."""
+    return SequenceColumns(
+        mask=_has(database, "sequences", "response_mask", run),
+        advantage=_has(database, "sequences", "advantage", run),
+        advantages=_has(database, "sequences", "advantages", run),
+    )
+
+
+def passes_with(
+    database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
+) -> frozenset[str]:
+    """Passes whose scores have a value of a column, `of` these alone; `first_use`: at iteration 0."""
+    names = _passes(database) if of is None else of
+    return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
+
+
+@cached
+def _passes(database: Database) -> list[str]:
+    return [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()]
+
+
+@cached
+def _has(
+    database: Database, table: str, column: str, run: str | None, pass_name: str | None = None, first_use: bool = False
+) -> bool:
+    """Whether a row has a value; it reads no more than it takes to find one."""
+    terms = [f"{column} IS NOT NULL"]
+    if run is not None:
+        terms.append(f"run = {quoted(run)}")
+    if pass_name is not None:
+        terms.append(f'"pass" = {quoted(pass_name)}')
+    if first_use:
+        terms.append("iteration = 0")
+    query = f"SELECT step FROM {table} WHERE {' AND '.join(terms)} LIMIT 1"
+    return bool(database.connection.execute(query).fetchall())

@@ -1,0 +1,190 @@
+"""Lists of a value a token, one list a sequence, as flat arrays with the length of each sequence.
+
+Shapes: T tokens of several sequences, one after the other; N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..statistics.estimators import Array
+
+_BLOCK_TOKENS = 1 << 16
+"""Tokens that are worked on at once: few enough that the arrays stay in a core's cache."""
+
+Block = tuple[slice, slice, np.ndarray]
+"""Which sequences, which tokens, and where in these tokens each sequence begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of sequences."""
+
+    logprobs: dict[str, Array]
+    """Pass -> [T] nats; NaN where it has no value."""
+    lengths_N: np.ndarray
+    counted_T: np.ndarray | None = None
+    """bool: whether the loss counts the token and every pass that is needed has a value; None: all of them."""
+    entropy_T: Array | None = None
+    """nats; NaN where there is none; None where it was not read."""
+    advantage_N: Array | None = None
+    """One for all tokens of a sequence; NaN where there is none; None where it was not read."""
+    advantage_T: Array | None = None
+    """NaN where there is none; None where no sequence has one for each token."""
+
+    @property
+    def starts_N(self) -> np.ndarray:
+        """The first token of each sequence."""
+        return np.asarray(np.cumsum(self.lengths_N) - self.lengths_N)
+
+    @property
+    def sequence_T(self) -> np.ndarray:
+        """Number of each token's sequence."""
+        return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
+
+    def cut(self, sequences: slice, tokens: slice) -> Tokens:
+        """Some sequences with their tokens, in float64."""
+
+        def part(values_T: Array | None) -> Array | None:
+            return None if values_T is None else values_T[tokens].astype(np.float64)
+
+        return Tokens(
+            logprobs={name: values_T[tokens].astype(np.float64) for name, values_T in self.logprobs.items()},
+            lengths_N=self.lengths_N[sequences],
+            counted_T=None if self.counted_T is None else self.counted_T[tokens],
+            entropy_T=part(self.entropy_T),
+            advantage_N=None if self.advantage_N is None else self.advantage_N[sequences],
+            advantage_T=part(self.advantage_T),
+        )
+
+    def where(self, kept_T: np.ndarray | None) -> Tokens:
+        """Only some of the tokens, with the same sequences; None: all of them."""
+        if kept_T is None or kept_T.all():
+            return self
+
+        def part(values_T: Array | None) -> Array | None:
+            return None if values_T is None else values_T[kept_T]
+
+        return Tokens(
+            logprobs={name: values_T[kept_T] for name, values_T in self.logprobs.items()},
+            lengths_N=np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N)),
+            counted_T=None if self.counted_T is None else self.counted_T[kept_T],
+            entropy_T=part(self.entropy_T),
+            advantage_N=self.advantage_N,
+            advantage_T=part(self.advantage_T),
+        )
+
+    def arranged(self, order_N: np.ndarray) -> Tokens:
+        """The sequences in another order."""
+        if (np.diff(order_N) == 1).all():
+            return self
+        starts_N = self.starts_N[order_N]
+        places = list(zip(starts_N.tolist(), (starts_N + self.lengths_N[order_N]).tolist(), strict=True))
+
+        def moved(values_T: np.ndarray) -> np.ndarray:
+            # Of whole sequences at once: an index of every token takes ten times as long.
+            return np.concatenate([values_T[start:end] for start, end in places])
+
+        return Tokens(
+            logprobs={name: moved(values_T) for name, values_T in self.logprobs.items()},
+            lengths_N=self.lengths_N[order_N],
+            counted_T=None if self.counted_T is None else moved(self.counted_T),
+            entropy_T=None if self.entropy_T is None else moved(self.entropy_T),
+            advantage_N=None if self.advantage_N is None else self.advantage_N[order_N],
+            advantage_T=None if self.advantage_T is None else moved(self.advantage_T),
+        )
+
+
+def tokens_of(
+    logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
+    advantage: Any = None, advantages: Any = None,
+) -> Tokens:  # fmt: skip
+    """Tokens from Arrow lists, an element a sequence: as many of each as the shortest list of a pass that is needed has.
+
+    `mask` is lists of bool: the loss counts what it keeps, and every token of a sequence whose list is empty. Passes that
+    are `optional`, `entropy` and `advantages` have NaN where their lists are too short. `advantage` is one value a
+    sequence; a sequence with its own list of `advantages` has these instead.
+    """
+    needed = {name: flat(lists) for name, lists in logprobs.items() if name not in optional}
+    lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
+    counted_T = None if mask is None else counted(mask, lengths_N)
+    arrays: dict[str, Array] = {}
+    for name, (values, own_N) in needed.items():
+        cut = values if np.array_equal(own_N, lengths_N) else values.filter(pa.array(first(own_N, lengths_N)))
+        if cut.null_count:
+            valid_T = cut.is_valid().to_numpy(zero_copy_only=False)
+            counted_T = valid_T if counted_T is None else counted_T & valid_T
+        arrays[name] = cut.to_numpy(zero_copy_only=False)
+    arrays |= {name: fitted(lists, lengths_N) for name, lists in logprobs.items() if name in optional}
+    advantage_N = None if advantage is None else advantage.to_numpy(zero_copy_only=False).astype(np.float64)
+    return Tokens(
+        logprobs={name: arrays[name] for name in logprobs}, lengths_N=lengths_N, counted_T=counted_T,
+        entropy_T=None if entropy is None else fitted(entropy, lengths_N), advantage_N=advantage_N,
+        advantage_T=None if advantages is None else _by_token(advantages, advantage_N, lengths_N),
+    )  # fmt: skip
+
+
+def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
+    """Sequences, each with a token, in blocks of about _BLOCK_TOKENS; a longer sequence is one alone."""
+    ends_N = np.cumsum(num_tokens_N)
+    starts_N = ends_N - num_tokens_N
+    begin = 0
+    while begin < len(starts_N):
+        last = max(int(np.searchsorted(ends_N, starts_N[begin] + _BLOCK_TOKENS, "right")), begin + 1)
+        yield slice(begin, last), slice(starts_N[begin], ends_N[last - 1]), starts_N[begin:last] - starts_N[begin]
+        begin = last
+
+
+def flat(lists: Any) -> tuple[Any, np.ndarray]:
+    """The values of lists end to end, and how many each list has."""
+    whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+    return whole.flatten(), np.diff(whole.offsets.to_numpy()).astype(np.int64)
+
+
+def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
+    """bool: whether a value is among the first `kept` of its list.
+
+    >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
+    [True, False, True, True, True]
+    """
+    position = np.arange(lengths_N.sum()) - np.repeat(np.cumsum(lengths_N) - lengths_N, lengths_N)
+    return np.asarray(position < np.repeat(kept_N, lengths_N))
+
+
+def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
+    """[T] bool: whether the loss counts a token; None: it counts all of them."""
+    values, known_N = flat(mask)
+    if not len(values):
+        return None
+    counted_T = np.repeat(known_N == 0, lengths_N)
+    shortest_N = np.minimum(known_N, lengths_N)
+    flags = values.fill_null(False).to_numpy(zero_copy_only=False)
+    counted_T[first(lengths_N, shortest_N)] = flags[first(known_N, shortest_N)]
+    return counted_T
+
+
+def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
+    """[T] values of lists, cut or filled up with NaN to these lengths."""
+    values, own_N = flat(lists)
+    found: Array = values.to_numpy(zero_copy_only=False)
+    if np.array_equal(own_N, lengths_N):
+        return found
+    shortest_N = np.minimum(own_N, lengths_N)
+    fitted_T = np.full(int(lengths_N.sum()), np.nan, found.dtype)
+    fitted_T[first(lengths_N, shortest_N)] = found[first(own_N, shortest_N)]
+    return fitted_T
+
+
+def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
+    """[T] each token's own advantage, else that of its sequence; None where no token has its own."""
+    values, own_N = flat(advantages)
+    if not len(values):
+        return None
+    of_sequence_N = np.full(len(lengths_N), np.nan) if advantage_N is None else advantage_N
+    own_T = fitted(advantages, lengths_N)
+    return np.where(np.repeat(own_N > 0, lengths_N), own_T, np.repeat(of_sequence_N, lengths_N))
