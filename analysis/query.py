@@ -9,12 +9,17 @@ import duckdb
 
 from ..schemas.errors import InvalidQuery, TimTraceError
 from .rows import Rows
+from .trace.connection import NOT_OF_FILES
 from .trace.database import Database, Traces, quoted
 
 _READING = {
     duckdb.StatementType.SELECT,
     duckdb.StatementType.MULTI,  # PIVOT
 }
+_OF_QUESTION = (
+    *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
+)  # fmt: skip
+"""What is wrong with the question, whatever the files hold."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -55,8 +60,8 @@ class Session:
         except TimTraceError:
             raise
         except (duckdb.Error, ValueError) as error:  # DuckDB knows kinds of statements that its Python half does not
-            if (told := self._database.files.error) is not None:
-                raise told from error
+            if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
+                raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
 
 

@@ -27,7 +27,7 @@ Explain = Callable[[Exception], TimTraceError | None]
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
 
-_NOT_OF_FILES = (
+NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
@@ -76,7 +76,7 @@ class Connection:
         try:
             yield
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if isinstance(error, _NOT_OF_FILES) or (told := self._told(error)) is None:
+            if isinstance(error, NOT_OF_FILES) or (told := self._told(error)) is None:
                 raise
             raise told from error
 

@@ -213,14 +213,18 @@ class Database:
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
-    def _explained(self, error: Exception) -> TimTraceError | None:
-        """What an error of DuckDB's says of the traces."""
+    def damage(self, error: Exception) -> TimTraceError | None:
+        """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
         if (told := self.files.error or self.distributions.error) is not None:
             return told
         if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
             return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
-        if (where := _unreadable(self.sources)) is not None:
-            return DamagedTrace(f"{where}: cannot be read ({first_line(error)}); restore the file from a copy")
+        return _unreadable(self.sources, error)
+
+    def _explained(self, error: Exception) -> TimTraceError:
+        """What an error of DuckDB's says of the traces."""
+        if (damage := self.damage(error)) is not None:
+            return damage
         runs = ", ".join(source.store.url for source in self.sources)
         return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
 
@@ -326,15 +330,15 @@ def _open(traces: Traces) -> list[Source]:
     return sources
 
 
-def _unreadable(sources: list[Source]) -> str | None:
-    """The first file that cannot be read, of those that have no checksums to tell."""
+def _unreadable(sources: list[Source], error: Exception) -> DamagedTrace | None:
+    """An error that names the first file that cannot be read, of those that have no checksums to tell."""
     for source in sources:
         for entries in source.snapshot.files.values():
             for entry in entries:
                 try:
                     pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"))
                 except (pa.ArrowException, OSError, TimTraceError):
-                    return source.store.shown(entry.relative)
+                    return source.unreadable(entry, error)
     return None
 
 

@@ -15,7 +15,7 @@ from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
 from ...schemas.writer_state import WriterState
 from ...tracer.parquet_file import read_footer
 from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
-from ...tracer.store import Store
+from ...tracer.store import Store, first_line
 from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
@@ -63,6 +63,12 @@ class Source:
     def journals(self) -> dict[str, pa.Table]:
         """Table -> rows that are not sealed yet."""
         return self.snapshot.journals
+
+    def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
+        """What an error says of a file that could not be read."""
+        return DamagedTrace(
+            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a copy"
+        )
 
     @property
     def is_live(self) -> bool:

@@ -75,7 +75,7 @@ class Surveyor:
             self._newest, self._seen, self._sealed = source.newest, set(), Extents()
         for path in [path for path in files if path not in self._seen]:
             table, entry = files[path]
-            rows = _sealed_rows(table, entry)
+            rows = _sealed_rows(source, table, entry)
             self._sealed = self._sealed + self._count(table, rows) + Extents(ranges=_range(path, table, rows))
             self._seen.add(path)
         journaled = (self._count(table, rows.select(_COLUMNS[table])) for table, rows in source.journals.items())
@@ -111,9 +111,12 @@ _COLUMNS = {
 }
 
 
-def _sealed_rows(table: str, entry: TableFile) -> pa.Table:
+def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
     columns = [name for name in _COLUMNS[table] if name not in entry.lacking]
-    return pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=columns)
+    try:
+        return pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise source.unreadable(entry, error) from error
 
 
 def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:

@@ -7,10 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders import add_step, make_batch, make_trace, tim_trace
+from builders import add_step, as_first_format, make_batch, make_trace, tim_trace
+from click.testing import CliRunner
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.source import open_source
+from tim_trace.cli import main
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, NewerTrace, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
 
@@ -232,3 +234,45 @@ def test_a_damaged_file_is_named_on_stderr_by(trace, verb):
     assert (file.name if name != "verify" else "damaged or missing: 1 parts") in done.stderr
     if "--json" in options:
         assert file.name in json.loads(done.stdout)["damaged"][0]
+
+
+OPTIONS = {
+    "sql": ["FROM scores JOIN sequences USING (step, seq_id)"], "query": ["worst-tokens"], "gate": ["--fail-on", "check"],
+    "report": ["-o", "report.html"], "watch": ["--once"], "replay": ["--steps", "1"], "gradient": ["--steps", "1"],
+}  # fmt: skip
+"""What a command needs beside the trace; `query` takes it before the trace."""
+
+BEFORE_TOKENS = {"info", "weights", "replay", "triangulate", "gradient"}
+"""Commands that read no logprobs, or find no weights in this trace before they would."""
+
+
+@pytest.mark.parametrize(("table", "column"), [("scores", "logprobs"), ("sequences", "step")])
+def test_damage_that_no_checksum_tells_is_named_by_every_command(tmp_path, monkeypatch, table, column):
+    monkeypatch.chdir(tmp_path)
+    make_trace(tmp_path / "run", steps=6, rows=40)
+    as_first_format(tmp_path / "run")
+    for file in (tmp_path / "run").glob("*/*.parquet"):  # written anew, it has no checksums in its footer
+        rows = pq.read_table(file).replace_schema_metadata(None)
+        pq.write_table(rows, file, compression="none", use_dictionary=False)
+    (file,) = (tmp_path / "run" / table).iterdir()
+    flip_page(file, column)
+    for name in set(main.commands) - {"record", "import"}:
+        arguments = [tmp_path / "run", *OPTIONS.get(name, [])]
+        if name == "query":
+            arguments.reverse()
+        done = CliRunner().invoke(main, [name, *map(str, arguments)])
+        assert isinstance(done.exception, SystemExit | None), (name, done.exception)
+        if name not in BEFORE_TOKENS:
+            assert done.exit_code == 2, (name, done.output)
+            assert file.name in done.output, name
+
+
+def flip_page(file, column):
+    """Flip 300 bytes of the first page of a column, or all that there are."""
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    chunks = [group.column(place) for place in range(group.num_columns)]
+    (chunk,) = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+    content = bytearray(file.read_bytes())
+    page = slice(chunk.data_page_offset, chunk.data_page_offset + min(300, chunk.total_compressed_size))
+    content[page] = bytes(byte ^ 0xFF for byte in content[page])
+    file.write_bytes(content)
