@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -67,7 +68,10 @@ class Database:
         """The traces as they were named, for commands to copy."""
         self.sources = [traces] if isinstance(traces, Source) else _open(traces)
         self.files = TraceFiles()
-        self.connection = Connection(duckdb.connect(), self._explained)
+        self.distributions = ComparedDistributions(self.sources)
+        self.connection = Connection(
+            duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
+        )
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
@@ -85,7 +89,6 @@ class Database:
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
-        self.distributions = ComparedDistributions(self.sources)
         if not lean:
             self._define_macros()
         if not isinstance(traces, Source):  # who looked at one knows
@@ -215,18 +218,7 @@ class Database:
 
     def damage(self, error: Exception) -> TimTraceError | None:
         """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
-        if (told := self.files.error or self.distributions.error) is not None:
-            return told
-        if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
-            return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
-        return _unreadable(self.sources, error)
-
-    def _explained(self, error: Exception) -> TimTraceError:
-        """What an error of DuckDB's says of the traces."""
-        if (damage := self.damage(error)) is not None:
-            return damage
-        runs = ", ".join(source.store.url for source in self.sources)
-        return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
+        return _damage(self.sources, self.files, self.distributions, error)
 
     def define(self, name: str) -> None:
         """Make the macros of one of this package's .sql files known, once."""
@@ -330,7 +322,28 @@ def _open(traces: Traces) -> list[Source]:
     return sources
 
 
-def _unreadable(sources: list[Source], error: Exception) -> DamagedTrace | None:
+def _explained(
+    sources: Sequence[Source], files: TraceFiles, distributions: ComparedDistributions, error: Exception
+) -> TimTraceError:
+    """What an error of DuckDB's says of the traces."""
+    if (damage := _damage(sources, files, distributions, error)) is not None:
+        return damage
+    runs = ", ".join(source.store.url for source in sources)
+    return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
+
+
+def _damage(
+    sources: Sequence[Source], files: TraceFiles, distributions: ComparedDistributions, error: Exception
+) -> TimTraceError | None:
+    """The damage that an error of DuckDB's is of; None where no file of the traces is the cause."""
+    if (told := files.error or distributions.error) is not None:
+        return told
+    if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
+        return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
+    return _unreadable(sources, error)
+
+
+def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
     """An error that names the first file that cannot be read, of those that have no checksums to tell."""
     for source in sources:
         for entries in source.snapshot.files.values():
