@@ -52,13 +52,13 @@ class Connection:
         with self.explained():
             return Result(self.raw.sql(query, params=params), self)
 
-    def batches(self, query: str, num_rows: int = BATCH_ROWS, params: Parameters = None) -> Batches:
+    def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
         """A query's rows, in batches that are computed by all threads while they are asked for."""
         self.execute("RESET threads")
-        return self.sql(query, params).to_arrow_reader(num_rows)
+        return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def mapped_batches(
-        self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int = BATCH_ROWS
+        self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
         """Results of a function of batches of a query's rows, by several threads beside the reading; one at least."""
         rows = self.batches(query, num_rows)
