@@ -10,7 +10,7 @@ import pyarrow as pa
 from ..statistics.estimators import Array
 from ..trace.columns import SequenceColumns, sequence_columns
 from ..trace.database import Database
-from ..trace.pair_sums import finite, pair_sums
+from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
 from ..trace.pairs import quoted_pair
 from ..trace.sampling import step_ranges, tokens_by_step
 from ..trace.source import Pair
@@ -90,7 +90,7 @@ def _of_tokens(database: Database, pair: Pair, run: str, has: SequenceColumns) -
         query = token_query(
             {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, steps=steps, lists=lists
         )
-        parts.append(_by_step(list(database.connection.mapped_batches(query, _of_batch))))
+        parts.append(_by_step(list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -100,8 +100,7 @@ def _of_batch(rows: pa.RecordBatch) -> _Batch:
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
     tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
     sums = pair_sums(finite(tokens), _SUMS)
-    a_T, b_T = (tokens.logprobs[name].astype(np.float64) for name in ("a", "b"))
-    sums["sum_a"] = np.bincount(tokens.sequence_T, a_T, minlength=len(tokens.lengths_N))
+    sums["sum_a"] = np.bincount(tokens.sequence_T, tokens.logprobs["a"], minlength=len(tokens.lengths_N))
     for name, sign in (("positive", 1), ("negative", -1)):
         if tokens.advantage_T is not None:
             signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), ("num_tokens", "sum_k3"))
@@ -112,7 +111,8 @@ def _of_batch(rows: pa.RecordBatch) -> _Batch:
         else:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    return _Batch(rows.column("step").to_numpy(), sums, np.abs(a_T - b_T))
+    size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
+    return _Batch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T))
 
 
 def _by_step(batches: list[_Batch]) -> dict[str, np.ndarray]:
@@ -137,7 +137,7 @@ def _by_step(batches: list[_Batch]) -> dict[str, np.ndarray]:
         "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
         "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array([np.quantile(sizes[int(step)], 0.99) for step in steps]),
+        "p99_abs_d": np.array([_quantile(sizes[int(step)], 0.99) for step in steps]),
         "estimate": -total(sums["sum_a"]) / n,
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
@@ -147,8 +147,12 @@ def _by_step(batches: list[_Batch]) -> dict[str, np.ndarray]:
     return rows
 
 
-def _sizes(batches: list[_Batch]) -> dict[int, Array]:
-    """Step -> |d| of its tokens."""
+def _quantile(parts: list[Array], p: float) -> float:
+    return float(np.quantile(np.concatenate(parts), p, overwrite_input=True))
+
+
+def _sizes(batches: list[_Batch]) -> dict[int, list[Array]]:
+    """Step -> |d| of its tokens, in parts."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
@@ -156,7 +160,7 @@ def _sizes(batches: list[_Batch]) -> dict[int, Array]:
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
-    return {step: np.concatenate(sizes) for step, sizes in parts.items()}
+    return parts
 
 
 def _used_once(database: Database, pair: Pair) -> bool:
