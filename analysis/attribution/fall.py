@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..dynamics.noise import long_run_variance, robust_sd, running_median
+from ..statistics.noise import long_run_variance, robust_sd, running_median
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)

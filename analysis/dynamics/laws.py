@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..statistics.intervals import student_quantile
-from .noise import highest_long_run_variance
+from ..statistics.noise import highest_long_run_variance
 from .quantities import Series
 
 FEWEST = 8

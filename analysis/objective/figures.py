@@ -14,11 +14,11 @@ import numpy as np
 
 from ...schemas.loss import SAPO, VESPO, Loss
 from ..statistics.estimators import Array, Totals
+from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
 from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from .sums import Sums
-from .terms import SAFETY_BOUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..statistics.change_points import Lines
+from .change_points import StretchSquares
 
 SHIFT, RAMP = "shift", "ramp"
 
@@ -49,7 +49,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
-    lines = Lines(values)
+    lines = StretchSquares(values)
     whole = float(lines.squares(0, n))
     t = np.arange(n)
     squares = {
