@@ -25,6 +25,7 @@ from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..tracer.progress import Progress, no_progress
 from .rows import Rows
+from .statistics.correlations import pearson
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
 from .trace.database import Database, quoted
@@ -192,7 +193,7 @@ def _measure(
         gap_rms=_rms(d),
         resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
         sides=sides,
-        correlation=_correlation(error_t, error_r),
+        correlation=pearson(error_t, error_r),
         identity_held=held,
         by_probability=_split(
             "probability", np.exp(tokens["replayed"]), PROBABILITIES, d, error_t, error_r, "{:g} to {:g}"
@@ -261,13 +262,6 @@ def _split(
 
 def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(values * values)))
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson correlation; NaN where one side has no spread."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        a, b = a - a.mean(), b - b.mean()
-        return float(np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)))
 
 
 def _list(steps: Sequence[int]) -> str:

@@ -166,6 +166,25 @@ def student_quantile(probability: float, freedom: int) -> float:
     return float(stdtrit(freedom, probability))
 
 
+def f_quantile(probability: float, numerator: int, denominator: int) -> float:
+    """Quantile of Fisher's F with these degrees of freedom.
+
+    >>> round(f_quantile(0.90, 1, 6), 2)
+    3.78
+    """
+    from scipy.special import fdtri  # as above
+
+    return float(fdtri(numerator, denominator, probability))
+
+
+def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
+    """[R, n] places of a series of n values, resampled in blocks of neighbours (Kuensch 1989), which keeps its autocorrelation."""
+    length = min(number, max(5, math.ceil(2 * number ** (1 / 3))))
+    draw = np.random.default_rng(seed)
+    starts = draw.integers(0, number - length + 1, (num_resamples, -(-number // length)))
+    return (starts[:, :, None] + np.arange(length)).reshape(num_resamples, -1)[:, :number]
+
+
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
     """[N] the number of each element's group, in the order in which groups first come; and how many groups there are."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
