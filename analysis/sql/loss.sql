@@ -1,5 +1,5 @@
 -- What a ratio adds to a loss, a row at a time. The options are those of schemas.loss.Loss, with the same names and defaults; the
--- rules are those of analysis.statistics.loss.
+-- rules are those of analysis.statistics.loss. What a framework logs of its own clip follows its code, and is in its file.
 
 -- clamped_exp(x): exp of a log-ratio, which is clamped to 20 nats either way.
 CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));

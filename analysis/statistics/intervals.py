@@ -89,6 +89,7 @@ def bootstrap(
     error at two quantiles of t are the ends. Two things are wider than in the textbook, since few groups are narrower than
     what they are drawn from: the quantiles lie as far out as Hesterberg 2015 (What Teachers Should Know About the Bootstrap,
     section 3.2, there of percentiles) puts them, and no end is nearer than Student's t with G - 1 degrees of freedom.
+    scipy.stats.bootstrap has no groups and no t.
 
     `constants` are added to the totals as they are. An end may be infinite with `open_ended`; otherwise that is CARRIED.
     """
