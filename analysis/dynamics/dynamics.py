@@ -15,7 +15,7 @@ from . import changes, laws, lead_lag
 from .changes import ChangePoint, change_points
 from .laws import entropy_law, growths
 from .lead_lag import lead_lags
-from .motion import Dynamics, SeriesMotion
+from .motion import Dynamics, Moved
 from .onsets import onsets_of
 from .quantities import Series
 from .schedule import schedule_of
@@ -83,12 +83,12 @@ def _chosen(found: dict[str, Series], steps: str) -> dict[str, Series]:
     return {name: series for name, series in cut.items() if series.known.any() or len(series.not_finite)}
 
 
-def _moved(series: Series, found: tuple[ChangePoint, ...]) -> SeriesMotion:
+def _moved(series: Series, found: tuple[ChangePoint, ...]) -> Moved:
     values = series.values[series.known]
     part = max(5, len(values) // 10)
     empty = np.full(1, np.nan)
     head, tail, whole = (each if len(each) else empty for each in (values[:part], values[-part:], values))
-    return SeriesMotion(
+    return Moved(
         name=series.name,
         kind=series.kind,
         scale=series.scale,

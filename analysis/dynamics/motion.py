@@ -12,7 +12,7 @@ from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesMotion:
+class Moved:
     """One series: where it began, where it ended, and when it changed."""
 
     name: str
@@ -44,7 +44,7 @@ class Dynamics:
     num_steps: int
     says: tuple[str, ...]
     """The answer in sentences."""
-    series: tuple[SeriesMotion, ...]
+    series: tuple[Moved, ...]
     onsets: tuple[Onset, ...]
     """Series by their first change, the earliest first."""
     lead_lag: tuple[LeadLag, ...]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...statistics.correlations import pearson
 from ..evidence import Evidence, once
 from ..thresholds import TEXTURE_LAGS
 from .variance import between
@@ -40,9 +39,17 @@ def texture(evidence: Evidence) -> Texture:
     lags = []
     for lag in TEXTURE_LAGS:
         same = (evidence.seq[lag:] == evidence.seq[:-lag]) & there[lag:] & there[:-lag]
-        lags.append(pearson(level[lag:][same], level[:-lag][same]))
+        lags.append(_correlation(level[lag:][same], level[:-lag][same]))
     return Texture(
-        tilt=float(np.nan_to_num(pearson(level[there], np.maximum(evidence.a, evidence.b)[there]))),
-        persistence=float(np.mean(np.nan_to_num(lags))),
+        tilt=_correlation(level[there], np.maximum(evidence.a, evidence.b)[there]),
+        persistence=float(np.mean(lags)),
         sequence_score=between(level[there], evidence.seq[there])[1],
     )
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    if len(x) < 2:
+        return 0.0
+    x, y = x - x.mean(), y - y.mean()
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale > 0 else 0.0
