@@ -1,6 +1,6 @@
 """A series cut into stretches that are straight lines: the exact cut of least cost.
 
-ruptures' Pelt with the cost of a line finds the same cuts of 60 to 500 steps in 7 to 120 times the time.
+ruptures' Pelt finds the same cuts of 60 to 1,000 steps and takes 7 (60 steps) to 70 times (1,000) as long.
 
 Shapes: n values, one a step, without gaps.
 """
