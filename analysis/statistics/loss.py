@@ -16,7 +16,6 @@ from ...schemas.loss import (
     CISPO,
     CURRENT,
     PPO,
-    REINFORCE,
     ROLLOUT,
     SAPO,
     SEQUENCE_MEAN,
@@ -51,8 +50,10 @@ class Bounds:
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
         """The ratio at its bound where it is beyond it."""
-        held = np.clip(ratio, self.negative_low, self.negative_high)
-        return np.where(positive, np.minimum(ratio, self.positive_high), held)
+        at_most = np.minimum(ratio, self.positive_high)
+        if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
+            return at_most
+        return np.where(positive, at_most, np.clip(ratio, self.negative_low, self.negative_high))
 
 
 def bounds_of(loss: Loss) -> Bounds:
@@ -116,8 +117,6 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
         return sapo_gate(loss, ratio, advantage > 0) * advantage
     if loss.kind == VESPO:
         return np.exp(vespo_log_weight(loss, ratio, advantage >= 0)) * advantage
-    if loss.kind == REINFORCE:
-        return ratio * advantage
     return bounds_of(loss).cut(ratio, advantage > 0) * advantage
 
 

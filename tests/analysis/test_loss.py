@@ -3,7 +3,7 @@
 import duckdb
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.analysis.statistics.loss import (
     clamped_exp,
@@ -47,6 +47,7 @@ def sql():
     return connection
 
 
+@settings(deadline=None)  # DuckDB plans a query an example
 @given(loss=LOSSES, log_ratio=LOG_RATIOS, advantage=ADVANTAGES)
 def test_every_rule_is_the_same_in_sql(sql, loss, log_ratio, advantage):
     options = sql_options(loss)
