@@ -133,9 +133,6 @@ MIN_MASS_SCORE = 4.0
 NUCLEUS_ALONE_SHARE = 0.01
 """Share of tokens whose nucleus they fill alone, with logprob 0, while the other side gives them less."""
 
-MIN_CONTEXTS = 12
-"""Contexts that must come again for movements to be compared."""
-
 MIN_GRID_PAIRS = 6
 """Different distances between two logits of one context."""
 TEMPERATURES = tuple(round(0.3 + 0.01 * step, 2) for step in range(121))
@@ -169,12 +166,10 @@ MIN_WEIGHTS_NOISE = 1e-3
 """Noise of the logits, nats, below which other weights are not looked for: TensorFloat-32 alone gives so much."""
 MIN_TOKEN_EFFECT = 0.15
 """Share of the gap that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+MIN_TOKEN_SCORE = 5.0
+"""The same share in standard deviations of what chance gives."""
 MIN_EFFECT_TOKENS = 400
 """Different contexts, so that a token effect is one."""
-MAX_LAG_LEFT = 0.4
-"""Squared gap that an earlier step may leave, to be the one whose weights were used."""
-STANDING_STILL = 0.3
-"""A side that moves by so much less than the other has weights that stand still."""
 
 ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
@@ -191,11 +186,6 @@ ROUTER_TOP_SHARE = 0.9
 three quarters. Asked where no contract names experts."""
 MAX_ROUTER_TOKEN_EFFECT = 0.2
 """A flip comes with a context, not with a token: other weights, which can look as sparse, belong to tokens."""
-MIN_DRIFT_SCORE = 13.0
-"""Mean squared standard error of the steps' levels about their mean: 1 for a constant gap; rounded weights reach 13, updates
-that come and go lie at 20 in the median."""
-MIN_GROWTH_SCORE = 4.0
-"""Standard errors of the trend of the steps' levels, for weights that were never updated."""
 
 UNSAMPLED_NATS = -3.0
 """logprob + entropy of a token that sampling hardly draws: a twentieth of the tokens of a model with a flat tail lie below."""
@@ -211,8 +201,6 @@ MIN_ONE_SIDED = 0.6
 KEPT_VOCABULARY = 0.6
 """Mean of 1 / p against the size of the vocabulary: 1 where all tokens can be sampled."""
 
-ALIKE = 0.15
-"""How far the slope of one side's movements on the other's may lie off 1 where both have the same updates."""
 UNSAMPLED_STARTS = 5.0
 """Sequences of a prompt that sampling would begin otherwise than the first one, going by their logprobs, where none does."""
 
@@ -222,7 +210,7 @@ MIN_ALONG = 2.5
 """Standard errors by which a gap must point along the movement of the weights: rounded weights stay below 2."""
 MOVEMENT_SHRINKAGE = 3.0
 """Tokens' worth of doubt about the mean gap of a token after a token."""
-TEXTURE_LAGS = (1, 2, 4)
+PERSISTENCE_LAGS = (1, 2, 4)
 """Tokens over which a gap's size is followed: near enough that a change inside of the sequence seldom falls between."""
 MIN_PERSISTENCE = 0.07
 """Correlation of the gap's size from token to token where weights changed inside of sequences, 0.1 and more in most; of other
@@ -232,8 +220,3 @@ MIN_CLEAR_PERSISTENCE = 0.12
 MIN_SEQUENCE_SCORE = 4.0
 """Standard deviations by which the gap's size differs between sequences of a step where it changes inside of them: rounding
 stays below 2.5, other weights mostly below 4."""
-MAX_TILT = 0.02
-"""Correlation of the gap's size with the logprob: rounded weights move all logits alike (-0.06 to 0.05), updates move those
-of probable tokens more (0.1)."""
-MAX_PERSISTENCE = 0.05
-"""Correlation of the gap's size from token to token that rounded weights leave at most."""
