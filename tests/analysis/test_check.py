@@ -1,6 +1,7 @@
 """Faults that are planted by computing with them, and healthy traces, on a language model that is a table."""
 
 import json
+import re
 import shlex
 
 import numpy as np
@@ -18,14 +19,14 @@ from bigrams import (
     sample,
     table,
 )
-from builders import tim_trace
+from builders import ROOT, tim_trace
 from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather, judge
 from tim_trace.analysis.check.detectors.error_structure import error_structure, variance_between
 from tim_trace.analysis.check.detectors.weight_mismatch import along_movement
-from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES
+from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Finding
 from tim_trace.analysis.check.sums import read_sums
-from tim_trace.analysis.check.text import evidence_text, note_text
+from tim_trace.analysis.check.text import EVIDENCE, NOTES, evidence_text, note_text
 from tim_trace.analysis.check.thresholds import MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_PERSISTENCE, MIN_SEQUENCE_SCORE
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
@@ -424,6 +425,25 @@ def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
     assert tim_trace("check", tmp_path / "none").code == 2
     with pytest.raises(InvalidOption):
         check(hot, pair="train")
+
+
+def test_the_docs_name_every_code_with_its_signals_and_what_is_broken():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    table = page.split("| code | what it is |")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()[2:]]
+    documented = {row[0].strip(" `"): (row[2].strip(), set(re.findall(r"`(\w+)`", row[3]))) for row in rows}
+    assert documented.keys() == FAULTS.keys() | HEALTHY.keys()
+    assert set.union(*(signals for _, signals in documented.values())) == set(EVIDENCE)
+    for code, (part, signals) in documented.items():
+        finding = Finding(code=code, signal=min(signals), effect=0.0, share=1.0)
+        assert part == (finding.broken or "")
+    assert all(f"`{code}`" in page for code in (*NOTES, *WEIGHT_CAUSES))
+
+
+def test_every_sentence_belongs_to_a_signal_of_a_detector():
+    sources = (ROOT / "analysis" / "check" / "detectors").glob("*.py")
+    written = "".join(path.read_text(encoding="utf-8") for path in sources)
+    assert [signal for signal in EVIDENCE if f'"{signal}"' not in written] == []
 
 
 def test_codes_have_words():
