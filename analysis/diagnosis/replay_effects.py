@@ -42,7 +42,7 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """A 95 % interval over groups of 1 - left / gap, from what each sequence adds to both. No more than all can be removed."""
+    """A 95 % interval over groups of the share removed, 1 - left / gap, at most 1; from what each sequence adds to both sums."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]

@@ -31,7 +31,7 @@ def find(data: PairData) -> list[Finding]:
     """Ask every detector, from what is seen bit for bit to what only statistics tell.
 
     Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
-    that explains the gap ends the search.
+    that explains the mismatch ends the search.
     """
     holes = find_missing(data)
     for finding, explained in find_constants(data):

@@ -44,24 +44,24 @@ def _repeated(data: PairData, side: Side, other: Side) -> list[float]:
 
 def _stands_for_none(data: PairData, side: Side, other: Side, value: float) -> bool:
     where = data.keep & (side.logprobs == value)
-    gaps = np.abs(other.logprobs[where] - value)
+    off_by = np.abs(other.logprobs[where] - value)
     if value <= IMPOSSIBLE_LOGPROB:
-        return bool(np.median(gaps) > abs(value) / 2)
+        return bool(np.median(off_by) > abs(value) / 2)
     rest = data.sample.d[data.keep & ~where]
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
-    if value == 0.0 and _is_nucleus(gaps, rest):
+    if value == 0.0 and _is_nucleus(off_by, rest):
         return False
     if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False  # a context that comes again gives a token the same logprob again
-    far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
+    far = off_by > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
     return bool(far.sum() >= 2 and far.mean() > MIN_FAR_SHARE and varies)
 
 
-def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
+def _is_nucleus(off_by: np.ndarray, rest: np.ndarray) -> bool:
     """Whether 0 may be the logprob of a token that top-p left alone: all other tokens are then raised as well."""
     moved = rest[np.abs(rest) > 1e-3]
-    return bool(len(moved) and gaps.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
+    return bool(len(moved) and off_by.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
 
 
 def _finding(data: PairData, side: Side, other: Side, value: float, where: np.ndarray) -> Finding:

@@ -58,9 +58,9 @@ def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partn
     """Note for each row that is off which row's b it agrees with, where one clearly does."""
     b = grid.b[rows]
     for row in off:
-        gap = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
-        enough = np.isfinite(gap).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
-        costs = np.where(enough, row_means(gap), np.inf)
+        off_by = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
+        enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
+        costs = np.where(enough, row_means(off_by), np.inf)
         costs = np.where(np.isnan(costs), np.inf, costs)
         best = int(costs.argmin())
         if rows[best] != row and costs[best] < PAIRED_SHARE * own[row]:

@@ -1,4 +1,4 @@
-"""Places inside of sequences from which on the gap is another one."""
+"""Positions inside of sequences at which the level of the mismatch changes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Levels:
 
 
 def find_onset(data: PairData) -> list[Finding]:
-    """One position for all sequences, from which on (cache, rotary embedding) or up to which the gap is another one."""
+    """One position of all sequences from which on (cache, rotary embedding), or up to which, the mismatch is larger."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -80,7 +80,7 @@ def find_onset(data: PairData) -> list[Finding]:
 
 
 def find_own_places(data: PairData) -> list[Finding]:
-    """A place in each sequence where the gap becomes another one: weights that changed on the way."""
+    """A position in each sequence at which the mismatch changes: weights that changed on the way."""
     levels = Levels.of(data)
     if levels is None:
         return []
@@ -174,7 +174,7 @@ def _within_sequences(y: np.ndarray, seq: np.ndarray, after: np.ndarray, cut: Le
 
 
 def _low_part(data: PairData, there: np.ndarray, after: np.ndarray, cut: LevelChange) -> float:
-    """Median noise of the part with the smaller gap, nats of a logit."""
+    """Median noise of the part with the smaller mismatch, nats of a logit."""
     return float(np.median(data.noise[there][~after if cut.change > 0 else after]))
 
 

@@ -1,4 +1,4 @@
-"""A part of the data that carries the gap: an engine, a rank, a prompt, a policy version, a range of steps."""
+"""A part of the data in which the mismatch is concentrated: an engine, a rank, a prompt, a policy version, a range of steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEN_BEFORE = "prompt_seen_before"
 ORDERED = ("step", "version", "version_a", "version_b")
 """Columns along which a fault has a beginning and an end."""
 CHANGING = (*ORDERED, "group_id")
-"""Columns along which the gap changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
+"""Columns along which the mismatch changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
 than rounding explains."""
 
 _NAMED_FIRST = (
@@ -43,27 +43,27 @@ class Split:
 
     column: str
     values: list[Any]
-    """Of the part with the larger gap."""
+    """Of the part with the larger mismatch."""
     rows: np.ndarray
     """[S] bool: sequences of that part."""
     ratio: float
-    """Of the two parts' gaps."""
+    """Of the two parts' mismatches."""
     r2: float
     """Share of the variance between sequences that the split explains."""
 
 
 def find_group(data: PairData) -> list[Finding]:
-    """Prompts that carry the gap."""
+    """Prompts in which the mismatch is concentrated."""
     return _find(data, {"group_id": list(data.sample.group_ids)})
 
 
 def find_subset(data: PairData) -> list[Finding]:
-    """An engine, a rank, a policy version, a setting or a range of steps that carries the gap."""
+    """An engine, rank, policy version, setting or range of steps in which the mismatch is concentrated."""
     return _find(data, _columns(data))
 
 
 def _find(data: PairData, columns: dict[str, list[Any]]) -> list[Finding]:
-    """A column of which some values have a far larger gap than the others, which have a healthy one."""
+    """A column of which some values have a far larger mismatch than the others, which have a healthy one."""
     columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
     level, weight = _levels(data)
     healthy = allowed_noise(precisions(data))
@@ -119,7 +119,7 @@ def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding
 
 
 def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
-    """Whether a part's gap is more than rounding gives, judged by the others; or whether it was computed in less."""
+    """Whether a part's mismatch is more than rounding gives, judged by the others; or whether it was computed in less."""
     inside = rows[data.sample.seq]
     others, own = precisions(data.without(inside)), precisions(data.without(~inside))
     coarser = any(one.logits == "float32" and two.logits in HALF for one, two in zip(others, own, strict=True))
@@ -185,11 +185,11 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
     r2 = best / float((weight[there] * centred**2).sum()) if len(centred) else 0.0
     share = float(weight[rows & there].sum() / weight[there].sum())
     within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
-    gap = float(means[high].min() - means[low].max())
+    distance = float(means[high].min() - means[low].max())
     most = MAX_GROUPS_SHARE if name == "group_id" else MAX_SUBSET_SHARE
     if name in ORDERED and not _is_range(values, rows):
         return None
-    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or gap < MIN_SUBSET_WIDTHS * within:
+    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or distance < MIN_SUBSET_WIDTHS * within:
         return None
     return Split(name, [known[i] for i in high], rows, ratio, float(r2))
 
@@ -218,7 +218,7 @@ def _order(split: Split) -> tuple[int, int]:
 
 
 def _by_column(column: str, data: PairData) -> str:
-    """A query of the gap by a column of sequences, or of one pass's scores."""
+    """A query of the mismatch by a column of sequences, or of one pass's scores."""
     table, name, passed = "sequences", column, ""
     if column.endswith(("_a", "_b")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]

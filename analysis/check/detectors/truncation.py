@@ -20,14 +20,14 @@ from ..thresholds import (
 
 
 def find_one_sided(data: PairData) -> list[Finding]:
-    """The larger gaps have one sign: the mean of exp(-|d|) over sampled tokens is then the mass that both sides share."""
+    """The larger differences have one sign: the mean of exp(-|d|) over sampled tokens is then the mass that both sides share."""
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
         return []
     squares = size * size
     negative = float(squares[data.d < 0].sum() / squares.sum())
     minor = size[data.d > 0] if negative > 0.5 else size[data.d < 0]
-    # Rounding is on the minor side too; gaps beyond it must all have the other sign.
+    # Rounding is on the minor side too; differences beyond it must all have the other sign.
     large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
     wrong = float(np.mean((data.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
     clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= MIN_LARGE_SHARE * squares.sum()
