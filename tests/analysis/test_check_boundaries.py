@@ -691,6 +691,129 @@ PATCHED_BOUNDARIES = [
 ]
 
 
+# --- Decisions by numbers that stand beside the formula ---------------------------------------------------------------------
+
+
+def costs(moved):
+    """Rows that cost 1 as they stand, and so much when moved."""
+    return SimpleNamespace(cost=lambda lag=0: np.full((3, 4), moved if lag else 1.0))
+
+
+def begins_aligned(monkeypatch, num_lagged):
+    lags = np.zeros((10, 8), int)
+    lags[:num_lagged, 3] = 1
+    monkeypatch.setattr(alignment, "align", lambda grid: (lags, np.zeros(10)))
+    return alignment._begins_aligned(Grid(np.full((10, 8), -1.0), np.full((10, 8), -2.0)))
+
+
+def joined(monkeypatch, num):
+    """`num` of 10 moved rows are moved after tokens that do not count."""
+    holes = iter([True] * num + [False] * (10 - num))
+    monkeypatch.setattr(alignment, "_follows_a_hole", lambda logprobs, place: next(holes))
+    return aligned_rows(monkeypatch, 10, (3,) * 10)
+
+
+def chosen_cuts(monkeypatch, factor):
+    change = position_changes.LevelChange
+    monkeypatch.setattr(
+        position_changes, "best_cut", lambda y, where, margin, sign: change(5, 1.0, factor if sign > 0 else 1.0)
+    )
+    return len(position_changes.own_cuts(np.zeros(50), np.repeat(np.arange(5), 10), np.tile(np.arange(10), 5))[0])
+
+
+def healthy_rest(monkeypatch, noise):
+    rows = np.arange(8) < 4
+    monkeypatch.setattr(
+        subsets, "_split", lambda name, *_: subsets.Split(name, ["x"], rows, 10.0, 0.9) if name == "writer_a" else None
+    )
+    monkeypatch.setattr(subsets, "_noise", lambda *_: noise)
+    data = noisy()
+    data.sample.a.writers = list("aaaabbbb")
+    return code_of(subsets.find_subset(data))
+
+
+def pairs_to(monkeypatch, distinct):
+    """Ten rows that agree with so many different ones."""
+    return num_paired(monkeypatch, 10, (np.arange(10) % distinct + 1) % 10)
+
+
+OTHER_DECISIONS = [
+    ("another row's place", pairs_to, (5, None), (6, "row_pairing")),
+    ("a row that agrees when moved", lambda m, x: alignment._share_of_rows(costs(x), 1), (0.59, 1.0), (0.61, 0.0)),
+    ("rows that begin aligned", begins_aligned, (4, True), (5, False)),
+    ("turns that were joined", joined, (8, "retokenised"), (9, "shift")),
+    ("flips of a known mixture", lambda m, n: routed(m, n), (3990, "router_flips"), (4010, None)),
+    ("one direction over the other", chosen_cuts, (1.95, 0), (2.05, 5)),
+    ("a part whose rest is healthy", healthy_rest, (0.079, "subset"), (0.081, None)),
+    (
+        "a value that is impossible",
+        lambda m, x: constant(-100.0, np.array([x])),
+        (-51.0, None),
+        (-49.0, "placeholders"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "decide", "under", "over"), OTHER_DECISIONS)
+def test_other_decisions_change_at_their_numbers(monkeypatch, name, decide, under, over):
+    assert (decide(monkeypatch, under[0]), decide(monkeypatch, over[0])) == (under[1], over[1])
+
+
+ADAPTED, PLAIN = {"model": {"adapters": ["lora"]}}, {"engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("level", "effect", "persistence", "contracts", "expected"),
+    [
+        (0.5, 0.0, 0.0, (PLAIN, PLAIN), ("weights_differ", None)),
+        (0.05, 0.5, 0.0, (PLAIN, PLAIN), ("weights_differ", None)),
+        (0.05, 0.0, 0.0, (PLAIN, PLAIN), None),
+        (0.5, 0.0, 0.0, (ADAPTED, PLAIN), ("weights_differ", "adapter")),
+        (0.5, 0.0, 0.0, (ADAPTED, ADAPTED), ("weights_differ", None)),
+        (0.05, 0.0, 0.0, (ADAPTED, PLAIN), None),
+        (0.5, 0.0, 0.1, (PLAIN, PLAIN), ("change_inside_sequence", None)),
+        (0.05, 0.0, 0.1, (PLAIN, PLAIN), None),
+        (0.05, 0.0, 0.13, (PLAIN, PLAIN), ("change_inside_sequence", None)),
+        (0.5, 0.0, 0.1, (ADAPTED, PLAIN), ("weights_differ", "adapter")),
+    ],
+)
+def test_weights_differ_by_size_or_by_tokens(monkeypatch, level, effect, persistence, contracts, expected):
+    monkeypatch.setattr(weight_mismatch, "logit_mismatch", lambda data: LogitMismatch(level, 0.08, effect, 9.0))
+    monkeypatch.setattr(weight_mismatch, "error_structure", lambda data: ErrorStructure(persistence, 9.0))
+    data = noisy()
+    data.sample.a.contracts, data.sample.b.contracts = ["a"] * 8, ["b"] * 8
+    data.contracts = dict(zip("ab", contracts, strict=True))
+    found = weight_mismatch.find_other_weights(data)
+    assert (None if not found else (found[0].code, found[0].numbers.get("cause"))) == expected
+
+
+@pytest.mark.parametrize(("versions", "expected"), [((6, 4), ("rollout", 2)), ((3, 4), ("train", 1)), ((4, 4), None)])
+def test_the_side_with_the_older_recorded_version_is_behind(versions, expected):
+    data = noisy()
+    data.sample.a.versions, data.sample.b.versions = (np.full(8, float(version)) for version in versions)
+    found = weight_mismatch.find_declared(data)
+    assert (None if not found else tuple(found[0].numbers[name] for name in ("side", "updates_behind"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "dtypes", "code"),
+    [
+        (("trl", "trl"), ("float32", "float32"), "equal"),
+        (("trl", "vllm"), ("float32", "float32"), "copies"),
+        (("trl", "trl"), ("float32", "bfloat16"), "copies"),
+        (("trl", "exact"), ("float32", "float32"), "equal"),
+        (("trl", "exact"), ("float32", "bfloat16"), "copies"),
+    ],
+)
+def test_equal_bits_are_a_copy_where_contracts_exclude_them(engines, dtypes, code):
+    data = pair_data(np.full(20, -1.0), np.full(20, -1.0))
+    data.sample.a.contracts, data.sample.b.contracts = ["a"], ["b"]
+    data.contracts = {
+        name: {"engine": engine, "dtype": dtype} for name, engine, dtype in zip("ab", engines, dtypes, strict=True)
+    }
+    assert code_of(equality.find_equal(data)) == code
+
+
 @pytest.mark.parametrize(("name", "decide", "under", "over"), BOUNDARIES)
 def test_a_decision_changes_at_its_threshold(name, decide, under, over):
     assert (decide(under[0]), decide(over[0])) == (under[1], over[1])
