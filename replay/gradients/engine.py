@@ -29,7 +29,7 @@ def gradient(
     trace: str | os.PathLike[str],
     *,
     steps: str = "all",
-    against: Sequence[str | GradientArm] = (),
+    arm: Sequence[str | GradientArm] = (),
     micro_batches: int = LEAST_MICRO_BATCHES,
     loss: str | None = None,
     smoothness: float | None = None,
@@ -40,7 +40,7 @@ def gradient(
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
 
     Forward and backward run from the recorded weights, with the recorded loss, micro-batches and padding. The recording
-    is done first: its norm is held against the grad norm that was logged. `against` names arms, as text: changes of the
+    is done first: its norm is held against the grad norm that was logged. `arm` names arms, as text: changes of the
     forward and backward as `replay` takes them (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` below the ratio
     and above the correction's (train, rollout, current, replay/<arm>), and `correction=RULE` (none, exact, token_exact,
     sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2, sequence_mask:3); with commas in between, an
@@ -58,7 +58,7 @@ def gradient(
     """
     if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
         raise InvalidOption(f"micro-batches: got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none")
-    arms = _arms(against)
+    arms = _arms(arm)
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
@@ -158,12 +158,12 @@ class _Taken:
         return StepLoss(loss, below, arm.logprobs or "train", divisors(loss, update))
 
 
-def _arms(against: Sequence[str | GradientArm]) -> list[GradientArm]:
-    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in against)]
+def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
+    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in given)]
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidOption(f"against: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
+        raise InvalidOption(f"arm: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
     return arms
 
 
