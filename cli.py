@@ -37,19 +37,19 @@ SECTIONS = {
         "stats": "Measure the mismatch by run, step or sequence.",
         "gate": "Fail a run that violates conditions, for CI.",
     },
-    "more: look": {
+    "more to look at": {
         "info": "What a trace holds, who wrote it, and what is missing.",
         "verify": "Read every byte and compare it with what was written.",
         "query": "Run a named query, or list them.",
     },
-    "more: judge": {
+    "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
         "corrections": "What each correction would have cut, and its cost.",
         "objective": "What the mismatch does to the training objective.",
         "dynamics": "When each series changed, and what moved first.",
         "attribute": "Whether and when a run collapsed, and the likely cause.",
     },
-    "more: replay": {
+    "more to replay": {
         "triangulate": "Split the mismatch between trainer and engine.",
         "gradient": "Recompute gradients, as recorded and under each arm.",
         "weights": "List, verify and export recorded weights.",
@@ -105,8 +105,21 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+_QUIET = f"{__name__}.quiet"
+
+
 class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a verb; each of them takes -q."""
+        cmd.params.append(
+            click.Option(
+                ["-q", "--quiet"], is_flag=True, default=False, expose_value=False, help="Draw no progress.",
+                callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
+            )
+        )  # fmt: skip
+        super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -128,19 +141,23 @@ class _GroupedOptions(click.Command):
     """A command whose `--help` lists options that begin with a framework's name in a section of their own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                title, colon, rest = record[1].partition(": ")
-                is_grouped = bool(colon) and title in _FRAMEWORKS
-                sections.setdefault(f"with --like {title}" if is_grouped else "Options", []).append(
-                    (record[0], rest if is_grouped else record[1])
-                )
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if record is not None:
+                owner, _, purpose = record[1].partition(": ")
+                framework = owner.removesuffix(_IN_MIS)
+                if framework in _FRAMEWORKS:
+                    told = purpose[0].upper() + purpose[1:] + (" (mis.py)" if owner != framework else "")
+                    sections.setdefault(f"with --like {framework}", []).append((record[0], told))
+                else:
+                    sections["Options"].append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
 
+_IN_MIS = ", mis.py"
 _FRAMEWORKS = ("verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf")
 
 
@@ -210,11 +227,6 @@ def _prints(
     return add
 
 
-_quiet = click.option(
-    "-q", "--quiet", is_flag=True, default=False, expose_value=False, help="Draw no progress.",
-    callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
-)  # fmt: skip
-_QUIET = f"{__name__}.quiet"
 _steps = click.option(
     "--steps", default="all", show_default=True, metavar="STEPS",
     help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas.",
@@ -277,7 +289,6 @@ def main() -> None:
 )
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
-@_quiet
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what TRL's trainers and vLLM do in it.
 
@@ -308,7 +319,6 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     help="Read the column THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
-@_quiet
 def import_(format: str, path: str, output: str, map: Sequence[str], force: bool) -> None:
     """Make a trace of another tool's files.
 
@@ -348,7 +358,6 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_quiet
 @_prints()
 def verify(trace: str, form: _Form) -> None:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
@@ -509,7 +518,6 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     help="openrlhf: ratios are clipped to 1 - E and 1 + E (0.2 0.2).",
 )  # fmt: skip
 @click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
-@_quiet
 @_prints()
 def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
@@ -527,7 +535,6 @@ def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) 
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_pair
-@_quiet
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, pair: str, form: _Form) -> None:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
@@ -550,7 +557,6 @@ def diagnose(trace: str, pair: str, form: _Form) -> None:
 @click.argument("trace", metavar="RUN")
 @_pair
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
-@_quiet
 @_prints(csv=False, wide=False)
 def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
@@ -640,7 +646,6 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
     help="What a row stands for; run adds the worst steps.",
 )  # fmt: skip
-@_quiet
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
@@ -665,7 +670,6 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@_quiet
 @_prints()
 def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     """Say how a run moved: when each series changed, what moved first, and what leads what.
@@ -679,7 +683,9 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
     form.answer(
-        json=lambda: dynamics_json(found), text=lambda width: dynamics_text(found, width), rows=lambda: series_rows(found)
+        json=lambda: dynamics_json(found),
+        text=lambda width: dynamics_text(found, width),
+        rows=lambda: series_rows(found),
     )
 
 
@@ -743,7 +749,6 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
-@_quiet
 @_prints(json="Print JSON, a row a step.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
@@ -784,7 +789,6 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     "--by", default="side", show_default=True, type=click.Choice(["side", "arm", "probability", "position"]),
     help="What a row of --csv stands for.",
 )  # fmt: skip
-@_quiet
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
@@ -827,7 +831,6 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--by", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",
 )  # fmt: skip
-@_quiet
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
@@ -876,7 +879,6 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
-@_quiet
 @_prints()
 def weights(
     trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
@@ -908,7 +910,6 @@ def weights(
     help="A run with the same seeds that differs in one thing, best with an exact engine.",
 )  # fmt: skip
 @_pair
-@_quiet
 @_prints(csv=False, wide=False)
 def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
     """Say whether a run collapsed or rots slowly, where that begins, what moved first, and what caused it.
@@ -935,7 +936,6 @@ def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
-@_quiet
 def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str | None, **options: Any) -> None:
     """Put everything that is known of a run into one file of HTML, or into figures for papers.
 
@@ -963,7 +963,6 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
 )  # fmt: skip
 @click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
 @_pair
-@_quiet
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
@@ -997,7 +996,6 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
 )
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
-@_quiet
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.

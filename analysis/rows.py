@@ -128,7 +128,10 @@ class _Column:
 
 _SHORTEST_TEXT = 12
 """Columns of the terminal below which no text and no name is cut."""
+_MOST_NAMED = 6
+"""Columns that are left out and named."""
 _LONG_TEXT = 40
+"""Columns of the terminal from which a text may be broken."""
 _MOST_LISTS = 4
 """Rows that are written side by side as lists, where they are too long for lines."""
 
@@ -165,12 +168,17 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
         elif column.name not in rank:
             break
     kept.sort(key=lambda column: column.place)
-    left_out = [column.name for column in columns if column not in kept]
-    told = [f"{len(left_out)} of {len(columns)} columns left out ({', '.join(left_out)})"] if left_out else []
-    told += [f"{', '.join(cut)} cut"] if cut else []
+    left_out = [column.name for column in ranked if column not in kept]
+    told = [f"{len(left_out)} of {len(columns)} columns left out ({_listed(left_out)})"] if left_out else []
+    told += [f"texts of {', '.join(cut)} cut"] if cut else []
     if told:
         warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
     return kept
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def _lines(columns: Sequence[_Column]) -> Iterator[str]:
