@@ -157,7 +157,9 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     rank = {name: place for place, name in enumerate(main)}
     last = {column.name for column in columns if column.name in NO_NEWS and column.is_constant}
     ranked = sorted(columns, key=lambda c: (c.name in last, rank.get(c.name, len(rank)), c.place))
-    kept, left, cut = [], width + 2, []
+    kept: list[_Column] = []
+    cut: list[str] = []
+    left = width + 2
     for column in ranked:
         if column.width + 2 > left and column.is_text and left - 2 >= _SHORTEST_TEXT:
             column.cut(left - 2)

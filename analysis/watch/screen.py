@@ -37,7 +37,9 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
     with _handled((signal.SIGTERM, signal.SIGHUP), _interrupt):
         try:
             with (
-                Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
+                Live(
+                    console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+                ) as live,
                 _handled((signal.SIGWINCH,), lambda number, frame: live.refresh()),
             ):
                 for seen in views:

@@ -86,11 +86,11 @@ class _Page:
 
     def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
         """The sections with so many rows each."""
-        sections = [
+        sections: list[RenderableType | None] = [
             self._head(), self._alarms(rows["alarms"]), self._changes(rows["changes"]), self._latest(rows["latest"]),
             self._courses(rows["courses"]), self._next(),
         ]  # fmt: skip
-        for place, section in enumerate(filter(None, sections)):
+        for place, section in enumerate(section for section in sections if section is not None):
             if place and self._is_airy:
                 yield Text()
             yield section

@@ -10,6 +10,7 @@ from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...tracer.progress import Progress, no_progress
 from ..batching import check_tokens
+from ..meter import Meter
 from ..recorded import RecordedRun
 from ..steps import parse_steps
 from .arm import GradientArm, corrected, parse_gradient_arm
@@ -23,6 +24,8 @@ from .update import Update
 from .updates import GRAD_NORMS, LEARNING_RATES, hyperparameters, logged, loss_steps, updates
 
 LEAST_MICRO_BATCHES = 4
+_UNITS = 1000
+"""Of progress, a step."""
 
 
 def gradient(
@@ -74,16 +77,18 @@ def gradient(
     notes: list[str] = []
     taken = _Taken(run, arms, asked)
     try:
-        with progress("taking gradients", len(chosen) * len(arms)) as advance:
+        with progress("taking gradients", len(chosen) * _UNITS) as advance:
             for step in chosen:
+                meter = Meter(advance, _UNITS)
                 try:
-                    for result in taken.step(step):
+                    for result, share in taken.step(step):
                         found.append(result)
-                        advance(1)
+                        meter.add(share)
                 except (WeightsMissing, CannotReplay) as error:
                     if len(chosen) == 1:
                         raise
                     notes.append(f"step {step}: {error}")
+                meter.finish()
     finally:
         taken.close()
     if not found:
@@ -116,11 +121,13 @@ class _Taken:
         self._held = HeldModel(run.weights)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
-    def step(self, step: int) -> Iterator[GradientStep]:
-        """The results of a step's updates, arm by arm. Raises CannotReplay, WeightsMissing."""
-        for update in updates(self.run, step, self._passes, self.asked.norms):
+    def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
+        """The results of a step's updates, arm by arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
+        found = list(updates(self.run, step, self._passes, self.asked.norms))
+        for update in found:
             check_tokens([entry.row for entry in update.rows], self.run.model["config"])
-            yield from self._update(update)
+            for result in self._update(update):
+                yield result, 1 / (len(found) * len(self.arms))
 
     def close(self) -> None:
         """Let go of the model."""

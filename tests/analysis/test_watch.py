@@ -203,9 +203,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
         assert next(views).last_step == 1
     *_, last = views
     assert last.is_over
-    assert drawn(last).endswith(
-        f"The recording has ended: finished. Next:\ntim-trace diagnose {tmp_path}/run"
-    )
+    assert drawn(last).endswith(f"The recording has ended: finished. Next:\ntim-trace diagnose {tmp_path}/run")
 
 
 def test_a_trace_that_takes_another_s_place_is_watched_from_its_beginning(tmp_path):
@@ -517,7 +515,7 @@ def test_the_steps_to_show_are_named_as_everywhere(collapsing):
 
 def test_a_screen_keeps_the_last_steps_and_says_what_is_missing(seen):
     text = drawn(seen, 80, 24, goes_on=True)
-    assert f"... and {len(seen.alarms) - text.count('still') - text.count(' to ') } more" in text or "more" in text
+    assert f"... and {len(seen.alarms) - text.count('still') - text.count(' to ')} more" in text or "more" in text
     steps = [line.split()[0] for line in text.split("LATEST STEPS")[1].split("WHOLE RUN")[0].splitlines()[2:] if line]
     assert len(steps) >= 3
     assert steps[-1] == "20"
