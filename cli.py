@@ -1102,15 +1102,19 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda units: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("done, left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=_stderr()), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(file=_stderr()), transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda units: bar.update(task, advance=units)
 

@@ -83,8 +83,9 @@ def replay(
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
     results: list[ReplayedStep] = []
     held: dict[int, bool] = {}
-    # Sealing what was added takes about as long as a step.
-    total = sum((len(entry.steps) + 1) * entry.work for entry in wanted)
+    # Sealing what an arm added takes about as long as a step in one forward.
+    sealing = min(entry.work for entry in wanted)
+    total = sum(len(entry.steps) * entry.work + sealing for entry in wanted)
     with progress("replaying", total) as advance:
         try:
             for group in _by_key(wanted):
@@ -92,7 +93,7 @@ def replay(
         finally:
             for entry in wanted:
                 entry.target.close()
-                advance(entry.work)
+                advance(sealing)
     return results
 
 

@@ -34,7 +34,7 @@ from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
-PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported", "table"}
+PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
 TWINS = {
@@ -92,7 +92,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
         parameters |= {"deterministic": False, "compile": False}
-    if name == "objective":  # its value holds the run and every step
+    if name in ("objective", "gradient", "triangulate"):  # their values hold every row
         options.pop("by")
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
@@ -192,9 +192,37 @@ assert "torch" not in sys.modules
     assert run(sys.executable, "-c", program).code == 0
 
 
-def test_help_groups_the_verbs_by_question():
-    shown = tim_trace("--help").stdout
-    assert shown.index("get a trace:") < shown.index("  record ") < shown.index("look:") < shown.index("  stats ")
+def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
+    shown = tim_trace("--help", env={"COLUMNS": "80"}).stdout.splitlines()
+    verbs = [line.split()[0] for line in shown if line.startswith("  ") and line.split()[0] in TWINS]
+    assert verbs[:9] == ["record", "import", "diagnose", "report", "watch", "replay", "sql", "stats", "gate"]
+    assert sorted(verbs) == sorted(TWINS)
+    assert shown.index("begin with:") < shown.index("more to look at:") < shown.index("more to replay:")
+    assert len(shown) <= 45
+    assert max(map(len, shown)) <= 80
+
+
+def options_of(name):
+    return {option for parameter in cli.main.commands[name].params for option in parameter.opts}
+
+
+def test_a_thing_has_one_option_name():
+    every = {name: options_of(name) for name in TWINS}
+    assert not any({"--against", "--table"} & options for options in every.values())
+    assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
+    assert {name for name, options in every.items() if "--steps" in options} == {
+        "replay", "triangulate", "gradient", "dynamics", "watch",
+    }  # fmt: skip
+    assert all({"-q", "--quiet"} <= options for options in every.values())
+    assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")
+
+
+def test_options_of_a_framework_stand_in_a_section_of_their_own():
+    shown = tim_trace("stats", "--help").stdout
+    general, verl, *_ = shown.split("with --like ")
+    assert "--rollout-is" in verl
+    assert "--rollout-is" not in general
+    assert shown.count("with --like ") == len(FRAMEWORKS)
 
 
 def test_python_dash_m_is_the_same_program():
@@ -216,6 +244,25 @@ def test_numbers_that_json_lacks_are_told_apart_from_null(trace):
     assert tim_trace("sql", trace, query, "--json").json() == [
         {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": None, "e": [1.5, "NaN"]}
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "columns", "num_rows"),
+    [
+        (["objective", "--by", "step"], "step,", 3),
+        (["objective"], "figure,value,low,high,what it is", None),
+        (["dynamics"], "series,steps,", None),
+        (["gate", "--fail-on", "tim.k3>1"], "condition,metric,value,", 1),
+        (["verify"], "folder,num_files,", None),
+        (["watch"], "step,", 3),
+    ],
+)
+def test_every_table_is_there_as_csv(trace, command, columns, num_rows):
+    done = tim_trace(command[0], trace, *command[1:], "--csv")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(columns)
+    assert len(lines) > 1
+    assert num_rows is None or len(lines) == 1 + num_rows
 
 
 def test_a_query_may_come_on_stdin(trace):
