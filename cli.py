@@ -11,7 +11,7 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -61,8 +61,11 @@ SECTIONS = {
 class _Failure(click.ClickException):
     """An error of ours, as click shows it."""
 
-    def __init__(self, error: TimTraceError):
-        super().__init__(_told(error))
+    def __init__(self, error: TimTraceError, options: Collection[str]):
+        """`options` are those of the command."""
+        told = _told(error)
+        option = "--" + told.partition(":")[0].replace("_", "-")
+        super().__init__(option + told[len(option) - 2 :] if option in options else told)
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
@@ -126,7 +129,8 @@ class Commands(click.Group):
             with _plain_warnings():
                 return super().invoke(ctx)
         except TimTraceError as error:
-            failure = _Failure(error)
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            failure = _Failure(error, [] if command is None else [name for p in command.params for name in p.opts])
             _let_go(error)
         raise failure from None
 

@@ -316,6 +316,56 @@ def test_wrong_use_ends_with_2(arguments, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dynamics", "--steps", "few"], "Error: --steps: got 'few'; write 3, 2:8"),
+        (["stats", "--pair", "train"], "Error: --pair: "),
+        (["gate", "--fail-on", "tim.k3>1", "--confidence", "2"], "Error: --confidence: got 2.0"),
+        (["stats", "--like", "trl", "--by", "step", "--logging-steps", "0"], "Error: --logging-steps: got 0"),
+    ],
+)
+def test_an_error_names_the_option_as_it_is_written(trace, arguments, message):
+    done = tim_trace(arguments[0], trace, *arguments[1:])
+    assert done.code == 2
+    assert done.stderr.startswith(message)
+
+
+CHATTER = """
+import os, sys, warnings
+import click
+from tim_trace import cli
+from tim_trace.schemas.errors import CannotReplay
+
+@cli.main.command("noise")
+def noise():
+    with cli._library_output_held_back():
+        os.write(2, b"from C code\\n")
+        print("a library's banner")
+        warnings.warn("a library's warning", stacklevel=1)
+        cli._tell("ours")
+        if sys.argv[-1] == "own":
+            raise CannotReplay("no such arm")
+        if sys.argv[-1] == "caused":
+            try:
+                raise RuntimeError("deep inside")
+            except RuntimeError as error:
+                raise CannotReplay("the engine refuses") from error
+
+cli.main(["noise"])
+"""
+
+
+@pytest.mark.parametrize(("way", "code", "is_shown"), [("well", 0, False), ("own", 2, False), ("caused", 2, True)])
+def test_what_libraries_print_is_shown_only_where_they_fail(way, code, is_shown):
+    done = run(sys.executable, "-c", CHATTER, way)
+    assert done.code == code
+    assert done.stdout == ""
+    assert "tim-trace: ours" in done.stderr
+    for chatter in ("from C code", "a library's banner", "a library's warning"):
+        assert (chatter in done.stderr) == is_shown
+
+
 def test_stats_say_whose_definition_they_are(trace):
     done = tim_trace(
         "stats", trace, "--like", "verl", "--rollout-rs", "token_k1", "--rollout-rs-threshold", "2", "--json"
