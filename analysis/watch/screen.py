@@ -45,7 +45,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
                 for seen in views:
                     last = WatchedView(seen)
                     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
-                    live.update(WatchedView(seen, goes_on=not seen.is_over), refresh=True)
+                    live.update(WatchedView(seen, is_screen=True), refresh=True)
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGWINCH})
         except KeyboardInterrupt:
             pass

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
-from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -33,24 +32,21 @@ _NOT_FINITE = "NaN/inf"
 class WatchedView:
     """Head, first alarms, changes, latest steps, the whole run in sparklines, and what to do next."""
 
-    def __init__(self, seen: Watched, *, goes_on: bool = False):
-        """`goes_on` says that another view will follow."""
-        self._seen, self._goes_on = seen, goes_on
+    def __init__(self, seen: Watched, *, is_screen: bool = False):
+        """On a screen it is no higher than that, and goes on until the recording is over."""
+        self._seen, self._is_screen = seen, is_screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        page = _Page(self._seen, console, options, self._goes_on)
-        wanted = page.rows
-        if options.height is not None:
-            wanted = page.fitted(options.height)
-        yield from page.drawn(wanted)
+        page = _Page(self._seen, console, options, console.height if self._is_screen else None)
+        yield from page.drawn(page.fitted())
 
 
 class _Page:
     """A view on a terminal of one size and encoding."""
 
-    def __init__(self, seen: Watched, console: Console, options: ConsoleOptions, goes_on: bool):
-        self.seen, self._console, self._options, self._goes_on = seen, console, options, goes_on
-        self._width, self._height = options.max_width, options.height
+    def __init__(self, seen: Watched, console: Console, options: ConsoleOptions, height: int | None):
+        self.seen, self._console, self._options = seen, console, options
+        self._width, self._height = options.max_width, height
         self._is_airy = self._height is None or self._height >= _HIGH
         order = {name: place for place, name in enumerate(COLUMNS)}
         self._series = sorted(
@@ -67,13 +63,14 @@ class _Page:
             "courses": len(self._series),
         }  # fmt: skip
 
-    def fitted(self, height: int) -> dict[str, int]:
-        """Section -> the rows that are shown of it, a line each, so that all has room; the longest sections give first."""
-        whole, rows = self.rows, self.rows
+    def fitted(self) -> dict[str, int]:
+        """Section -> the rows that are shown of it; on a screen a line each, and the longest sections give first."""
+        height, whole, rows = self._height, self.rows, self.rows
+        if height is None:
+            return whole
         # Without rows each section but the latest steps says how many are missing.
         empty = sum(
-            len(self._console.render_lines(part, self._options.update(height=None)))
-            for part in self.drawn(dict.fromkeys(whole, 0))
+            len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
         )
 
         def num_lines() -> int:
@@ -81,7 +78,7 @@ class _Page:
             return empty + sum(rows.values()) - told
 
         while num_lines() > height and (left := [name for name in rows if rows[name]]):
-            rows[max(left, key=lambda name: (rows[name] > _LEAST[name], rows[name] - _LEAST[name]))] -= 1
+            rows[max(left, key=lambda name: (max(rows[name] - _LEAST[name], 0), rows[name]))] -= 1
         return rows
 
     def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
@@ -127,7 +124,7 @@ class _Page:
             facts.append(f"{_number(seen.steps_per_minute)} steps a minute ({seen.rate_from})")
         parts: list[RenderableType] = [Text.assemble((name, _TITLE), "  ", (state, _STATES[seen.state]))]
         if seen.state != WAITING:
-            parts.append(Columns(map(self._text, facts), padding=(0, 3)))
+            parts += map(self._text, _packed(facts, self._width))
         if seen.num_unread_steps:
             unread = f"still reading: {seen.num_unread_steps:,} earlier steps are missing from what is below"
             parts.append(self._text(unread, _NOTE))
@@ -205,7 +202,7 @@ class _Page:
 
     def _next(self) -> RenderableType:
         seen = self.seen
-        if self._goes_on:
+        if self._height is not None and not seen.is_over:
             return Text("Ctrl-C ends this view and not the recording", _DIM, no_wrap=True, overflow="crop")
         verb = "watch" if seen.state == WAITING else "diagnose" if seen.num_steps else "info"
         ended = "The recording has ended: " + seen.state if seen.is_over else "The recording goes on"
@@ -246,6 +243,17 @@ def _table(num_columns: int) -> Table:
         is_last = place == num_columns - 1
         table.add_column(no_wrap=not is_last, justify="left" if place or is_last else "right", overflow="fold")
     return table
+
+
+def _packed(facts: Sequence[str], width: int) -> list[str]:
+    """Facts in as few lines as hold them."""
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        if len(lines[-1]) + 3 + len(fact) <= width:
+            lines[-1] += "   " + fact
+        else:
+            lines.append(fact)
+    return lines
 
 
 def _ending(text: str, width: int) -> str:

@@ -54,10 +54,10 @@ def assert_same(found, expected):
         assert one.not_finite.tolist() == expected[name].not_finite.tolist()
 
 
-def drawn(seen, width=100, height=None, encoding="utf-8", goes_on=False):
+def drawn(seen, width=100, height=None, encoding="utf-8"):
     """What is drawn on paper, or on a screen of `height` lines."""
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=width, height=height)
-    lines = console.render_lines(WatchedView(seen, goes_on=goes_on), console.options.update(height=height), pad=False)
+    lines = console.render_lines(WatchedView(seen, is_screen=height is not None), pad=False)
     return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
 
 
@@ -404,11 +404,11 @@ def seen(collapsing):
 @pytest.mark.parametrize("height", [5, 24, 50])
 def test_a_view_fits_its_terminal(seen, width, height):
     for encoding in ("utf-8", "ascii", "latin-1"):
-        text = drawn(seen, width, height, encoding, goes_on=True)
+        text = drawn(seen, width, height, encoding)
         lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height
         assert max(cell_len(line) for line in lines) <= width
-        assert height < 24 or width < 40 or lines[-1] == "Ctrl-C ends this view and not the recording"[:width]
+        assert height < 24 or lines[-1] == f"tim-trace diagnose {seen.trace}"[:width]
         text.encode(encoding)
 
 
@@ -514,7 +514,7 @@ def test_the_steps_to_show_are_named_as_everywhere(collapsing):
 
 
 def test_a_screen_keeps_the_last_steps_and_says_what_is_missing(seen):
-    text = drawn(seen, 80, 24, goes_on=True)
+    text = drawn(seen, 80, 24)
     assert f"... and {len(seen.alarms) - text.count('still') - text.count(' to ')} more" in text or "more" in text
     steps = [line.split()[0] for line in text.split("LATEST STEPS")[1].split("WHOLE RUN")[0].splitlines()[2:] if line]
     assert len(steps) >= 3
