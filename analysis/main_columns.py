@@ -21,7 +21,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
     "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
-    "series": ("series", "first tenth", "last tenth", "smallest", "largest", "changes at"),
+    "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
 """Table -> column names. A table that is not here keeps the columns that come first."""
 
