@@ -49,7 +49,7 @@ def test_a_long_name_has_several_lines_so_that_the_values_decide_the_width():
     columns = ("rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl", "training/rollout_probs_diff_mean")
     lines = to_text(Rows(columns, [(1.5, 2.5, 3.5)] * 6), 60).splitlines()
     assert [line.split() for line in lines[:3]] == [
-        ["rollout_", "rollout_", "training/"], ["corr/", "corr/", "rollout_"], ["training_", "rollout_", "probs_diff_"],
+        ["rollout_", "rollout_", "training/"], ["corr/", "corr/", "rollout_"], ["training_", "rollout_log_", "probs_diff_"],
     ]  # fmt: skip
     assert lines[-1].split() == ["1.5", "2.5", "3.5"]
 
