@@ -130,8 +130,12 @@ def triangulate(
     database = Database([run.store.url])
     held = _identity_held(database, chosen) if replayed is None else replayed
     names = [REPLAY_PREFIX + single.name for single in arms]
-    tokens = _tokens(database, names[0], chosen)
-    return _measure(run, names, chosen, tokens, held, [_tokens(database, name, chosen) for name in names[1:]])
+    columns = []
+    with progress("measuring errors", len(names) + 1) as advance:
+        for name in names:
+            columns.append(_tokens(database, name, chosen))
+            advance(1)
+        return _measure(run, names, chosen, columns[0], held, columns[1:])
 
 
 def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool | None:
