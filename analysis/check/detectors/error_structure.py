@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...statistics.correlations import pearson
 from ..pair_data import PairData, once
 from ..thresholds import (
     MIN_CLEAR_PERSISTENCE,
@@ -43,8 +44,8 @@ def error_structure(data: PairData) -> ErrorStructure:
     lags = []
     for lag in PERSISTENCE_LAGS:
         same = (data.seq[lag:] == data.seq[:-lag]) & known[lag:] & known[:-lag]
-        lags.append(_correlation(level[lag:][same], level[:-lag][same]))
-    return ErrorStructure(float(np.mean(lags)), variance_between(level[known], data.seq[known])[1])
+        lags.append(pearson(level[lag:][same], level[:-lag][same]))
+    return ErrorStructure(float(np.mean(np.nan_to_num(lags))), variance_between(level[known], data.seq[known])[1])
 
 
 @once
@@ -82,11 +83,3 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
     ratio = (explained / (groups - 1)) / max((total - explained) / (num - groups), 1e-30)
     adjusted = 1 - ((total - explained) / (num - groups)) / (total / (num - 1))
     return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    if len(x) < 2:
-        return 0.0
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / scale if scale > 0 else 0.0
