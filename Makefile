@@ -10,9 +10,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# Of two cores, two. One worker runs all engines, whose memory bounds how many more are of use.
+# As many as there are cores, up to four: each may have an engine in memory. A worker gets a file at a time.
 WORKERS ?= logical
-PYTEST = "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST = "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Threads that spin while they wait for others: the model of the demo is so small that with another process at work beside
 # it, it took eight times as long.
 DEMO_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE

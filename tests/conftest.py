@@ -14,7 +14,7 @@ import shared
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines of two workers share a core
 }.items():
     os.environ.setdefault(name, value)
 
@@ -26,18 +26,11 @@ if (
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Give each test the group whose tests one worker runs, and put the groups that take longest first.
-
-    Engines are one group: two at once want more memory than a small machine has. The other groups are the files, so
-    that a module's fixtures are made once.
-    """
-    groups = {item: "vllm" if item.get_closest_marker("vllm") else item.path.stem for item in items}
-    sizes = Counter(groups.values())
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (groups[item] != "vllm", not item.get_closest_marker("engine"), -sizes[groups[item]]))
+    """Put files first that take long, so that workers, which get a file at a time, end together."""
+    sizes = Counter(item.path for item in items)
+    starts_programs = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: (item.path not in starts_programs, -sizes[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,8 +34,8 @@ class Runner:
     `modules` are imported before the fork, and so is what the commands of `warm` import, each run once.
     """
 
-    def __init__(self, folder, warm=(), modules=()):
-        self.folder = Path(folder)
+    def __init__(self, folder, warm=(), modules=(), address_space=ADDRESS_SPACE):
+        self.folder, self.address_space = Path(folder), address_space
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "stdin").touch()
         environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "160", "TERM": "dumb"}
@@ -48,15 +48,16 @@ class Runner:
             text=True,
             env=environment,
         )
-        modules = set(modules)
+        found = set()
         for arguments, cwd in warm:
             self.ask(arguments=list(arguments), cwd=str(cwd), modules=str(self.folder / "modules"), limit_s=120)
             with contextlib.suppress(FileNotFoundError):
-                modules |= set((self.folder / "modules").read_text().split())
-        self.ask(load=sorted(name for name in modules if name.split(".")[0] in LOADED))
+                found |= set((self.folder / "modules").read_text().split())
+        self.ask(load=[*modules, *sorted(name for name in found if name.split(".")[0] in LOADED)])
 
     def ask(self, **question):
         question |= {name: str(self.folder / name) for name in ("stdin", "stdout", "stderr")}
+        question["address_space"] = self.address_space
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -106,7 +107,7 @@ def be_child(question):
         os.environ.clear()
         os.environ.update(question["env"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_AS, (question["address_space"], question["address_space"]))
     from tim_trace.cli import main
 
     try:

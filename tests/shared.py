@@ -4,9 +4,9 @@ import fcntl
 import hashlib
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir
 
 FOLDER = None
 """The session's folder; tests/conftest.py sets it."""
@@ -27,13 +27,16 @@ def locked(path):
         yield
 
 
+def one_at_a_time():
+    """Wait until no other worker has an engine, where there is a GPU: an engine takes most of its memory."""
+    return locked(Path(gettempdir()) / "tim-trace-tests.lock") if shutil.which("nvidia-smi") else nullcontext()
+
+
 def made_once(key, make):
     """The folder that `make(folder)` filled. The first worker to ask makes it, the others wait for it.
 
     A `make` that raises leaves nothing, so that the next one to ask tries again.
     """
-    if FOLDER is None:
-        set_folder(Path(mkdtemp(prefix="tim-trace-tests-")))
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     folder, done = FOLDER / name, FOLDER / f"{name}.done"
     with locked(FOLDER / f"{name}.lock"):

@@ -170,7 +170,6 @@ def filled(folder):
 
 
 @pytest.mark.engine
-@pytest.mark.vllm
 @pytest.mark.parametrize(("name", "line"), list(examples()))
 def test_the_example_of_every_help_works(request, name, line):
     workplace = request.getfixturevalue("demo" if name in ON_THE_DEMO else "workplace")

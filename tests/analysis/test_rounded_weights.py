@@ -47,7 +47,6 @@ def test_what_cannot_be_rounded_to_is_refused(trace):
 
 
 @pytest.mark.engine
-@pytest.mark.vllm
 def test_the_engine_s_weights_are_told_apart_from_the_trainer_s(tmp_path):
     run = train("--trainer", "rloo", "--vllm", "--bf16-engine", config={"beta": 0.05}, capture="logprobs")
     shutil.copytree(run.trace, tmp_path / "run")

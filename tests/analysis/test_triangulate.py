@@ -137,7 +137,6 @@ def test_wrong_use_is_explained(tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.vllm
 def test_a_bfloat16_engine_is_found_beside_a_float32_trainer(tmp_path):
     run = train_with_trl("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
     shutil.copytree(run.trace, tmp_path / "run")

@@ -66,7 +66,6 @@ def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config
 
 
 @pytest.mark.engine
-@pytest.mark.vllm
 def test_the_norm_under_a_correction_of_vllm_s_logprobs_comes_back():
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
     found = gradient(run.trace, against=["correction=none", "logprobs=rollout", "correction=exact"])

@@ -59,7 +59,7 @@ def rows(trace, query):
         pytest.param(("--steps", "4"), OFF_POLICY, id="off-policy"),
         pytest.param((), ACCUMULATION, id="accumulation", marks=pytest.mark.slow),
         pytest.param((), MIXED, id="mixed-precision"),
-        pytest.param(RLOO_VLLM, {"beta": 0.05}, id="rloo-vllm", marks=pytest.mark.vllm),
+        pytest.param(RLOO_VLLM, {"beta": 0.05}, id="rloo-vllm"),
         pytest.param(("--ranks", "2"), {"steps_per_generation": 1}, id="two-ranks"),
     ],
 )
@@ -569,7 +569,6 @@ def gaps(trace, *names):
     return {name: rows(trace, f"SELECT mean_abs_d FROM pair_runs('{name}', 'rollout')")[0][0] for name in names}
 
 
-@pytest.mark.vllm
 def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
     run = train(*RLOO_VLLM, config={"beta": 0.05}, capture="logprobs")
     arms = ["--engine", "vllm", "--arm", "engine=vllm,mode=decode", "--arm", "engine=vllm,dtype=fp32"]
@@ -588,7 +587,6 @@ def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
@@ -611,7 +609,6 @@ def test_what_an_engine_does_not_take_is_refused(trace, changes, error, message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what vLLM on a CPU takes instead")
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_an_attention_backend_that_vllm_does_not_take_is_refused(trace):
     done = tim_trace("replay", trace, "--steps", "1", "--engine", "vllm", "--attention-backend", "FLASH_ATTN")

@@ -207,7 +207,6 @@ def test_a_mixture_s_weights_are_kept_and_exported(trace, tmp_path):
     assert load_file(tmp_path / "exported" / "model.safetensors")
 
 
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_computes_with_each_version_s_experts(trace):
     done = tim_trace("replay", trace, "--engine", "vllm", "--dtype", "fp32", "--steps", "2:3", "--json")

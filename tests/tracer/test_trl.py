@@ -58,7 +58,6 @@ def test_recording_says_where_it_writes_and_what_comes_next(on_policy):
     assert f"next: tim-trace info {on_policy.trace}" in on_policy.done.stderr
 
 
-@pytest.mark.vllm
 def test_nothing_is_missing_from_a_finished_run(on_policy, off_policy, vllm, rloo):
     for run in (on_policy, off_policy, vllm, rloo):
         found = info(str(run.trace))
@@ -75,7 +74,6 @@ def test_training_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
 
 
 @pytest.mark.parametrize("capture", ["topk:3", "logits"])
-@pytest.mark.vllm
 def test_training_with_vllm_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
     config = {"temperature": 0.8}
     bare = train("--vllm", "--bf16-engine", config=config)
@@ -87,7 +85,6 @@ def timing(name):
     return name.endswith(("_time", "_runtime", "_per_second"))
 
 
-@pytest.mark.vllm
 def test_sequences_hold_what_the_trainer_logged(on_policy, off_policy, vllm, rloo):
     for run in (on_policy, off_policy, vllm, rloo):
         query = """
@@ -104,7 +101,6 @@ def test_sequences_hold_what_the_trainer_logged(on_policy, off_policy, vllm, rlo
             assert count == 4 * groups
 
 
-@pytest.mark.vllm
 def test_a_response_stopped_where_it_ends_with_the_end_token(on_policy, vllm):
     for run in (on_policy, vllm):
         query = "SELECT finish_reason, response_ids[-1] = 1, count(*) FROM sequences GROUP BY ALL"
@@ -225,7 +221,6 @@ def test_entropies_are_those_that_the_trainer_logged(off_policy):
         np.testing.assert_allclose(entropy, logged(off_policy, "entropy")[step], **FLOAT32)
 
 
-@pytest.mark.vllm
 def test_batch_composition_tells_which_rows_were_forwarded_together_and_how_they_were_padded(off_policy, vllm):
     for run in (off_policy, vllm):
         query = """
@@ -246,7 +241,6 @@ def test_batch_composition_tells_which_rows_were_forwarded_together_and_how_they
             assert right >= 0
 
 
-@pytest.mark.vllm
 def test_the_mismatch_is_the_one_that_trl_logged(vllm):
     found = {row["step"]: row for row in stats(vllm.trace, by="step").dicts()}
     means, largest = (logged(vllm, f"sampling/sampling_logp_difference/{name}") for name in ("mean", "max"))
@@ -258,7 +252,6 @@ def test_the_mismatch_is_the_one_that_trl_logged(vllm):
     assert all(1e-5 < row["mean_abs_d"] < 1e-2 for row in found.values())
 
 
-@pytest.mark.vllm
 def test_stats_like_trl_are_what_trl_logged(vllm):
     kinds = ("sampling_logp_difference/mean", "sampling_logp_difference/max")
     kinds += tuple(f"importance_sampling_ratio/{kind}" for kind in ("min", "mean", "max"))
@@ -305,7 +298,6 @@ def test_means_over_logged_steps_are_what_trl_logged():
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
 
 
-@pytest.mark.vllm
 @pytest.mark.slow
 def test_means_over_logged_steps_of_vllm_s_rollouts_are_what_trl_logged():
     options = {
@@ -330,13 +322,11 @@ def test_rloo_s_clips_are_what_it_logged():
     assert same_as_logged(run, trainer="rloo", epsilon=0.01, logging_steps=3)
 
 
-@pytest.mark.vllm
 def test_sampling_settings_are_recorded_with_each_sequence(vllm):
     query = "SELECT DISTINCT temperature, top_p, top_k, min_p, repetition_penalty, max_tokens FROM sequences"
     assert rows(vllm, query) == [(0.8, 1.0, 0, 0.0, 1.0, 6)]
 
 
-@pytest.mark.vllm
 def test_the_contracts_say_what_decides_the_numbers(vllm):
     found = {name: json.loads(text) for name, text in rows(vllm, 'SELECT "pass", contract_json FROM passes')}
     assert set(found) == {"rollout", "train", "current"}
@@ -359,7 +349,6 @@ def test_the_contracts_say_what_decides_the_numbers(vllm):
     assert not train_contract["grad_enabled"]
 
 
-@pytest.mark.vllm
 def test_captured_distributions_hold_the_taken_token_s_logprob(vllm):
     store, checked = Store(vllm.trace), 0
     query = """
@@ -384,7 +373,6 @@ def test_captured_distributions_hold_the_taken_token_s_logprob(vllm):
     assert checked > 20
 
 
-@pytest.mark.vllm
 def test_the_capture_fraction_decides_the_same_rows_for_both_sides(vllm):
     query = "SELECT step, seq_id, count(dense) FROM scores WHERE \"pass\" IN ('rollout', 'train') GROUP BY ALL"
     counts = [count for *_, count in rows(vllm, query)]
@@ -392,7 +380,6 @@ def test_the_capture_fraction_decides_the_same_rows_for_both_sides(vllm):
     assert info(str(vllm.trace)).num_captured == 2 * counts.count(2)
 
 
-@pytest.mark.vllm
 def test_full_logits_give_the_recorded_logprobs_of_both_sides():
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="logits", fraction="0.5")
     store, seen = Store(run.trace), set()
@@ -411,7 +398,6 @@ def test_full_logits_give_the_recorded_logprobs_of_both_sides():
     assert seen == {("train", "logits"), ("rollout", "logprobs")}
 
 
-@pytest.mark.vllm
 def test_rloo_s_rollout_logprobs_are_recorded_though_the_trainer_throws_them_away(rloo):
     (row,) = stats(rloo.trace).dicts()
     assert row["num_sequences"] == 24
@@ -421,7 +407,6 @@ def test_rloo_s_rollout_logprobs_are_recorded_though_the_trainer_throws_them_awa
     )
 
 
-@pytest.mark.vllm
 def test_rloo_s_kl_is_the_one_that_it_logged(rloo):
     query = "SELECT step, avg(d) FROM pair('train', 'reference') GROUP BY step ORDER BY step"
     for step, kl in rows(rloo, query):

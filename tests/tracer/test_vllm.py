@@ -10,7 +10,7 @@ from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm]
+pytestmark = pytest.mark.engine
 
 OWN_PROCESS = (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"),)
 
