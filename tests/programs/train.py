@@ -135,6 +135,7 @@ def train(arguments):
     tokenizer = tiny.make_tokenizer()
     if arguments.vllm:
         tiny.keep_weights_reloadable()
+        tiny.spare_compiler()
     experts = {"experts_implementation": arguments.experts} if arguments.experts else {}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, **experts)
     prompts = [{"prompt": f"{a}+{b}{'=' * (1 + a % 3)}"} for a in range(10) for b in range(10)]
