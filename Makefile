@@ -1,6 +1,6 @@
 # make demo    record a real GRPO run and look at it
-# make test    install everything, check style and types, run the tests: each behaviour, on several workers
-# make test-all  the same, with the slow tests, which hold these behaviours in more settings; CI runs this
+# make test    install everything, check style and types, run the tests on several workers
+# make test-all  the same and the slow tests, which repeat a behaviour in more settings; CI runs this
 # make lint    style and types alone
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
@@ -13,8 +13,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # As many as there are cores, up to four: each may have an engine in memory. A worker gets a file at a time.
 WORKERS ?= logical
 PYTEST = "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Threads that spin while they wait for others: the model of the demo is so small that with another process at work beside
-# it, it took eight times as long.
+# One thread is enough for the demo's small model. Several spin while they wait for each other: with another process at
+# work, the demo took eight times as long.
 DEMO_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # More words for pip, such as another package index.
 PIP_ARGS ?=

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import shared
 
-# Set before a test imports NumPy or torch, and inherited by every process that a test starts: threads that spin while
-# they wait would take the core of the other worker.
+# Set before a test imports NumPy or torch; every process that a test starts inherits it. OpenMP's threads spin while they
+# wait, and so take the core of the other worker.
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -27,7 +27,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def pytest_collection_modifyitems(items):
-    """Put files first that take long, so that workers, which get a file at a time, end together."""
+    """Put long files first, so that workers, each given a file at a time, end at about the same time."""
     sizes = Counter(item.path for item in items)
     starts_programs = {item.path for item in items if item.get_closest_marker("engine")}
     items.sort(key=lambda item: (item.path not in starts_programs, -sizes[item.path]))
