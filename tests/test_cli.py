@@ -394,7 +394,7 @@ def test_stats_say_whose_definition_they_are(trace):
     assert "do not count" not in done.stderr
     refused = tim_trace("stats", trace, "--like", "trl", "--tis-clip", "2")
     assert refused.code == 2
-    assert "tis_clip: trl has no such option; it belongs to slime" in refused.stderr
+    assert "--tis-clip: trl has no such option; it belongs to slime" in refused.stderr
 
 
 def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):
