@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from builders import ROOT, make_trace, run, tim_trace
+from runs import train
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.check.check import check
@@ -129,17 +130,34 @@ def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 
 
+ON_THE_DEMO = {"record", "replay", "triangulate", "gradient"}
+"""Their examples take a minute and more, as does the recording that they look at; the others look at a short one."""
+
+
 def examples():
     for name, command in cli.main.commands.items():
         lines = command.epilog.splitlines()
         assert lines[:2] == ["\b", "Example:"], f"{name} has no example"
-        yield from (pytest.param(name, line.strip(), id=name) for line in lines[2:])
+        marks = [pytest.mark.slow] if name in ON_THE_DEMO else []
+        yield from (pytest.param(name, line.strip(), id=name, marks=marks) for line in lines[2:])
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder as the examples expect it: a recorded demo, the examples, and a dump to import."""
+    """A folder as the examples expect it: a recorded run, the examples, and a dump to import."""
     folder = tmp_path_factory.mktemp("workplace")
+    trained = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
+    shutil.copytree(trained.trace, folder / "runs" / "demo")
+    return filled(folder)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A folder as `workplace`, in which the example of `record` comes first and makes the run."""
+    return filled(tmp_path_factory.mktemp("demo"))
+
+
+def filled(folder):
     shutil.copytree(ROOT / "examples", folder / "examples")
     row = {"step": 1, "prompt_ids": [1], "response_ids": [2, 3]}
     logprobs = {"rollout_logprobs": [-0.5, -1.0], "train_logprobs": [-0.5, -1.25]}
@@ -153,8 +171,8 @@ def workplace(tmp_path_factory):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("name", "line"), list(examples()))
-def test_the_example_of_every_help_works(workplace, name, line):
-    # `record` comes first and makes the trace that the others look at.
+def test_the_example_of_every_help_works(request, name, line):
+    workplace = request.getfixturevalue("demo" if name in ON_THE_DEMO else "workplace")
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
     done = run(*shlex.split(line), cwd=workplace, env=env)
     assert done.code == 0, done.stderr[-2000:]
@@ -376,7 +394,7 @@ def test_stats_say_whose_definition_they_are(trace):
     assert "do not count" not in done.stderr
     refused = tim_trace("stats", trace, "--like", "trl", "--tis-clip", "2")
     assert refused.code == 2
-    assert "tis_clip: trl has no such option; it belongs to slime" in refused.stderr
+    assert "--tis-clip: trl has no such option; it belongs to slime" in refused.stderr
 
 
 def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):

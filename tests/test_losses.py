@@ -331,7 +331,9 @@ def check(trl, config, step, path, database, loss):
     assert used_by_sql(database, loss) == wanted
 
 
-@pytest.mark.parametrize("scenario", ["whole", "masked", "empty"])
+@pytest.mark.parametrize(
+    "scenario", ["masked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "empty"))]
+)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_of_trl_comes_back(trl, traces, tmp_path, loss_type, level, scenario):

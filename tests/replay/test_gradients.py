@@ -37,21 +37,23 @@ OF_RLOO = {
     "beta": 0.05, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 4,
 }  # fmt: skip
 
+EACH_STEP, IN_PAIRS = [(1, 0), (2, 1), (3, 2)], [(1, 0), (1, 1), (3, 2), (3, 3)]
+"""The step whose sequences an update trains on, and the policy version before it."""
+
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "config", "updates"),
     [
-        ((), None, [(1, 0), (2, 1), (3, 2)]),
-        (("--steps", "4"), OFF_POLICY, [(1, 0), (1, 1), (3, 2), (3, 3)]),
-        ((), OF_GRPO, [(1, 0), (2, 1), (3, 2)]),
-        (("--steps", "4"), OF_CISPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
-        (("--steps", "4"), OF_SAPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
-        (("--steps", "4"), OF_VESPO, [(1, 0), (1, 1), (3, 2), (3, 3)]),
-        (("--trainer", "rloo"), OF_RLOO, [(1, 0), (1, 1), (3, 2)]),
-        ((), {"bf16": True}, [(1, 0), (2, 1), (3, 2)]),
+        pytest.param((), None, EACH_STEP, id="dapo"),
+        pytest.param(("--steps", "4"), OFF_POLICY, IN_PAIRS, id="off-policy-kl"),
+        pytest.param((), OF_GRPO, EACH_STEP, id="grpo-accumulation", marks=pytest.mark.slow),
+        pytest.param(("--steps", "4"), OF_CISPO, IN_PAIRS, id="cispo", marks=pytest.mark.slow),
+        pytest.param(("--steps", "4"), OF_SAPO, IN_PAIRS, id="sapo", marks=pytest.mark.slow),
+        pytest.param(("--steps", "4"), OF_VESPO, IN_PAIRS, id="vespo"),
+        pytest.param(("--trainer", "rloo"), OF_RLOO, IN_PAIRS[:3], id="rloo", marks=pytest.mark.slow),
+        pytest.param((), {"bf16": True}, EACH_STEP, id="mixed-precision"),
     ],
-    ids=["dapo", "off-policy-kl", "grpo-accumulation", "cispo", "sapo", "vespo", "rloo", "mixed-precision"],
 )
 def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config, updates):
     run = train(*arguments, capture="logprobs", **({"config": config} if config else {}))
