@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..dynamics.fall import FALL_SD, Fall
 from ..dynamics.noise import robust_sd
 from ..dynamics.series import Series
+from ..statement import Measured
 from . import thresholds as t
-from .fall import Fall
 from .rollouts import Rollouts
 
 _BESIDE = 3
@@ -31,6 +32,11 @@ class Drop:
     policy: float
     """By how many standard deviations of their scatter entropy, length and the likelihood of what was sampled differ after
     it, the largest of them."""
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """What evidence says of it."""
+        return {"share": min(self.share, 1.0), "step": self.step}
 
     @property
     def is_of_reward(self) -> bool:
@@ -58,7 +64,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
     place = first + int(np.argmax(losses))
     end = values[-max(len(values) // 10, _BESIDE) :].mean()
     lost = values[max(place - 3 * _BESIDE, 0) : place].mean() - end
-    if lost <= 0 or max(losses) < t.FALL_SD * max(_scatter(values), 1e-12):
+    if lost <= 0 or max(losses) < FALL_SD * max(_scatter(values), 1e-12):
         return None
     return Drop(
         step=int(steps[place]),
@@ -70,11 +76,11 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     """Steps and values of what a policy cannot change without: its entropy, its lengths, how likely its own answers are."""
-    found = [series[name] for name in ("entropy", "length") if name in series]
+    of_policy = [series[name] for name in ("entropy", "length") if name in series]
     known = np.isfinite(rollouts.likelihood)
     steps, place = np.unique(rollouts.step[known], return_inverse=True)
     mean = np.bincount(place, rollouts.likelihood[known]) / np.maximum(np.bincount(place), 1)
-    return [*((one.steps[one.known], one.values[one.known]) for one in found), (steps, mean)]
+    return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), (steps, mean)]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:

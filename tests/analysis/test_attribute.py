@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.fall import Outcome, find_fall, is_evaluation
-from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeats
+from tim_trace.analysis.dynamics.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeated_responses
 from tim_trace.analysis.attribution.staleness import read_stale_weights
 from tim_trace.analysis.attribution.text import attribution_text
 from tim_trace.tracer.recorder import Recorder
@@ -278,9 +278,9 @@ def test_repeats_find_rewards_that_lie_some_rows_off():
     chance = np.random.default_rng(3)
     whole, step = chance.integers(0, 20, 800), np.repeat(np.arange(25), 32)
     reward = (whole % 7).astype(float)
-    sound = repeats(rollouts(whole=whole, step=step, reward=reward))
+    sound = repeated_responses(rollouts(whole=whole, step=step, reward=reward))
     moved = np.concatenate([np.roll(part, 5) for part in reward.reshape(25, 32)])
-    found = repeats(rollouts(whole=whole, step=step, reward=moved))
+    found = repeated_responses(rollouts(whole=whole, step=step, reward=moved))
     assert (sound.unequal, sound.shift) == (0.0, 0)
     assert found.unequal > 0.5
     assert (found.shift, found.unequal_shifted) == (5, 0.0)
@@ -318,13 +318,13 @@ def openings(sampled_at):
 
 def test_weights_that_are_behind_say_what_the_trainer_said_before():
     found = read_stale_weights(openings(lambda step: np.sin((step - 9) / 20)), 0.1)
-    assert (found.steps, found.is_heard, found.is_missed) == (9, True, False)
+    assert (found.steps, found.explains, found.is_excluded) == (9, True, False)
     assert found.left < 0.2
 
 
 def test_weights_that_are_stuck_say_what_the_trainer_never_said():
     found = read_stale_weights(openings(lambda step: 0.3 * np.sin(step / 20) - 0.8), 0.1)
-    assert (found.is_heard, found.is_missed) == (False, True)
+    assert (found.explains, found.is_excluded) == (False, True)
 
 
 def test_openings_that_have_no_part_of_the_gap_say_nothing_of_it():
