@@ -49,7 +49,7 @@ class Differences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LossTerms:
     """[K] arrays."""
 
     ratio_true: Array
@@ -146,28 +146,28 @@ class Terms:
         }
 
 
-def terms_of(loss: Loss, tokens: Differences) -> Terms:
+def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
     """The terms of some sequences under a loss."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
 
 
-def _of_tokens(loss: Loss, tokens: Differences) -> Terms:
+def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
     true, used = _ratios(loss, tokens.d_T + tokens.drift_T, tokens.drift_T)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weight = correction_weight(loss, tokens.d_T)
     elif loss.correction != "none":
         weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
-    return Terms(
+    return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=used, gap=tokens.d_T, weight=weight,
         advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
         known_N=tokens.known_N, known=tokens.known_T, starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
     )  # fmt: skip
 
 
-def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
+def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
     """One term a sequence; a correction by token has its mean weight."""
     divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
     sum_d_N = tokens.total(tokens.d_T)
@@ -183,7 +183,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
     return _one_each(tokens, true, used, used, gap_N, weight)
 
 
-def _of_products(loss: Loss, tokens: Differences) -> Terms:
+def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
     """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
 
     def total(log_ratio_T: Array) -> Array:
@@ -205,10 +205,10 @@ def _of_products(loss: Loss, tokens: Differences) -> Terms:
 
 def _one_each(
     tokens: Differences, true: Array, used: Array, applied: Array, gap_N: Array, weight: Array | float
-) -> Terms:
+) -> LossTerms:
     """Terms of whole sequences."""
     has_N = tokens.known_N > 0
-    return Terms(
+    return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, gap=gap_N, weight=weight, advantage=tokens.advantage_N,
         tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
         starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.dynamics.fall import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeated_responses
 from tim_trace.analysis.attribution.staleness import read_stale_weights
 from tim_trace.analysis.attribution.text import attribution_text
+from tim_trace.analysis.dynamics.fall import Outcome, find_fall, is_evaluation
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, GROUPS, GROUP, TOKENS = 100, 4, 8, 6
