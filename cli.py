@@ -771,7 +771,7 @@ def weights(
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None:
-    """Say whether a run collapsed or declines slowly, where that begins, what moved first, and what caused it.
+    """Say whether a run collapsed or declines, where that begins, what moved first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
