@@ -1,4 +1,4 @@
-"""A run beside its control: what they differ in, and what that says of the suspects."""
+"""A run beside its control: what they differ in, and the evidence in that."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Drop:
     step: int
     """The first step after it."""
     share: float
-    """Of what the reward lost in all, what it lost there."""
+    """Share of the reward's whole loss that it lost at this step."""
     is_early: bool
     """Whether too few steps came before for the policy to be known."""
     policy: float
@@ -35,12 +35,12 @@ class Drop:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """What evidence says of it."""
+        """The numbers of its evidence."""
         return {"share": min(self.share, 1.0), "step": self.step}
 
     @property
     def is_of_reward(self) -> bool:
-        """Whether the policy answers as it did before, so that the same answers earn less."""
+        """Whether the policy stayed what it was, so that the same responses earn less."""
         return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
 
     @property
@@ -50,7 +50,7 @@ class Drop:
 
 
 def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | None) -> Drop | None:
-    """The drop of the recorded reward where a fall begins; None without a reward, or where it loses nothing there."""
+    """The drop of the recorded reward where a fall begins; None without a reward, or where it does not drop."""
     reward = series.get("reward")
     if fall is None or reward is None:
         return None
@@ -75,7 +75,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of what a policy cannot change without: its entropy, its lengths, how likely its own answers are."""
+    """Steps and values of what changes with every policy: entropy, length, likelihood of its own responses."""
     of_policy = [series[name] for name in ("entropy", "length") if name in series]
     known = np.isfinite(rollouts.likelihood)
     steps, place = np.unique(rollouts.step[known], return_inverse=True)

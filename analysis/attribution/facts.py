@@ -40,7 +40,7 @@ class Facts:
     """That of the outcomes, or the one that is seen beside a control only."""
     mismatch: RunMismatch | None
     checked: Checked | None
-    """What `check` says of train:rollout; None where nothing compares."""
+    """The result of `check` for train:rollout; None where no token is comparable."""
     database: Database
     """Where sequences and changes are read from, once a fall asks for them."""
     pair: Pair
@@ -111,8 +111,7 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """Whether the reward drops from one step to the next, with the policy or without it; an engine that is far from the
-        trainer may do so by itself."""
+        """The drop of the reward within a step or two; None where the mismatch is large, which alone may cause one."""
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 
@@ -123,7 +122,7 @@ class Facts:
         return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     def beside(self, control: Facts) -> Facts:
-        """The same with the fall that is seen beside a control only, if there is one."""
+        """The same with the fall that only a comparison with the control shows, if there is one."""
         pairs = [
             (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
             if of_run.name == of_control.name
@@ -133,7 +132,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def around_fall(self) -> Rollouts:
-        """Those of a tenth of the run from there on, while the policy still knows something."""
+        """The sequences of a tenth of the run from the fall on, before the policy has unlearned."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))

@@ -48,7 +48,7 @@ _ALONE = 0.5
 _BY_CHANCE = 1.32
 """Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
 _FEWEST = 30
-"""Comparisons without which nothing is said."""
+"""Comparisons below which there is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

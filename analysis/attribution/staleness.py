@@ -16,7 +16,7 @@ from .rollouts import Rollouts
 _FARTHEST = 64
 """Steps that are looked back."""
 _AROUND = 1
-"""Distances beside each whose openings are taken together with its own."""
+"""Neighbouring distances whose openings are pooled with those of each distance."""
 _FEWEST = 30
 """Openings that have to come again at a distance for it to be judged."""
 
@@ -36,7 +36,7 @@ class StaleWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """What evidence says of it."""
+        """The numbers of its evidence."""
         return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
 
     @property
@@ -72,7 +72,7 @@ def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | 
 def _best(sums: np.ndarray) -> StaleWeights | None:
     """The distance at which least of the mismatch is left, from [_FARTHEST, 3] sums: mismatch, what is left, openings."""
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # A distance of its own, so that neighbours alone do not carry one.
+    # A distance needs openings itself, not only at its neighbours.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
     if not len(judged):
         return None

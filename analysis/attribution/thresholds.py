@@ -1,7 +1,7 @@
 """The thresholds of an attribution and the points of its evidence, with their reasons; those of a fall are in dynamics.fall.
 
 Points are natural logarithms of odds: evidence that is e times as probable under a suspect as without it counts 1. They
-were set on the tuning split of benchmarks/collapse, and held against its held-out split.
+were set on the tuning split of benchmarks/collapse, and tested on its held-out split.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HIDDEN = 0.3
 """Share of an evaluation's fall that the recorded reward must show, too."""
 
 LENGTH_MOVES = 1.3
-"""Least factor of a change of length that says something alone."""
+"""Least factor of a change of length that counts by itself."""
 LENGTH_MOVES_PAID = 1.05
 """The least one where longer responses earn more."""
 LENGTH_PAYS = 0.5
@@ -86,7 +86,7 @@ LENGTH_PAYS = 0.5
 ENTROPY_LOST = 0.25
 """Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
 ENTROPY_SHRUNK = 0.6
-"""Share of the entropy before the fall below which a policy grew surer while it did worse: who unlearns grows unsure."""
+"""Share of the entropy before the fall below which a policy became more certain while it did worse: one that unlearns becomes uncertain."""
 ENTROPY_GAINED = 2.0
 """Factor above which it has exploded."""
 

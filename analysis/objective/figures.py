@@ -30,7 +30,7 @@ class FigureFormula:
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """Of what the trace answers: see sides."""
     of_correction: bool = False
-    """Whether it says something only where the loss has a correction."""
+    """Whether it has a meaning only where the loss has a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """What it cannot leave, nor its interval."""
     in_tails: float | None = None
@@ -82,10 +82,10 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 def _correlation(t: Totals) -> Array:
     n = t["terms_known"]
     spread_weighed = n * t["off_weighed2"] - t["off_weighed"] ** 2
-    spread_gap = n * t["off_gap2"] - t["off_gap"] ** 2
-    known = (spread_weighed > 0) & (spread_gap > 0)
-    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_gap, 1.0))
-    covariance = n * t["off_weighed_gap"] - t["off_weighed"] * t["off_gap"]
+    spread_term_d = n * t["off_term_d2"] - t["off_term_d"] ** 2
+    known = (spread_weighed > 0) & (spread_term_d > 0)
+    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_term_d, 1.0))
+    covariance = n * t["off_weighed_term_d"] - t["off_weighed"] * t["off_term_d"]
     return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
 
 
@@ -109,9 +109,9 @@ def _to_clipped(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""What a figure needs that says something only of a loss that clips."""
+"""Needed by figures of losses that clip."""
 LINEAR = "linear"
-"""What one needs that says something only where f is rho A but for a clip."""
+"""Needed by figures of losses whose f is rho A but for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
@@ -123,7 +123,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are compared with", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
@@ -142,9 +142,9 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED, bounds=_SHARE),
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
-    "cov_weighed_d": FigureFormula(_covariance("off_weighed_gap", "off_weighed", "off_gap", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
+    "cov_weighed_d": FigureFormula(_covariance("off_weighed_term_d", "off_weighed", "off_term_d", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
     "corr_weighed_d": FigureFormula(_correlation, "the same as a correlation", bounds=_SIGNED),
-    "first_order": FigureFormula(lambda t: -t["sum_weighed_gap"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
+    "first_order": FigureFormula(lambda t: -t["sum_weighed_term_d"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
     "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
@@ -182,7 +182,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
-    columns |= _around(columns, "weighed", "gap", columns["terms_known"], place_N)
+    columns |= _around(columns, "weighed", "term_d", columns["terms_known"], place_N)
     sum_d_N = columns["sum_d"]
     for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied"):
         for side in SIDES:
@@ -206,7 +206,7 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Name -> the figure for each element of the totals; NaN where there is nothing to divide by."""
+    """Name -> the figure for each element of the totals; NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

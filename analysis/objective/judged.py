@@ -17,12 +17,12 @@ class Estimate:
 
     name: str
     value: float | None
-    """None where there is nothing to divide by."""
+    """None if the divisor is 0."""
     low: float | None
-    """Ends of the interval over groups; None where there is none."""
+    """Ends of the interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
-    """Why there is none, in words; None where there is one."""
+    """Why there is no interval; None where there is one."""
     meaning: str
 
 

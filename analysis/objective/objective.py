@@ -1,4 +1,4 @@
-"""Whether the mismatch bent what a run was optimising, and by how much."""
+"""What the mismatch does to the objective that a run was optimising."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def objective(
     it multiplies rho_used).
     Exponents are clamped to +-20 nats. A sequence's ratio goes with the mean advantage of its tokens.
 
-    The loss is read from what the trace records; every option that is given takes the place of what it says. Sums are weighed
+    The loss is read from what the trace records; every given option replaces the recorded value. Sums are weighed
     as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
     divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
     few terms carry sum |b| counts terms alike. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
     left out.
 
-    What cannot be answered (no advantages, no pass `current`, one side only, a loss that is not known) is said in `cannot`
-    and `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    What cannot be answered (no advantages, no pass `current`, one side only, an unknown loss) is listed in `cannot` and
+    `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
