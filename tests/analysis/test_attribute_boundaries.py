@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from string import Formatter
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution import control, staleness, thresholds
+from tim_trace.analysis.attribution import facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.drop import Drop
 from tim_trace.analysis.attribution.evidence import Evidence
@@ -31,6 +33,7 @@ from tim_trace.analysis.attribution.text import (
     attribution_text,
 )
 from tim_trace.analysis.dynamics import fall as fall_module
+from tim_trace.analysis.dynamics import timeline
 from tim_trace.analysis.dynamics.changes import ChangePoint
 from tim_trace.analysis.dynamics.fall import Fall, Outcome, _settled_above, find_fall
 from tim_trace.analysis.dynamics.timeline import with_onset
@@ -241,7 +244,8 @@ TABLE = [
     ("DROPS", lambda x: _policy(9.0, x), 0.6, ((False, False), (False, True))),
     ("AT_ONCE", lambda x: run_mismatch(1.0, first=x).begins, 0.35, ("later", "from the start")),
     ("AT_ONCE", lambda x: run_mismatch(1.0, settled=x).begins, 0.35, ("later", "with the first updates")),
-    ("GROWTH", lambda x: run_mismatch(1.0, settled=1.0, late=x).grows, 1.6, (False, True)),
+    ("GROWTH", lambda x: run_mismatch(2.0, settled=1.0, late=x).grows, 1.6, (False, True)),
+    ("AT_ONCE", lambda x: run_mismatch(0.1, first=x, settled=1.0).begins, 0.35, ("with the first updates", "from the start")),
     ("STALE_LEFT", lambda x: StaleWeights(steps=3, left=x, num_pairs=99, farthest=64).explains, 0.2, (True, False)),
 ]  # fmt: skip
 
@@ -471,6 +475,16 @@ def test_two_runs_differ_in_mismatch(run, other, differs):
     assert bool([*control._mismatches(*pair, ())]) == differs
 
 
+def test_a_mismatch_is_compared_where_both_runs_have_one_and_no_lag_explains_it():
+    far, near, none = facts(mismatch=run_mismatch(0.2)), facts(mismatch=run_mismatch(0.0)), facts()
+    assert [*control._mismatches(far, none, ())] == [*control._mismatches(none, near, ())] == []
+    behind = facts(mismatch=run_mismatch(0.2), series={"version_lag": np.ones(100)})
+    assert [*control._mismatches(behind, near, ())] == []
+    for likelier in ("mismatch", "staleness"):
+        (difference,) = control._mismatches(far, near, (suspect("reward", 0.5), suspect(likelier, 0.3)))
+        assert (difference.suspect, dict(difference.values)) == (likelier, {"run": 0.2, "control": 0.0})
+
+
 @pytest.mark.parametrize(("num_unequal", "suspects"), [(2, []), (3, ["reward"])])
 def test_two_runs_differ_in_rewards(num_unequal, suspects):
     run = rows(reward_=np.arange(200) < num_unequal, n=200)
@@ -657,12 +671,38 @@ def test_a_fall_is_larger_than_its_noise(monkeypatch, scale, falls):
     assert (find_fall(outcome(np.where(STEPS < 50, 1.0, 0.5))) is not None) == falls
 
 
-@pytest.mark.parametrize(("width", "kind"), [(8, "collapse"), (40, "slow_decline")])
+@pytest.mark.parametrize(("width", "kind"), [(11, "collapse"), (14, "slow_decline")])
 def test_a_collapse_takes_a_tenth_of_the_run(width, kind):
     fall = find_fall(outcome(noisy(np.interp(STEPS, [45, 45 + width], [1.0, 0.2]), 1e-3)))
     assert fall.kind == kind
     # 0.35 of it is lost at the end of that share of the slope.
     assert fall.fallen == pytest.approx(45 + 0.35 * width, abs=1.01)
+
+
+@pytest.mark.parametrize(
+    ("lost", "fallen", "falls"), [(0.085, 65, False), (0.095, 65, True), (0.0, 49, True), (0.0, 50, False)]
+)
+def test_the_reward_falls_where_the_evaluation_lost_as_much_or_came_too_late(lost, fallen, falls):
+    evaluation = Outcome(
+        name="eval", steps=np.array([1, 50, 99]), values=np.array([1.0, 1.0, 1.0 - lost]), is_evaluation=True
+    )
+    of_reward = replace(FALL, fallen=fallen)
+    assert timeline._agreed(evaluation, None, of_reward) == (of_reward if falls else None)
+
+
+@pytest.mark.parametrize(
+    ("least", "is_evaluation", "floor"), [(-0.1, True, -1.0), (0.0, True, 0.0), (0.0, False, -1.0)]
+)  # fmt: skip
+def test_the_floor_of_an_outcome(least, is_evaluation, floor):
+    values = np.array([least, 1.0, 2.0])
+    assert timeline._outcome("eval", STEPS[:3], values, -1.0, is_evaluation=is_evaluation).floor == floor
+
+
+@pytest.mark.parametrize(("size", "is_read"), [(0.06, True), (0.0601, False)])
+def test_a_drop_is_read_where_the_mismatch_is_not_large(monkeypatch, size, is_read):
+    monkeypatch.setattr(facts_module, "read_drop", lambda *arguments: "drop")
+    given = facts(mismatch=run_mismatch(size))
+    assert Facts.drop.func(given) == ("drop" if is_read else None)
 
 
 def test_a_fall_and_its_change_have_one_onset():
