@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dynamics.fall import FALL_SD, Fall
-from ..dynamics.noise import robust_sd
 from ..dynamics.series import Series
 from ..statement import Measured
+from ..statistics.noise import robust_sd
 from . import thresholds as t
 from .rollouts import Rollouts
 

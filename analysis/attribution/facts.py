@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
-from ..check.checked import Checked
+from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
 from ..dynamics.fall import Fall, Outcome, find_fall
 from ..dynamics.series import Series, read_series
@@ -39,7 +39,7 @@ class Facts:
     fall: Fall | None
     """That of the outcomes, or the one that is seen beside a control only."""
     mismatch: RunMismatch | None
-    checked: Checked | None
+    checked: CheckResult | None
     """The result of `check` for train:rollout; None where no token is comparable."""
     database: Database
     """Where sequences and changes are read from, once a fall asks for them."""
@@ -163,7 +163,7 @@ def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], 
     )
 
 
-def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> Checked | None:
+def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> CheckResult | None:
     try:
         return judge(gather(database, pair, trace=trace), ":".join(pair))
     except NothingToCompare:

@@ -13,24 +13,24 @@ from typing import Any
 import numpy as np
 
 from ...schemas.loss import SAPO, VESPO, Loss
-from ..statistics.estimators import Array, Totals
+from ..statistics.estimators import Array, Totals, pearson_of_totals
+from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
 from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from .sums import SequenceSums
-from .terms import SAFETY_BOUND
 
 
 @dataclass(frozen=True, slots=True)
 class FigureFormula:
-    """How a figure is computed from totals, and its meaning."""
+    """How a figure follows from totals, and what it says."""
 
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """Of what the trace answers: see sides."""
     of_correction: bool = False
-    """Whether it has a meaning only where the loss has a correction."""
+    """Whether it says something only where the loss has a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """What it cannot leave, nor its interval."""
     in_tails: float | None = None
@@ -39,7 +39,7 @@ class FigureFormula:
 
     @property
     def description(self) -> str:
-        """Its meaning, and the coverage of its interval where that is low."""
+        """Its meaning, and what is to know of its interval."""
         if self.in_tails is None:
             return self.meaning
         return f"{self.meaning}; where a few tokens carry it, an interval of 95 % holds in {self.in_tails:.0%}"
@@ -80,13 +80,15 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 
 
 def _correlation(t: Totals) -> Array:
-    n = t["terms_known"]
-    spread_weighed = n * t["off_weighed2"] - t["off_weighed"] ** 2
-    spread_term_d = n * t["off_term_d2"] - t["off_term_d"] ** 2
-    known = (spread_weighed > 0) & (spread_term_d > 0)
-    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_term_d, 1.0))
-    covariance = n * t["off_weighed_term_d"] - t["off_weighed"] * t["off_term_d"]
-    return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
+    """See `totals_of`."""
+    return pearson_of_totals(
+        t["terms_known"],
+        t["off_weighed"],
+        t["off_term_d"],
+        t["off_weighed2"],
+        t["off_term_d2"],
+        t["off_weighed_term_d"],
+    )
 
 
 def _total_variance(t: Totals) -> Array:
@@ -109,9 +111,9 @@ def _to_clipped(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Needed by figures of losses that clip."""
+"""What a figure needs that says something only of a loss that clips."""
 LINEAR = "linear"
-"""Needed by figures of losses whose f is rho A but for a clip."""
+"""What one needs that says something only where f is rho A but for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
@@ -123,7 +125,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are compared with", bounds=_SIZE),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
@@ -206,7 +208,7 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Name -> the figure for each element of the totals; NaN where the divisor is 0."""
+    """Name -> the figure for each element of the totals; NaN where there is nothing to divide by."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LOG_RATIO, Loss
+from ...schemas.loss import TOKEN, VESPO, VESPO_LOG_RATIO, Loss
 from ..statistics.estimators import Array
+from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 from ..statistics.moments import centred, co_moment
-from .terms import SAFETY_BOUND, clamped_exp, contribution, correction_weight, is_clipped
 
 SIDES = ("positive", "negative")
 """Of the sign of an advantage."""
@@ -66,13 +66,13 @@ class LossTerms:
     sign_N: Array | None
     """Sign of the advantage of all terms of a sequence; None where they differ."""
     known_N: Array
-    """Terms of a sequence with an advantage."""
+    """LossTerms of a sequence with an advantage."""
     known: np.ndarray | None
     """bool: whether a term has one; None: all of them."""
     starts_N: np.ndarray
     """The first term of each sequence."""
     lengths_N: np.ndarray
-    """Terms of each sequence."""
+    """LossTerms of each sequence."""
 
     def sums(self, loss: Loss) -> tuple[dict[str, Array], Array]:
         """Name -> [N] sums over the terms of each sequence; and [K] |bias| as the loss applied it."""
@@ -171,9 +171,9 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
     """One term a sequence; a correction by token has its mean weight."""
-    divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
-    sum_d_N = tokens.total(tokens.d_T)
-    term_d_N, drift_N = sum_d_N / divisor_N, tokens.total(tokens.drift_T) / divisor_N
+    term_d_N, drift_N = (
+        log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
+    )
     true, used = _ratios(loss, term_d_N + drift_N, drift_N)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
@@ -181,18 +181,17 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
         weights_T = weights_T if tokens.known_T is None else weights_T * tokens.known_T
         weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
     elif loss.correction != "none":
-        weight = correction_weight(loss, sum_d_N)
+        weight = correction_weight(loss, tokens.total(tokens.d_T))
     return _one_each(tokens, true, used, used, term_d_N, weight)
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
     """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
-
-    def total(log_ratio_T: Array) -> Array:
-        return tokens.total(np.clip(log_ratio_T, -SAFETY_BOUND, SAFETY_BOUND))
-
     term_d_N = tokens.total(tokens.d_T)
-    true_N, drift_N = total(tokens.d_T + tokens.drift_T), total(tokens.drift_T)
+    true_N, drift_N = (
+        log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
+        for log_T in (tokens.d_T + tokens.drift_T, tokens.drift_T)
+    )
     true, used = _ratios(loss, true_N, drift_N)
     applied = used
     if loss.correction != "none":
@@ -200,15 +199,14 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
         log_weight = np.clip(np.log(correction_weight(loss, tokens.d_T if is_token else term_d_N)), *VESPO_LOG_RATIO)
         if is_token:
             log_weight = tokens.total(log_weight if tokens.counts_T is None else log_weight * tokens.counts_T)
-        log_used = {ROLLOUT: true_N, CURRENT: 0.0}.get(loss.denominator, drift_N)
-        applied = clamped_exp(log_used + log_weight)
+        applied = clamped_exp(log_used(loss, true_N, drift_N) + log_weight)
     return _one_each(tokens, true, used, applied, term_d_N, 1.0)
 
 
 def _one_each(
     tokens: Differences, true: Array, used: Array, applied: Array, term_d_N: Array, weight: Array | float
 ) -> LossTerms:
-    """Terms of whole sequences."""
+    """LossTerms of whole sequences."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, term_d=term_d_N, weight=weight, advantage=tokens.advantage_N,
@@ -220,6 +218,5 @@ def _one_each(
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
     """rho* = current / rollout, and the ratio that the loss uses, from their logarithms."""
     true = clamped_exp(log_true)
-    if loss.denominator == ROLLOUT:
-        return true, true
-    return true, np.ones_like(true) if loss.denominator == CURRENT else clamped_exp(drift)
+    used = log_used(loss, log_true, drift)
+    return true, true if used is log_true else clamped_exp(used)

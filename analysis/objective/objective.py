@@ -14,6 +14,7 @@ from ..rows import Rows
 from ..statement import Statement
 from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
+from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database, opened
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
@@ -22,7 +23,6 @@ from .judged import Estimate, Objective
 from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from .shares import TOKEN_MEANS
 from .sums import SequenceSums, read_sums
-from .terms import SAFETY_BOUND
 from .verdict import nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")

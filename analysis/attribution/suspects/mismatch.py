@@ -13,7 +13,7 @@ from ..suspect import Suspect
 from .lag import declared_lag
 from .timing import AFTER, FIRST, order, rises
 
-_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
     "temperature",
@@ -38,7 +38,8 @@ def mismatch(facts: Facts) -> Suspect:
 
 def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by when the mismatch begins and whether it grows."""
-    code = facts.checked.findings[0].code if facts.checked and not facts.checked.is_valid else ""
+    first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
+    code = first.code if first else ""
     run, stale = facts.mismatch, facts.stale_weights
     if run is None or code not in (*_OF_WEIGHTS, "copies"):
         return code
@@ -52,7 +53,7 @@ def kind(facts: Facts) -> str:
     if run.begins == FROM_UPDATES:
         is_stuck = run.grows or (stale is not None and stale.is_excluded)
         return "partial_sync" if is_stuck else "stale_weights"
-    return code
+    return str(first.numbers.get("cause") or code) if first else code
 
 
 def _size(mean_abs_d: float) -> Evidence:
@@ -91,7 +92,9 @@ def _semantics(facts: Facts) -> list[Evidence]:
     finding = facts.checked.findings[0]
     if not finding.fails:
         return [Evidence(code="check_passes", values={"finding": finding.code}, points=-t.WEAK)]
-    if finding.code in ("row_pairing", "stale_weights"):
+    if finding.code == "row_pairing":
+        return []
+    if finding.code == "weights_differ" and "stale_weights" in (kind(facts), finding.numbers.get("cause")):
         return []
     points = t.MEDIUM if finding.code in _OF_SEMANTICS else t.WEAK
     return [Evidence(code="check_fails", values={"finding": finding.code}, points=points)]

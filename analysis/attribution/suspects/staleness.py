@@ -45,7 +45,7 @@ def _measured(facts: Facts, lag: float) -> list[Evidence]:
         code = "mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag"
         return [Evidence(code=code, points=-t.MEDIUM)]
     if run.begins == FROM_UPDATES and of_size >= 0 and not run.grows and lag < 1:
-        codes = [finding.code for finding in facts.checked.findings[:3]] if facts.checked else []
-        code = "mismatch_steady_and_check" if "stale_weights" in codes else "mismatch_steady"
+        causes = [finding.numbers.get("cause") for finding in facts.checked.findings] if facts.checked else []
+        code = "mismatch_steady_and_check" if "stale_weights" in causes else "mismatch_steady"
         return [Evidence(code=code, points=t.STRONG + of_size)]
     return []
