@@ -916,19 +916,18 @@ def weights(
 @_pair
 @_prints(csv=False, wide=False)
 def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
-    """Say whether a run collapsed or rots slowly, where that begins, what moved first, and what caused it.
+    """Say whether a run collapsed or declines, where that begins, what moved first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
     an intervention.
     """
-    from dataclasses import asdict
 
     from .analysis.attribution.attribute import attribute as who
-    from .analysis.attribution.text import attribution_text
+    from .analysis.attribution.text import attribution_json, attribution_text
 
     found = who(trace, control=control, pair=pair, progress=_progress)
-    form.answer(json=lambda: asdict(found) | {"cause": found.cause}, text=lambda width: attribution_text(found))
+    form.answer(json=lambda: attribution_json(found), text=lambda width: attribution_text(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")

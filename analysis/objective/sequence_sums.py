@@ -30,9 +30,9 @@ size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used
 clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
 
 MOMENT_COLUMNS = (
-    "terms_known", "sum_weighed_gap", "mean_weighed", "mean_gap", "spread_weighed", "spread_gap", "spread_weighed_gap",
+    "terms_known", "sum_weighed_term_d", "mean_weighed", "mean_term_d", "spread_weighed", "spread_term_d", "spread_weighed_term_d",
 )  # fmt: skip
-"""Over terms with an advantage: weighed = A rho*, gap = d of the term; spread: sums of squares and products around the means."""
+"""Over terms with an advantage: weighed = A rho*, term_d = d of the term; spread: sums of squares and products around the means."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), *MOMENT_COLUMNS)
 
