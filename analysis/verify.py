@@ -18,7 +18,7 @@ from ..tracer.store import first_line
 from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
-from .rows import Rows
+from .rows import Rows, printable, to_text
 from .trace.database import Database
 from .trace.source import Source, open_source
 
@@ -78,6 +78,14 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         ignored=(*source.snapshot.ignored, *found.ignored),
         unchecked_writers=tuple(source.snapshot.unchecked),
     )
+
+
+def verification_text(found: Verification, width: int | None = None) -> str:
+    """Write what was read, for reading: a row a folder, and what is damaged or is no part of the trace."""
+    lines = [to_text(found.folders, width)]
+    lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
+    lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
+    return "\n".join(lines)
 
 
 class _Verifier:

@@ -4,12 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from atexit import register
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from resource import RLIM_INFINITY
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fuzz_runner import Runner
+from shared import one_at_a_time
 from tim_trace.schemas.contract import contract_hash
 from tim_trace.tracer.recorder import Recorder
 
@@ -32,24 +39,74 @@ class Finished:
         return found["rows"] if set(found) == {"damaged", "rows"} else found
 
 
+def uses_vllm(words):
+    """Whether a command may start an engine of vLLM."""
+    return any("vllm" in word or word.endswith(("generate.py", "grpo_addition.py")) for word in words)
+
+
 def run(*arguments, env=None, cwd=None, stdin=None, timeout=600):
     """Run a command to its end."""
-    done = subprocess.run(
-        [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | (env or {}),
-        cwd=cwd,
-        input=stdin,
-        timeout=timeout,
-        check=False,
-    )
+    words = [str(argument) for argument in arguments]
+    with one_at_a_time() if uses_vllm(words) else nullcontext():
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            env=os.environ | (env or {}),
+            cwd=cwd,
+            input=stdin,
+            timeout=timeout,
+            check=False,
+        )
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
+READING = {
+    "attribute", "check", "corrections", "diagnose", "dynamics", "gate", "import", "info", "objective", "query", "report",
+    "sql", "stats", "verify", "weights",
+}  # fmt: skip
+REPLAYING = {"gradient", "replay", "triangulate"}
+
+
 def tim_trace(*arguments, **options):
-    """Run tim-trace as a user does."""
-    return run(TIM_TRACE, *arguments, **options)
+    """Run tim-trace as a user does, without waiting again for Python and what a verb imports where that is no matter.
+
+    A forked child of a process that has imported it all runs verbs that start no process and no engine of vLLM.
+    """
+    words = [str(argument) for argument in arguments]
+    if not options.keys() - {"cwd", "stdin"} and not uses_vllm(words):
+        if words[0] in READING:
+            return forked(reader(), words, **options)
+        if words[0] in REPLAYING:
+            return forked(replayer(), words, **options)
+    return run(TIM_TRACE, *words, **options)
+
+
+def forked(runner, words, cwd=None, stdin=None):
+    """Run a verb with the environment and the folder that this process has now."""
+    ended = runner.run(words, cwd or Path.cwd(), 600, env=dict(os.environ), stdin=stdin or "")
+    assert ended.code is not None, f"{words}: still running after 600 s"
+    return Finished(ended.code, ended.stdout, ended.stderr)
+
+
+@cache
+def reader():
+    verbs = [f"tim_trace.analysis.{name}" for name in ("diagnosis.diagnose", "report.report", "stats", "verify")]
+    return warm_runner(*verbs, "pyarrow.parquet", "rich.table", "zarr")
+
+
+@cache
+def replayer():
+    verbs = [f"tim_trace.{name}" for name in ("replay.engine", "replay.gradients.engine", "analysis.triangulate")]
+    return warm_runner(*verbs, "transformers.models.qwen3.modeling_qwen3", "trl.trainer.grpo_trainer")
+
+
+def warm_runner(*modules):
+    folder = TemporaryDirectory(prefix="tim-trace-runner-")
+    runner = Runner(folder.name, modules=modules, address_space=RLIM_INFINITY)
+    register(folder.cleanup)
+    register(runner.close)
+    return runner
 
 
 def make_batch(rows=4, seed=0, longest=6):

@@ -1,8 +1,22 @@
+"""What holds for every test: few threads, which worker runs it, and the data of tests."""
+
+import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import shared
+
+# Set before a test imports NumPy or torch; every process that a test starts inherits it. OpenMP's threads spin while they
+# wait, and so take the core of the other worker.
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines of two workers share a core
+}.items():
+    os.environ.setdefault(name, value)
 
 if (
     signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -10,6 +24,19 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_collection_modifyitems(items):
+    """Put long files first, so that workers, each given a file at a time, end at about the same time."""
+    sizes = Counter(item.path for item in items)
+    starts_programs = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: (item.path not in starts_programs, -sizes[item.path]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory):
+    """The folder in which workers share what is made once."""
+    shared.set_folder(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

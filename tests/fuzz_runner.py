@@ -31,12 +31,13 @@ class Ended:
 class Runner:
     """A process that has imported tim-trace and forks for each command.
 
-    `warm` lists commands to run once: what they import is then imported before the fork.
+    `modules` are imported before the fork, and so is what the commands of `warm` import, each run once.
     """
 
-    def __init__(self, folder, warm=()):
-        self.folder = Path(folder)
+    def __init__(self, folder, warm=(), modules=(), address_space=ADDRESS_SPACE):
+        self.folder, self.address_space = Path(folder), address_space
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "stdin").touch()
         environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "160", "TERM": "dumb"}
         for name in ("RANK", "WORLD_SIZE", "PYTHONWARNINGS"):
             environment.pop(name, None)
@@ -47,15 +48,16 @@ class Runner:
             text=True,
             env=environment,
         )
-        modules = set()
+        found = set()
         for arguments, cwd in warm:
             self.ask(arguments=list(arguments), cwd=str(cwd), modules=str(self.folder / "modules"), limit_s=120)
             with contextlib.suppress(FileNotFoundError):
-                modules |= set((self.folder / "modules").read_text().split())
-        self.ask(load=sorted(name for name in modules if name.split(".")[0] in LOADED))
+                found |= set((self.folder / "modules").read_text().split())
+        self.ask(load=[*modules, *sorted(name for name in found if name.split(".")[0] in LOADED)])
 
     def ask(self, **question):
-        question |= {"out": str(self.folder / "stdout"), "err": str(self.folder / "stderr")}
+        question |= {name: str(self.folder / name) for name in ("stdin", "stdout", "stderr")}
+        question["address_space"] = self.address_space
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -63,9 +65,10 @@ class Runner:
             raise RuntimeError("the process that forks is gone")
         return json.loads(answer)
 
-    def run(self, arguments, cwd, limit_s=60, leaves=False):
+    def run(self, arguments, cwd, limit_s=60, leaves=False, env=None, stdin=""):
         """Run a command; with `leaves`, take the interpreter down as the real program does, which costs some time."""
-        answer = self.ask(arguments=list(arguments), cwd=str(cwd), limit_s=limit_s, leaves=leaves)
+        (self.folder / "stdin").write_text(stdin)
+        answer = self.ask(arguments=list(arguments), cwd=str(cwd), limit_s=limit_s, leaves=leaves, env=env)
         stdout, stderr = ((self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Ended(answer["code"], stdout, stderr, answer["seconds"], answer["peak_bytes"])
 
@@ -97,11 +100,14 @@ def be_child(question):
     os.setsid()
     os.chdir(question["cwd"])
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(os.open(question["out"], flags), 1)
-    os.dup2(os.open(question["err"], flags), 2)
+    os.dup2(os.open(question["stdin"], os.O_RDONLY), 0)
+    os.dup2(os.open(question["stdout"], flags), 1)
+    os.dup2(os.open(question["stderr"], flags), 2)
+    if question.get("env") is not None:
+        os.environ.clear()
+        os.environ.update(question["env"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_AS, (question["address_space"], question["address_space"]))
     from tim_trace.cli import main
 
     try:

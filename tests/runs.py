@@ -2,15 +2,12 @@
 
 import json
 import sys
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 from builders import PROGRAMS, Finished, run, tim_trace
-
-SCRATCH = Path(mkdtemp(prefix="tim-trace-runs-"))
+from shared import made_once
 
 
 @dataclass
@@ -25,30 +22,34 @@ class Run:
 HAS_AMX = "amx" in Path("/proc/cpuinfo").read_text()
 
 
-@cache
 def program(name, *arguments, capture=None, fraction="1.0", env=(), options=()):
-    """Run one of tests/programs, recorded when `capture` is given."""
-    folder = Path(mkdtemp(dir=SCRATCH))
-    command = [
-        sys.executable,
-        PROGRAMS / name,
-        "--model",
-        folder / "model",
-        "--result",
-        folder / "result.json",
-        *arguments,
-    ]
-    if capture:
-        own = ["-o", folder / "run", "--capture", capture, "--capture-fraction", fraction, *options]
-        done = tim_trace("record", *own, "--", *command, env=dict(env), cwd=folder)
-    else:
-        done = run(*command, env=dict(env), cwd=folder)
-    said = done.stdout + done.stderr
-    if done.code and ("died unexpectedly (exit code: -4)" in said or ("EngineDeadError" in said and HAS_AMX)):
-        pytest.skip(
-            "vLLM's worker dies of an illegal instruction here, bare as well: CPUs with AMX, in a process of its own"
-        )
-    assert done.code == 0, done.stderr[-3000:]
+    """Run one of tests/programs, recorded when `capture` is given; the same run once a session."""
+
+    def make(folder):
+        command = [
+            sys.executable,
+            PROGRAMS / name,
+            "--model",
+            folder / "model",
+            "--result",
+            folder / "result.json",
+            *arguments,
+        ]
+        if capture:
+            own = ["-o", folder / "run", "--capture", capture, "--capture-fraction", fraction, *options]
+            done = tim_trace("record", *own, "--", *command, env=dict(env), cwd=folder)
+        else:
+            done = run(*command, env=dict(env), cwd=folder)
+        said = done.stdout + done.stderr
+        if done.code and ("died unexpectedly (exit code: -4)" in said or ("EngineDeadError" in said and HAS_AMX)):
+            pytest.skip(
+                "vLLM's worker dies of an illegal instruction here, bare as well: CPUs with AMX, in a process of its own"
+            )
+        assert done.code == 0, done.stderr[-3000:]
+        (folder / "done.json").write_text(json.dumps(asdict(done)))
+
+    folder = made_once((name, arguments, capture, fraction, env, options), make)
+    done = Finished(**json.loads((folder / "done.json").read_text()))
     return Run(done, json.loads((folder / "result.json").read_text()), folder / "run" if capture else None)
 
 

@@ -52,7 +52,7 @@ def kill_recording(folder, *, writers, pause_s, flushes, after_s):
         told = os.read(process.stdout.fileno(), 1 << 16)
         os.set_blocking(process.stdout.fileno(), False)
         deadline = time.monotonic() + after_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or (flushes and b"flushed" not in told and process.poll() is None):
             told += _available(process.stdout)
             time.sleep(0.001)
         killed_at = time.monotonic()

@@ -2,20 +2,19 @@
 
 from collections import Counter
 
+import pytest
 from fuzz import Fuzzer, table_of
 
-SEED = 2  # `make fuzz` has seed 1
-NUM_CASES = 36
 
-
-def test_damaged_traces(tmp_path):
-    fuzzer = Fuzzer(tmp_path, SEED)
+@pytest.mark.parametrize(("seed", "num_cases"), [(2, 36), pytest.param(3, 300, marks=pytest.mark.slow)])
+def test_damaged_traces(tmp_path, seed, num_cases):  # `make fuzz` has seed 1
+    fuzzer = Fuzzer(tmp_path, seed)
     try:
-        cases = [fuzzer.case(number) for number in range(NUM_CASES)]
+        cases = [fuzzer.case(number) for number in range(num_cases)]
     finally:
         fuzzer.close()
     failures = [f"{case.says()}\n    {case.reason}" for case in cases if case.outcome == "FAILED"]
     assert not failures, "\n".join([*failures, table_of(cases)])
     # The oracle sees all its outcomes, else nothing was damaged.
     outcomes = Counter(case.outcome for case in cases)
-    assert min(outcomes[name] for name in ("right", "said", "refused", "hostile")) > NUM_CASES / 50, outcomes
+    assert min(outcomes[name] for name in ("right", "said", "refused", "hostile")) > num_cases / 50, outcomes

@@ -13,7 +13,7 @@ from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from ..trace.ragged import Block, Tokens
 from .edges import bit_lengths
-from .ratios import Terms, terms_of
+from .ratios import RatioTerms, terms_of
 
 _LIKELY = 0.99
 """Tokens of this probability and more say nothing of the envelope: their 1 - p is rounded away."""
@@ -51,7 +51,7 @@ class Part:
     num_N: np.ndarray
     """Compared tokens of each sequence."""
     segments: Segments
-    terms: Terms | None
+    terms: RatioTerms | None
     """None where there are no advantages."""
 
     @property

@@ -44,7 +44,7 @@ FRAMEWORK_MACROS = {
 """Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
 need them."""
 
-_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "loss_shares", "clamped_exp", "correction_weight")
+_OBJECTIVE = ("objective_", "loss_", "clamped_exp", "correction_weight")
 """What a query names that needs the macros of objectives, which take a while to define as well."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])

@@ -167,7 +167,10 @@ def same(row, wanted, names=None):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize(("num_sequences", "longest"), [(1, 2), (1, 40), (50, 2), (12, 40)])
+@pytest.mark.parametrize(
+    ("num_sequences", "longest"),
+    [(1, 2), pytest.param(1, 40, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow), (12, 40)],
+)
 def test_every_statistic_has_the_digits_of_mpmath(tmp_path, kind, num_sequences, longest):
     steps = make(kind, num_sequences, num_sequences, longest)
     trace = record(tmp_path / "run", steps)

@@ -8,13 +8,13 @@ from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.laws import entropy_law, growths
 from tim_trace.analysis.dynamics.lead_lag import lead_lags
-from tim_trace.analysis.dynamics.noise import long_run_variance
 from tim_trace.analysis.dynamics.onsets import onsets_of
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
 from tim_trace.analysis.objective.objective import objective
-from tim_trace.analysis.statistics.change_points import Lines, penalty, tail
+from tim_trace.analysis.statistics.change_points import StretchSquares, penalty, tail
+from tim_trace.analysis.statistics.noise import long_run_variance
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -216,7 +216,7 @@ def test_a_scale_has_room_for_zero():
 
 def test_lines_are_least_squares_of_any_stretch():
     y = np.random.default_rng(0).normal(size=30)
-    lines = Lines(y)
+    lines = StretchSquares(y)
     for start, end in ((0, 30), (3, 9), (17, 19), (5, 30)):
         t = np.arange(start, end)
         left = y[start:end] - np.polyval(np.polyfit(t, y[start:end], 1), t)
@@ -228,7 +228,7 @@ def test_the_penalty_bounds_what_white_noise_gains():
     for n in (30, 200):
         places, gains = np.arange(4, n - 3), []
         for _ in range(400):
-            lines = Lines(draw.normal(size=n))
+            lines = StretchSquares(draw.normal(size=n))
             gains.append(float((lines.squares(0, n) - lines.squares(0, places) - lines.squares(places, n)).max()))
         for gain in (9.0, 12.0):
             assert np.mean(np.array(gains) > gain) < tail(gain, n) + 0.02
@@ -450,14 +450,14 @@ def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
     found = dynamics(trace, steps=":15")
     assert (found.first_step, found.last_step, found.num_steps) == (1, 15, 15)
     assert found.onsets == ()
-    assert "Nothing changed its course" in found.says[0]
+    assert "Nothing changed its course" in found.summary[0]
 
 
 def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
     make_trace(tmp_path / "run", steps=1)
     found = dynamics(tmp_path / "run")
-    assert found.says == ("What moved first cannot be said of 1 step.",)
-    assert any(sentence.startswith("1 step: change points need 12") for sentence in found.unanswered)
+    assert found.summary == ("What moved first cannot be told: 1 of at least 12 steps were recorded.",)
+    assert any(sentence.startswith("steps with a value: 1; change points need 12") for sentence in found.unanswered)
     # `stats` adds up sequence by sequence: a unit in the last place.
     k3 = {each.name: each.first for each in found.series}["k3"]
     assert k3 == pytest.approx(stats(tmp_path / "run").dicts()[0]["k3"], rel=1e-14)

@@ -1,6 +1,7 @@
 """A tiny Qwen3 with random weights and a tokenizer of its own, for programs that tests run."""
 
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -60,6 +61,13 @@ def keep_weights_reloadable():
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def spare_compiler():
+    """Let vLLM run models as they are: compiling one this small takes longer than all else in a run."""
+    from vllm import LLM
+
+    inspect.unwrap(LLM.__init__).__kwdefaults__["enforce_eager"] = True
 
 
 def weights_hash(model):

@@ -186,6 +186,7 @@ def test_what_cannot_be_captured_is_refused_by_name(tmp_path):
     assert RecordedRun(trace).steps("replay/as-recorded") == []
 
 
+@pytest.mark.slow
 def test_vllm_s_distributions_are_kept_and_its_logprobs_stay(tmp_path):
     run = train("--trainer", "rloo", "--vllm", "--bf16-engine", config={"beta": 0.05}, capture="logprobs")
     arms = ["--arm", "engine=vllm,mode=decode,name=decode", "--arm", "engine=vllm,top-k=3,name=cut"]

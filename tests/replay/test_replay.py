@@ -33,6 +33,7 @@ pytestmark = pytest.mark.engine
 OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "beta": 0.1}
 ACCUMULATION = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "temperature": 0.7}
 MIXED = {"bf16": True}
+RLOO_VLLM = ("--trainer", "rloo", "--vllm", "--bf16-engine")
 
 
 @pytest.fixture
@@ -54,14 +55,13 @@ def rows(trace, query):
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
-        ((), {}),
-        (("--steps", "4"), OFF_POLICY),
-        ((), ACCUMULATION),
-        ((), MIXED),
-        (("--trainer", "rloo", "--vllm", "--bf16-engine"), {"beta": 0.05}),
-        (("--ranks", "2"), {"steps_per_generation": 1}),
+        pytest.param((), {}, id="on-policy"),
+        pytest.param(("--steps", "4"), OFF_POLICY, id="off-policy"),
+        pytest.param((), ACCUMULATION, id="accumulation", marks=pytest.mark.slow),
+        pytest.param((), MIXED, id="mixed-precision"),
+        pytest.param(RLOO_VLLM, {"beta": 0.05}, id="rloo-vllm"),
+        pytest.param(("--ranks", "2"), {"steps_per_generation": 1}, id="two-ranks"),
     ],
-    ids=["on-policy", "off-policy", "accumulation", "mixed-precision", "rloo-vllm", "two-ranks"],
 )
 def test_replaying_as_recorded_gives_every_bit_back(arguments, config, tmp_path):
     trace = copy(train(*arguments, capture="logprobs", **({"config": config} if config else {})), tmp_path)
@@ -570,7 +570,7 @@ def gaps(trace, *names):
 
 
 def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
-    run = train("--trainer", "rloo", "--vllm", "--bf16-engine", config={"beta": 0.05}, capture="logprobs")
+    run = train(*RLOO_VLLM, config={"beta": 0.05}, capture="logprobs")
     arms = ["--engine", "vllm", "--arm", "engine=vllm,mode=decode", "--arm", "engine=vllm,dtype=fp32"]
     trace = replayed_by_vllm(run, tmp_path, *arms)
     gap = gaps(trace, "train", "replay/vllm", "replay/vllm+decode", "replay/vllm+fp32")
@@ -587,6 +587,7 @@ def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
     trace = replayed_by_vllm(run, tmp_path, "--steps", "1", "--engine", "vllm", "--mode", "decode")
@@ -608,6 +609,7 @@ def test_what_an_engine_does_not_take_is_refused(trace, changes, error, message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what vLLM on a CPU takes instead")
+@pytest.mark.slow
 def test_an_attention_backend_that_vllm_does_not_take_is_refused(trace):
     done = tim_trace("replay", trace, "--steps", "1", "--engine", "vllm", "--attention-backend", "FLASH_ATTN")
     assert done.code == 2

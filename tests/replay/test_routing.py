@@ -24,6 +24,16 @@ ROUTED = {"capture": "logprobs", "options": ("--routing",)}
 OFF_POLICY = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "beta": 0.1}
 MIXED = {"bf16": True}
 
+of_trainings = pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        pytest.param((), {}, id="on-policy"),
+        pytest.param(("--steps", "4"), OFF_POLICY, id="off-policy"),
+        pytest.param((), MIXED, id="mixed-precision", marks=pytest.mark.slow),
+        pytest.param(("--experts", "eager"), {}, id="eager-experts", marks=pytest.mark.slow),
+    ],
+)
+
 
 def copy(run, tmp_path):
     shutil.copytree(run.trace, tmp_path / "run")
@@ -44,11 +54,7 @@ def test_recording_routers_changes_no_bit_of_the_training():
     assert train("--moe", **ROUTED).result["weights"] == train("--moe").result["weights"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "config"),
-    [((), {}), (("--steps", "4"), OFF_POLICY), ((), MIXED), (("--experts", "eager"), {})],
-    ids=["on-policy", "off-policy", "mixed-precision", "eager-experts"],
-)
+@of_trainings
 def test_recorded_choices_are_those_of_a_forward_of_our_own(arguments, config, tmp_path):
     """Rebuilt without our scorers: each sequence by itself, unpadded, through hooks of this test."""
     trace = copy(train("--moe", *arguments, **ROUTED, **({"config": config} if config else {})), tmp_path)
@@ -80,11 +86,7 @@ def test_recorded_choices_are_those_of_a_forward_of_our_own(arguments, config, t
     assert same == total if config != MIXED else same > 0.95 * total
 
 
-@pytest.mark.parametrize(
-    ("arguments", "config"),
-    [((), {}), (("--steps", "4"), OFF_POLICY), ((), MIXED), (("--experts", "eager"), {})],
-    ids=["on-policy", "off-policy", "mixed-precision", "eager-experts"],
-)
+@of_trainings
 def test_a_mixture_of_experts_replays_bit_for_bit_free_and_forced(arguments, config, tmp_path):
     trace = copy(train("--moe", *arguments, **ROUTED, **({"config": config} if config else {})), tmp_path)
     free, forced = by_arm(replay(trace, routing="recorded"))
@@ -205,6 +207,7 @@ def test_a_mixture_s_weights_are_kept_and_exported(trace, tmp_path):
     assert load_file(tmp_path / "exported" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_vllm_computes_with_each_version_s_experts(trace):
     done = tim_trace("replay", trace, "--engine", "vllm", "--dtype", "fp32", "--steps", "2:3", "--json")
     assert done.code == 0, done.stderr

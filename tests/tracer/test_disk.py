@@ -52,7 +52,7 @@ def test_a_slow_disk_makes_training_wait_and_drops_nothing(tmp_path, monkeypatch
     with Recorder(tmp_path / "run", queue_bytes=1) as recorder:
         append = recorder.writer.segments.append
         monkeypatch.setattr(recorder.writer.segments, "append", lambda *args: (gate.wait(), append(*args)))
-        threading.Timer(0.3, gate.set).start()
+        threading.Timer(1.0, gate.set).start()  # long after a second task is submitted, on a busy machine, too
         for step in range(1, 21):
             add_step(recorder, step, make_batch(seed=step))
     assert recorder.writer.state.waited_s > 0.2

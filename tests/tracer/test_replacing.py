@@ -140,10 +140,12 @@ def test_an_import_that_is_interrupted_leaves_the_old_trace_and_the_next_one_wor
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not list((tmp_path / "run").glob(".tmp-new-*/journal/*.scores.arrows")):
             time.sleep(0.005)
+        process.send_signal(signal.SIGSTOP)  # so that it is not done before the signal comes
         # Another process is told that it is being written to, whatever it may replace.
         with pytest.raises(TraceExists, match="another process is writing a trace there"):
             import_parquet(rows_file(tmp_path / "few.jsonl"), output=tmp_path / "run", force=True)
         process.send_signal(getattr(signal, name))
+        process.send_signal(signal.SIGCONT)
         process.communicate()
         assert process.returncode != 0
     after = tree(tmp_path / "run")

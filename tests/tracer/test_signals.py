@@ -28,7 +28,7 @@ while True:
     time.sleep(60)
 """
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
-PLENTY_S = 60.0
+PLENTY_S = 240.0
 
 
 def started(tmp_path, program, *, bare=False, mark="", before=(), **options):

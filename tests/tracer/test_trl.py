@@ -65,7 +65,7 @@ def test_nothing_is_missing_from_a_finished_run(on_policy, off_policy, vllm, rlo
         assert found.missing == ()
 
 
-@pytest.mark.parametrize("capture", ["logprobs", "topk:3", "logits"])
+@pytest.mark.parametrize("capture", ["logprobs", "topk:3", pytest.param("logits", marks=pytest.mark.slow)])
 def test_training_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
     bare, recorded = train(), train(capture=capture, **({} if capture == "logprobs" else {"fraction": "0.5"}))
     assert recorded.result["weights"] == bare.result["weights"]
@@ -298,6 +298,7 @@ def test_means_over_logged_steps_are_what_trl_logged():
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
 
 
+@pytest.mark.slow
 def test_means_over_logged_steps_of_vllm_s_rollouts_are_what_trl_logged():
     options = {
         "logging_steps": 2, "logging_first_step": True, "epsilon": 0.01, "importance_sampling_level": "sequence",
@@ -309,6 +310,7 @@ def test_means_over_logged_steps_of_vllm_s_rollouts_are_what_trl_logged():
     assert steps == [1, 4, 5]  # generation batches of steps 1, 3 and 5
 
 
+@pytest.mark.slow
 def test_means_over_processes_are_what_trl_logged():
     options = {"loss_type": "cispo", "epsilon_high": 1.001, "logging_steps": 2}
     run = train("--ranks", "2", "--steps", "3", config=MOVED | options, capture="logprobs")

@@ -25,6 +25,7 @@ def test_the_script_gets_what_it_would_have_got(capture):
     assert recorded.result == bare.result
 
 
+@pytest.mark.slow
 def test_the_script_gets_what_it_would_have_got_from_an_engine_in_its_own_process():
     bare = program("generate.py", env=OWN_PROCESS)
     recorded = program("generate.py", capture="topk:3", env=OWN_PROCESS)
