@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..statistics.estimators import Array
-from ..trace.columns import SequenceColumns, sequence_columns
+from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
 from ..trace.pairs import quoted_pair
@@ -82,7 +82,7 @@ class _Batch:
     size_T: Array
 
 
-def _of_tokens(database: Database, pair: Pair, run: str, has: SequenceColumns) -> dict[str, np.ndarray]:
+def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
     """Columns by step, a part of the run at a time: quantiles need every d of a step."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     parts = []

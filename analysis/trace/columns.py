@@ -10,7 +10,7 @@ from .database import Database, quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceColumns:
+class OptionalColumns:
     """Which optional columns of the sequences have a value."""
 
     mask: bool
@@ -20,9 +20,9 @@ class SequenceColumns:
     """One for each token."""
 
 
-def sequence_columns(database: Database, run: str | None = None) -> SequenceColumns:
+def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
     """Look which optional columns of the sequences of a run have a value; of all runs where none is named."""
-    return SequenceColumns(
+    return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
         advantages=_has(database, "sequences", "advantages", run),
