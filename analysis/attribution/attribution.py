@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..advice import NOTHING, Advice
 from ..check.finding import TITLES
 from .evidence import Evidence
 from .fall import Fall
@@ -34,7 +35,7 @@ class Suspect:
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
     """That it is the cause, 0 to 1; those of all suspects sum to 1."""
-    next: str = ""
+    next: Advice = NOTHING
     """The cheapest replay or rerun that would decide."""
 
     @property

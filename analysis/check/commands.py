@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import shlex
 
+from ..advice import Advice
 from .evidence import Evidence
 
 
-def sql(evidence: Evidence, query: str) -> str:
+def sql(evidence: Evidence, query: str) -> Advice:
     """`tim-trace sql` with a query; `{pair}` in it becomes the tokens of both passes."""
     a, b = evidence.sample.a.name, evidence.sample.b.name
     text = query.format(pair=f"pair('{a}', '{b}')", sequences=f"pair_sequences('{a}', '{b}')")
     for special in ("\\", '"', "$", "`"):
         text = text.replace(special, f"\\{special}")
-    return f'tim-trace sql {_trace(evidence)} "{text}"'
+    return Advice(f'tim-trace sql {_trace(evidence)} "{text}"')
 
 
-def row(evidence: Evidence, number: int) -> str:
+def row(evidence: Evidence, number: int) -> Advice:
     """`tim-trace sql` with the tokens of one sequence of the sample."""
     name = evidence.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
     step = int(evidence.sample.steps[number])
@@ -27,34 +28,36 @@ def row(evidence: Evidence, number: int) -> str:
     )
 
 
-def query(evidence: Evidence, name: str) -> str:
+def query(evidence: Evidence, name: str) -> Advice:
     """`tim-trace query` over both passes."""
-    return f"tim-trace query {name} {_trace(evidence)}{_pair(evidence)}"
+    return Advice(f"tim-trace query {name} {_trace(evidence)}{_pair(evidence)}")
 
 
-def stats(evidence: Evidence, by: str) -> str:
+def stats(evidence: Evidence, by: str) -> Advice:
     """`tim-trace stats` over both passes."""
-    return f"tim-trace stats {_trace(evidence)}{_pair(evidence)} --by {by}"
+    return Advice(f"tim-trace stats {_trace(evidence)}{_pair(evidence)} --by {by}")
 
 
-def replay(evidence: Evidence, options: str, name: str, step: int | None = None) -> str:
+def replay(evidence: Evidence, options: str, name: str, step: int | None = None) -> Advice:
     """`tim-trace replay` of one step, and how far the replay lies from pass b; what to record first without weights."""
     step = int(evidence.sample.steps[0]) if step is None else step
     trace = _trace(evidence) if evidence.has_weights else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
     asked += f"--pair replay/{name}:{evidence.sample.b.name}"
-    return asked if evidence.has_weights else f"{RECORD}  # this trace has no weights; then: {asked}"
+    return Advice(asked) if evidence.has_weights else Advice(RECORD, f"this trace has no weights; then: {asked}")
 
 
-def weights(evidence: Evidence) -> str:
+def weights(evidence: Evidence) -> Advice:
     """`tim-trace weights` by module; what to record first without weights."""
-    return f"tim-trace weights {_trace(evidence)} --by module" if evidence.has_weights else f"{RECORD}  # keeps weights"
+    if not evidence.has_weights:
+        return Advice(RECORD, "keeps weights")
+    return Advice(f"tim-trace weights {_trace(evidence)} --by module")
 
 
-def triangulate(evidence: Evidence) -> str:
+def triangulate(evidence: Evidence) -> Advice:
     """`tim-trace triangulate` of one step: which side carries the gap."""
     step = int(evidence.sample.steps[-1])
-    return f"tim-trace triangulate {_trace(evidence)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32"
+    return Advice(f"tim-trace triangulate {_trace(evidence)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"

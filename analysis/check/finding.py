@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..advice import NOTHING, Advice
+
 FAULTS = {
     "temperature": "temperature on one side only",
     "truncation": "top-p, top-k or min-p renormalised on one side only",
@@ -51,7 +53,7 @@ class Finding:
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
     """How far the evidence goes: the share of the gap that the fault explains, or 1 where it was seen bit for bit."""
-    next: str = ""
+    next: Advice = NOTHING
     """The command that would confirm it; empty where nothing is left to confirm."""
     numbers: dict[str, float | int | str | None] = field(default_factory=dict)
     """What was fitted or counted."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 
 from ...tracer.progress import Progress, no_progress
+from ..advice import Advice
+from ..check import commands
 from ..check.check import gather, judge
 from ..check.checked import Checked
 from ..check.detectors.numerics import Precision, precisions
@@ -13,7 +14,7 @@ from ..check.evidence import Evidence
 from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from .alarms import ALARMS
-from .diagnosis import Compared, Diagnosis, Numerics, Settled, Sounded
+from .diagnosis import ABOVE, BELOW, EQUAL, UNKNOWN, WITHIN, Compared, Diagnosis, Numerics, Settled, Sounded
 from .figures import FIGURES
 from .metrics import own_metrics
 from .settled import settled
@@ -38,12 +39,14 @@ def diagnose(
     sides = precisions(evidence)
     metrics = own_metrics(evidence)
     figures = _compared(metrics, sides)
+    level, normal = _normal(checked, metrics, figures)
     replays = settled(database, names, evidence.passes)
     return Diagnosis(
         checked=checked,
         numerics=_numerics(evidence, sides),
         metrics=metrics,
-        normal=_normal(checked, metrics, figures),
+        level=level,
+        normal=normal,
         figures=figures,
         alarms=_alarms(metrics),
         replays=replays,
@@ -104,37 +107,32 @@ def _alarms(metrics: dict[str, float]) -> tuple[Sounded, ...]:
     return tuple(found)
 
 
-def _normal(checked: Checked, metrics: dict[str, float], figures: tuple[Compared, ...]) -> str:
+def _normal(checked: Checked, metrics: dict[str, float], figures: tuple[Compared, ...]) -> tuple[str, str]:
+    """How large it is beside published figures, and the same in words."""
     own = metrics.get("rms_d", 0.0)
     if checked.findings[0].code == "equal":
-        return "There is no gap."
+        return EQUAL, "There is no gap."
     healthy = [
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
     if not healthy:
         what = f"No published figure is of this pair of dtypes; the gap is {own:.3g} nats rms"
-        return what + ("." if checked.is_valid else _NOT_VALID)
+        return UNKNOWN, what + ("." if checked.is_valid else _NOT_VALID)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
-    place = "below" if own < low else "above" if own > high else "within"
-    what = f"The gap of {own:.3g} nats rms is {place} what others measured with these dtypes ({low:g} to {high:g})"
+    level = BELOW if own < low else ABOVE if own > high else WITHIN
+    what = f"The gap of {own:.3g} nats rms is {level} what others measured with these dtypes ({low:g} to {high:g})"
     if not checked.is_valid:
-        return what + _NOT_VALID
-    return f"{what}: {'look for a cause' if place == 'above' else 'it is normal'}."
+        return level, what + _NOT_VALID
+    return level, f"{what}: {'look for a cause' if level == ABOVE else 'it is normal'}."
 
 
-def _next(evidence: Evidence, checked: Checked, replays: tuple[Settled, ...]) -> tuple[str, ...]:
+def _next(evidence: Evidence, checked: Checked, replays: tuple[Settled, ...]) -> tuple[Advice, ...]:
     """Commands for what is open, and nothing for what a replay has settled."""
-    if any(each.removed > 0.9 for each in replays) or checked.findings[0].code == "equal":
+    if any(each.settles for each in replays) or checked.findings[0].code == "equal":
         return ()
-    commands = [finding.next for finding in checked.findings if finding.next]
+    found = [finding.next for finding in checked.findings if finding.next]
     if not evidence.has_weights:
-        return (
-            *commands,
-            "tim-trace record --weights delta -o RUN -- COMMAND   (this trace has no weights to replay with)",
-        )
+        return *found, Advice(commands.RECORD, "this trace has no weights to replay with")
     if checked.is_valid:
-        steps = int(evidence.sample.steps[-1])
-        commands.append(
-            f"tim-trace triangulate {shlex.quote(evidence.trace)} --steps {steps} --arm dtype=bf16 --arm lm-head=fp32"
-        )
-    return tuple(commands)
+        found.append(commands.triangulate(evidence))
+    return tuple(found)

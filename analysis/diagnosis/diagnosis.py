@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..advice import Advice
 from ..check.checked import Checked
 from .alarms import Alarm
 from .figures import Figure
+
+EQUAL, UNKNOWN, BELOW, WITHIN, ABOVE = "equal", "unknown", "below", "within", "above"
+"""Size of a mismatch beside what others measured with the same dtypes: none at all, or nobody published one."""
+SETTLES = 0.9
+"""Share of mean d squared that a replay must remove to have settled its cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,11 @@ class Settled:
     """Why there is none, in words; None where there is one."""
     sentence: str
 
+    @property
+    def settles(self) -> bool:
+        """Whether it removes so much that its arm is what makes the mismatch."""
+        return self.removed > SETTLES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -70,10 +81,12 @@ class Diagnosis:
     numerics: Numerics
     metrics: dict[str, float]
     """The trace's own figures, by the names of `stats` and of the frameworks."""
+    level: str
+    """The root mean square of d beside published ones: `equal` (there is no mismatch), `unknown`, `below`, `within`, `above`."""
     normal: str
-    """Whether the gap is normal, in words."""
+    """The same in words."""
     figures: tuple[Compared, ...]
     alarms: tuple[Sounded, ...]
     replays: tuple[Settled, ...]
-    next: tuple[str, ...]
+    next: tuple[Advice, ...]
     """Commands that would settle what is open."""

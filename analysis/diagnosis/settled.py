@@ -11,10 +11,8 @@ from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.database import Database, quoted
 from ..trace.source import Pair
-from .diagnosis import Settled
+from .diagnosis import SETTLES, Settled
 
-_SETTLES = 0.9
-"""Share of the gap that a replay must remove to have settled its cause."""
 _ADDS_LITTLE = 0.1
 _CONFIDENCE = 0.95
 
@@ -54,7 +52,7 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
 
 def _settled(arm: str, pair: Pair, num: int, gap: float, left: float, interval: Interval | NoInterval) -> Settled:
     removed = 1 - left / gap
-    if removed > _SETTLES:
+    if removed > SETTLES:
         sentence = f"with {arm}, {pair[0]} would agree with {pair[1]}: it is what makes the gap"
     elif removed > _ADDS_LITTLE:
         sentence = f"{arm} makes a part of the gap"

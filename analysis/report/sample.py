@@ -6,6 +6,7 @@ import numpy as np
 
 from ..trace.database import Database
 from ..trace.sampling import evenly_spaced
+from .text import steps_read
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
@@ -19,12 +20,12 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     rows = database.connection.execute(query).fetchall()
     total = sum(num for _, num in rows)
     if total <= WHOLE:
-        return database, f"all {len(rows):,} steps" if len(rows) > 1 else "its one step"
+        return database, steps_read(len(rows), len(rows))
     num = max(1, int(len(rows) * MOST_TOKENS / total))
     kept = evenly_spaced([step for step, _ in rows], num)
     part = Database(database.sources[0])
     part.keep_steps(kept)
-    return part, f"{len(kept)} of {len(rows)} steps, evenly spread"
+    return part, steps_read(len(kept), len(rows))
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -17,7 +18,9 @@ def entropy(facts: Facts) -> Suspect:
     return Suspect(
         code="entropy",
         evidence=(*evidence, t.prior("entropy")),
-        next="rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
+        next=Advice(
+            remark="rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)"
+        ),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import replace
 
+from ...advice import Advice
 from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
 from ..attribution import Suspect
@@ -22,8 +24,10 @@ def length(facts: Facts) -> Suspect:
             *_pays(facts),
             t.prior("length"),
         ),
-        next="rerun with a penalty for overlong responses or a larger max_tokens; look at "
-        f"`tim-trace query by-length {facts.trace}`",
+        next=Advice(
+            f"tim-trace query by-length {shlex.quote(facts.trace)}",
+            "then rerun with a penalty for overlong responses or a larger max_tokens",
+        ),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+
+from ...advice import Advice
 from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
 from ..attribution import Suspect
@@ -34,7 +37,7 @@ def mismatch(facts: Facts) -> Suspect:
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
 
 
-_RECORD = "tim-trace record -o RUN -- COMMAND   (with an engine that returns logprobs)"
+_RECORD = Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
 
 
 def kind(facts: Facts) -> str:
@@ -124,9 +127,9 @@ def _lag(facts: Facts) -> list[Evidence]:
     return [Evidence(sentence=f"{said}: that is staleness", points=-t.STRONG)]
 
 
-def _next(facts: Facts) -> str:
+def _next(facts: Facts) -> Advice:
     finding = facts.checked.findings[0] if facts.checked else None
     if finding is not None and finding.next:
         return finding.next
     steps = facts.fall.step if facts.fall else "all"
-    return f"tim-trace triangulate {facts.trace} --steps {steps}"
+    return Advice(f"tim-trace triangulate {shlex.quote(facts.trace)} --steps {steps}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...advice import Advice
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -17,7 +18,9 @@ def optimizer(facts: Facts) -> Suspect:
     return Suspect(
         code="optimizer",
         evidence=(*evidence, t.prior("optimizer")),
-        next="rerun from the last version before the fall with a tenth of the learning rate, all else alike",
+        next=Advice(
+            remark="rerun from the last version before the fall with a tenth of the learning rate, all else alike"
+        ),
     )
 
 

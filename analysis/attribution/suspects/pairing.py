@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...advice import Advice
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -17,7 +18,9 @@ def pairing(facts: Facts) -> Suspect:
     return Suspect(
         code="pairing",
         evidence=(*evidence, t.prior("pairing")),
-        next="compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
+        next=Advice(
+            remark="compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step"
+        ),
     )
 
 

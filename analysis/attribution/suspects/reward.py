@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...advice import Advice
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -18,8 +19,10 @@ def reward(facts: Facts) -> Suspect:
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),
-        next="score the recorded responses of the steps around the fall again with the verifier, and compare with "
-        "sequences.reward",
+        next=Advice(
+            remark="score the recorded responses of the steps around the fall again with the verifier, and compare with "
+            "sequences.reward",
+        ),
     )
 
 

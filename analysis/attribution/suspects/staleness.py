@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+
+from ...advice import Advice
 from .. import thresholds as t
 from ..attribution import Suspect
 from ..evidence import Evidence
@@ -18,8 +21,10 @@ def staleness(facts: Facts) -> Suspect:
     return Suspect(
         code="staleness",
         evidence=(*evidence, t.prior("staleness")),
-        next=f"tim-trace replay {facts.trace} --steps {facts.fall.step if facts.fall else 'all'} --weights-version V-1   "
-        "(or rerun synchronously: one policy version a step)",
+        next=Advice(
+            f"tim-trace replay {shlex.quote(facts.trace)} --steps {facts.fall.step if facts.fall else 'all'} --weights-version V-1",
+            "or rerun synchronously: one policy version a step",
+        ),
     )
 
 
