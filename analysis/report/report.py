@@ -6,6 +6,7 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
@@ -127,13 +128,14 @@ def _write_figures(
     from .paper.files import figures_of, write_figures, write_pdf
 
     figures = figures_of(made.charts, made.run)
+    folders: dict[Path, list[str]] = {}
     for kind, place in places.items():
-        if place is None:
-            continue
-        if kind == "pdf" and _is_file(place):
+        if place is not None and kind == "pdf" and _is_file(place):
             write_pdf(figures, place, title=made.title, style=style, force=force)
-        else:
-            write_figures(figures, place, kind, style=style, force=force)
+        elif place is not None:
+            folders.setdefault(local(place), []).append(kind)
+    for folder, kinds in folders.items():
+        write_figures(figures, folder, *kinds, style=style, force=force)
 
 
 def _report(subjects: tuple[Subject, ...]) -> Report:

@@ -34,8 +34,7 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart],
     folder: str | os.PathLike[str],
-    kind: str,
-    *,
+    *kinds: str,
     style: PaperStyle | None = None,
     force: bool = False,
 ) -> list[Path]:
@@ -44,16 +43,16 @@ def write_figures(
     Raises FileThere when one of these files is there already, unless `force` replaces it; StorageError.
     """
     target = local(folder)
-    images = [target / f"{one.key}.{kind}" for one in charts]
-    tables = [target / f"{one.key}.csv" for one in charts]
-    refuse([*images, *tables], force)
+    paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
+    refuse(paths, force)
     style = style or PaperStyle()
     with explained(folder):
-        for one, image, table in zip(charts, images, tables, strict=True):
-            with whole_file(image) as temporary, style.settings():
-                draw(one, style).savefig(temporary, format=kind, dpi=DPI, metadata=_METADATA[kind])
-            _write_csv(one, table)
-    return sorted([*images, *tables])
+        for one in charts:
+            for kind in kinds:
+                with whole_file(target / f"{one.key}.{kind}") as temporary, style.settings():
+                    draw(one, style).savefig(temporary, format=kind, dpi=DPI, metadata=_METADATA[kind])
+            _write_csv(one, target / f"{one.key}.csv")
+    return sorted(paths)
 
 
 def write_pdf(
