@@ -51,7 +51,13 @@ class RunSummary:
 
 def summarise(subject: Subject) -> RunSummary:
     """Put the answers of check, diagnose, objective and attribute together."""
-    answers = (_validity(subject), _factor(subject), _size(subject), _objective(subject), _fall(subject))
+    answers = (
+        validity_answer(subject),
+        factor_answer(subject),
+        size_answer(subject),
+        objective_answer(subject),
+        fall_answer(subject),
+    )
     return RunSummary(
         sentence=text.sentence([answer.text for answer in answers]),
         answers=answers,
@@ -61,7 +67,7 @@ def summarise(subject: Subject) -> RunSummary:
     )
 
 
-def _validity(subject: Subject) -> Answer:
+def validity_answer(subject: Subject) -> Answer:
     verb = command(subject, "check")
     if subject.diagnosis is None:
         why = subject.unanswered.get("diagnosis", "")
@@ -72,7 +78,7 @@ def _validity(subject: Subject) -> Answer:
     return _answer("validity", code, severity, text.validity(checked), verb)
 
 
-def _factor(subject: Subject) -> Answer:
+def factor_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
         words = text.unknown("", "without two passes there is no mismatch to explain")
@@ -85,7 +91,7 @@ def _factor(subject: Subject) -> Answer:
     return _answer("factor", first.code, NOTICE if first.fails else GOOD, text.factor(found), verb)
 
 
-def _size(subject: Subject) -> Answer:
+def size_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
         words = text.unknown("", "without two passes there is no mismatch to measure")
@@ -96,7 +102,7 @@ def _size(subject: Subject) -> Answer:
     return _answer("size", code, severity, text.size(found, code), verb)
 
 
-def _objective(subject: Subject) -> Answer:
+def objective_answer(subject: Subject) -> Answer:
     found, verb = subject.objective, command(subject, "objective")
     relative = found.figures.get("relative_bias") if found else None
     if found is None or relative is None or relative.value is None:
@@ -126,7 +132,7 @@ def _straddles(estimate: Estimate) -> bool:
     return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
 
 
-def _fall(subject: Subject) -> Answer:
+def fall_answer(subject: Subject) -> Answer:
     found, verb = subject.attribution, command(subject, "attribute")
     if found is None or not found.outcome:
         why = found.sentence if found else subject.unanswered.get("attribution", "")

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
+from tim_trace.analysis.diagnosis.diagnosis import ABOVE, BELOW, EQUAL, UNKNOWN, WITHIN
+from tim_trace.analysis.objective.judged import Estimate
+from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
 from tim_trace.analysis.report.chart import Heatmap, Histogram, LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.data import pack
@@ -108,6 +112,59 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
     assert answers["fall"].text.detail == subject.attribution.sentence
     assert verdict.next[0] in subject.diagnosis.next
     assert set(subject.info.missing) <= set(verdict.not_recorded)
+
+
+def asked_run(**results):
+    return SimpleNamespace(trace="run", pair=("train", "rollout"), part="all 9 steps", attribution=None, **results)
+
+
+def estimate(value, low, high):
+    return Estimate(name="", value=value, low=low, high=high, no_interval=None, meaning="")
+
+
+@pytest.mark.parametrize(
+    ("push", "interval", "size", "code", "severity"),
+    [
+        (0.00099, (0.0009, 0.0011), 0.00099, "negligible", GOOD),
+        (0.001, (0.0009, 0.0011), 0.001, "small_push", NOTICE),
+        (-0.001, (-0.0011, -0.0009), 0.001, "small_push", NOTICE),
+        (0.049, (0.04, 0.06), 0.0499, "small_push", NOTICE),
+        (0.049, (0.04, 0.06), 0.05, "small_push_large_noise", BAD),
+        (0.05, (0.04, 0.06), 0.05, "large_push", BAD),
+        (0.00099, (0.0009, 0.0011), 0.05, "large_noise", BAD),
+        (0.01, (0.0, 0.02), 0.0499, "noise", GOOD),
+        (0.01, (-0.01, 0.03), 0.05, "large_noise", BAD),
+        (0.01, (1e-9, 0.03), 0.0499, "small_push", NOTICE),
+        (0.01, (None, None), 0.0499, "undecided", GOOD),
+        (0.01, (None, None), 0.05, "undecided", BAD),
+    ],
+)
+def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interval, size, code, severity):
+    figures = {"relative_bias": estimate(push, *interval), "relative_abs_bias": estimate(size, None, None)}
+    found = SimpleNamespace(figures=figures, verdict=(), confidence=0.95, value=lambda name: figures[name].value)
+    answer = objective_answer(asked_run(objective=found))
+    assert (answer.code, answer.severity) == (code, severity)
+
+
+@pytest.mark.parametrize(
+    ("level", "is_valid", "sounds", "code", "severity"),
+    [
+        (WITHIN, True, False, WITHIN, GOOD),
+        (BELOW, True, False, BELOW, GOOD),
+        (EQUAL, True, False, EQUAL, GOOD),
+        (ABOVE, True, False, ABOVE, NOTICE),
+        (WITHIN, True, True, WITHIN, NOTICE),
+        (UNKNOWN, True, False, UNKNOWN, OPEN),
+        (UNKNOWN, True, True, UNKNOWN, OPEN),
+        (WITHIN, False, False, "not_valid", OPEN),
+        (ABOVE, False, False, "not_valid", NOTICE),
+    ],
+)
+def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sounds, code, severity):
+    alarm = SimpleNamespace(sounds=sounds, own=1.0, alarm=SimpleNamespace(who="verl", definition="k3"))
+    found = SimpleNamespace(level=level, normal="", alarms=(alarm,), checked=SimpleNamespace(is_valid=is_valid))
+    answer = size_answer(asked_run(diagnosis=found))
+    assert (answer.code, answer.severity) == (code, severity)
 
 
 def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
