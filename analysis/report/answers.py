@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..advice import Advice
-from ..diagnosis.diagnosis import ABOVE, UNKNOWN
 from ..objective.judged import Estimate
 from ..objective.verdict import LARGE, SMALL
 from . import text
@@ -83,7 +82,7 @@ def factor_answer(subject: Subject) -> Answer:
     if found is None:
         words = text.unknown("", "without two passes there is no mismatch to explain")
         return _answer("factor", "unknown", OPEN, words, verb)
-    replay = next((each for each in found.replays if each.settles), None)
+    replay = found.settled_by
     if replay is not None:
         severity = GOOD if found.checked.is_valid else BAD
         return _answer("factor", "replay", severity, text.settled_factor(found, replay), verb)
@@ -96,9 +95,11 @@ def size_answer(subject: Subject) -> Answer:
     if found is None:
         words = text.unknown("", "without two passes there is no mismatch to measure")
         return _answer("size", "unknown", OPEN, words, verb)
-    code = found.level if found.checked.is_valid else "not_valid"
-    sounding = any(each.sounds for each in found.alarms) and found.level != UNKNOWN
-    severity = NOTICE if found.level == ABOVE or sounding else OPEN if code in (UNKNOWN, "not_valid") else GOOD
+    code = found.size.code if found.checked.is_valid else "not_valid"
+    sounding = any(each.is_raised for each in found.alarms) and found.size.code != "unpublished"
+    severity = (
+        NOTICE if found.size.code == "above" or sounding else OPEN if code in ("unpublished", "not_valid") else GOOD
+    )
     return _answer("size", code, severity, text.size(found, code), verb)
 
 

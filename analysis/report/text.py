@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
 from ..attribution.attribution import Attribution
-from ..check.checked import Checked
-from ..diagnosis import diagnosis as levels
-from ..diagnosis.diagnosis import Diagnosis, Settled
+from ..check.result import CheckResult
+from ..check.text import evidence_text
+from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
+from ..diagnosis.text import effect_text, numerics_text, size_text
 from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
 from ..objective.judged import Estimate, Objective
@@ -37,11 +38,11 @@ EFFECTS = {
 """Code of what the mismatch does to the objective -> what it is."""
 
 SIZES = {
-    levels.EQUAL: "there is no mismatch",
-    levels.UNKNOWN: "not published for these dtypes",
-    levels.ABOVE: "larger than published ones",
-    levels.WITHIN: "normal",
-    levels.BELOW: "normal",
+    "equal": "there is no mismatch",
+    "unpublished": "not published for these dtypes",
+    "above": "larger than published ones",
+    "within": "normal",
+    "below": "normal",
     "not_valid": "cannot be told before the comparison is valid",
 }
 """Code of a size -> what it is."""
@@ -71,7 +72,7 @@ class AnswerText:
 # --- validity, factor, size -------------------------------------------------------------------------------------------------
 
 
-def validity(checked: Checked) -> AnswerText:
+def validity(checked: CheckResult) -> AnswerText:
     first = checked.findings[0]
     if checked.num_sampled_tokens >= checked.num_tokens:
         basis = f"all {checked.num_tokens:,} tokens inspected individually"
@@ -84,7 +85,7 @@ def validity(checked: Checked) -> AnswerText:
         clause="the comparison is valid" if checked.is_valid else f"the comparison is not valid: {first.title}",
         figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
         basis=basis,
-        detail=first.evidence,
+        detail=evidence_text(first),
     )
 
 
@@ -96,29 +97,30 @@ def factor(found: Diagnosis) -> AnswerText:
         clause="" if first.fails else f"the mismatch is {first.title}",
         figure=f"{size}{first.share:.1%} of the tokens",
         basis="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
-        detail=found.numerics.sentence,
+        detail=numerics_text(found.numerics),
     )
 
 
-def settled_factor(found: Diagnosis, replay: Settled) -> AnswerText:
+def settled_factor(found: Diagnosis, replay: ReplayEffect) -> AnswerText:
     return AnswerText(
         short=f"settled by a replay: {replay.arm}",
         clause=f"a replay with {replay.arm} removes {replay.removed:.0%} of the mismatch",
         figure=f"{replay.removed:.1%} of the mean square of d removed",
         basis=f"{replay.num_tokens:,} tokens replayed",
-        detail=f"{replay.sentence}. {found.numerics.sentence}",
+        detail=f"{effect_text(replay)}. {numerics_text(found.numerics)}",
     )
 
 
 def size(found: Diagnosis, code: str) -> AnswerText:
-    alarms = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.sounds]
-    is_known = code not in (levels.UNKNOWN, "not_valid")
+    alarms = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.is_raised]
+    is_known = code not in ("unpublished", "not_valid")
     return AnswerText(
         short=SIZES[code],
-        clause=f"its size is {SIZES[code]}" if is_known and code != levels.EQUAL else "",
+        clause=f"its size is {SIZES[code]}" if is_known and code != "equal" else "",
         figure=f"{len(alarms)} of {len(found.alarms)} published alarm levels sound",
-        basis="" if code == levels.UNKNOWN else "against what others measured with these dtypes",
-        detail=found.normal + (f" Sounding: {'; '.join(alarms)}." if alarms else ""),
+        basis="" if code == "unpublished" else "against what others measured with these dtypes",
+        detail=size_text(found.size, is_valid=found.checked.is_valid)
+        + (f" Sounding: {'; '.join(alarms)}." if alarms else ""),
     )
 
 
@@ -244,8 +246,8 @@ def published(low: float, high: float, sources: Sequence[str]) -> str:
     return f"published for these dtypes: {low:g} to {high:g} ({', '.join(dict.fromkeys(sources))})"
 
 
-def replayed(one: Settled) -> str:
-    return f"{one.sentence} ({one.num_tokens:,} tokens)"
+def replayed(one: ReplayEffect) -> str:
+    return f"{effect_text(one)} ({one.num_tokens:,} tokens)"
 
 
 def idle(names: Sequence[str], num: int) -> str:

@@ -17,7 +17,7 @@ from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
-from tim_trace.analysis.diagnosis.diagnosis import ABOVE, BELOW, EQUAL, UNKNOWN, WITHIN
+from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
 from tim_trace.analysis.report.chart import Heatmap, Histogram, LineChart
@@ -149,20 +149,24 @@ def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interva
 @pytest.mark.parametrize(
     ("level", "is_valid", "sounds", "code", "severity"),
     [
-        (WITHIN, True, False, WITHIN, GOOD),
-        (BELOW, True, False, BELOW, GOOD),
-        (EQUAL, True, False, EQUAL, GOOD),
-        (ABOVE, True, False, ABOVE, NOTICE),
-        (WITHIN, True, True, WITHIN, NOTICE),
-        (UNKNOWN, True, False, UNKNOWN, OPEN),
-        (UNKNOWN, True, True, UNKNOWN, OPEN),
-        (WITHIN, False, False, "not_valid", OPEN),
-        (ABOVE, False, False, "not_valid", NOTICE),
+        ("within", True, False, "within", GOOD),
+        ("below", True, False, "below", GOOD),
+        ("equal", True, False, "equal", GOOD),
+        ("above", True, False, "above", NOTICE),
+        ("within", True, True, "within", NOTICE),
+        ("unpublished", True, False, "unpublished", OPEN),
+        ("unpublished", True, True, "unpublished", OPEN),
+        ("within", False, False, "not_valid", OPEN),
+        ("above", False, False, "not_valid", NOTICE),
     ],
 )
 def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sounds, code, severity):
-    alarm = SimpleNamespace(sounds=sounds, own=1.0, alarm=SimpleNamespace(who="verl", definition="k3"))
-    found = SimpleNamespace(level=level, normal="", alarms=(alarm,), checked=SimpleNamespace(is_valid=is_valid))
+    alarm = SimpleNamespace(is_raised=sounds, own=1.0, alarm=SimpleNamespace(who="verl", definition="k3"))
+    found = SimpleNamespace(
+        size=SizeComparison(code=level, own=0.1, coarser="bfloat16", low=0.1, high=0.1),
+        alarms=(alarm,),
+        checked=SimpleNamespace(is_valid=is_valid),
+    )
     answer = size_answer(asked_run(diagnosis=found))
     assert (answer.code, answer.severity) == (code, severity)
 
