@@ -771,20 +771,18 @@ def weights(
 @click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
 def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None:
-    """Say whether a run collapsed or rots slowly, where that begins, what moved first, and what caused it.
+    """Say whether a run collapsed or declines, where that begins, what moved first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
     an intervention.
     """
-    from dataclasses import asdict
-
     from .analysis.attribution.attribute import attribute as who
-    from .analysis.attribution.text import attribution_text
+    from .analysis.attribution.text import attribution_json, attribution_text
 
     found = who(trace, control=control, pair=pair, progress=_progress)
     if as_json:
-        _print_json(asdict(found) | {"cause": found.cause})
+        _print_json(attribution_json(found))
     else:
         _say(attribution_text(found))
 

@@ -24,9 +24,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from tim_trace.analysis.attribution.fall import Outcome, find_fall
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.dynamics.changes import change_points
+from tim_trace.analysis.dynamics.fall import Outcome, find_fall
 from tim_trace.analysis.dynamics.laws import growths
 from tim_trace.analysis.dynamics.onsets import onsets_of
 from tim_trace.analysis.dynamics.quantities import Series
@@ -39,7 +39,7 @@ from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
 from tim_trace.analysis.objective.shares import LossRows
 from tim_trace.analysis.objective.shares import shares as loss_shares
-from tim_trace.analysis.objective.sums import Sums
+from tim_trace.analysis.objective.sums import SequenceSums
 from tim_trace.analysis.objective.tokens import Tokens
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife
@@ -177,7 +177,7 @@ class Numbers:
         columns = np.concatenate([sequence_sums(LOSS, block)[0] for block, _ in tokens.blocks()], axis=1)
         none_N = np.zeros(len(run.lengths_N), np.int64)
         rows = LossRows(update_R=none_N, num_tokens_R=run.lengths_N, micro_batch_R=none_N.astype(np.uint64))
-        return Sums(
+        return SequenceSums(
             unit_N=run.unit_N, updates=[(1, 0)], update_N=none_N, share_N=loss_shares(LOSS, rows),
             num_rows_U=rows.num_rows_U, micro_batches_known=False, columns=dict(zip(COLUMNS, columns, strict=True)),
             carried=Carried(),

@@ -7,11 +7,13 @@ python docs/generate.py --check    # fail when they are stale
 import ast
 import itertools
 import re
+import string
 import sys
 from pathlib import Path
 
 import click
 from tim_trace import cli
+from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 
@@ -55,18 +57,31 @@ def _type(type):
     return re.sub(r"<(element|item): ", "<", str(type)).replace(" ('entries')", "")
 
 
-def thresholds(judge):
-    """The numbers that a check or attribution decides by, as a Markdown table: each is an assignment with a docstring."""
-    source = (DOCS.parent / "analysis" / judge / "thresholds.py").read_text(encoding="utf-8")
-    body = ast.parse(source).body
+def thresholds(*files):
+    """The numbers that files of analysis/ decide by, as a Markdown table: each is an assignment with a docstring."""
     lines = ["| threshold | value | reason |", "|---|---|---|"]
-    for assigned, said in itertools.pairwise(body):
-        if isinstance(assigned, ast.Assign) and isinstance(said, ast.Expr):
-            value = ast.get_source_segment(source, assigned.value)
-            value = value if len(value) < 40 else "see the file"
-            reason = " ".join(said.value.value.split()).replace("|", "\\|")
-            name = ast.get_source_segment(source, assigned.targets[0])
-            lines.append(f"| `{name}` | {value} | {reason} |")
+    for file in files:
+        source = (DOCS.parent / "analysis" / file).read_text(encoding="utf-8")
+        for assigned, said in itertools.pairwise(ast.parse(source).body):
+            if isinstance(assigned, ast.Assign) and isinstance(said, ast.Expr):
+                name = ast.get_source_segment(source, assigned.targets[0])
+                if file.endswith("thresholds.py") or not name.startswith("_"):
+                    value = ast.get_source_segment(source, assigned.value)
+                    value = value if len(value) < 40 else "see the file"
+                    reason = " ".join(said.value.value.split()).replace("|", "\\|")
+                    lines.append(f"| `{name}` | {value} | {reason} |")
+    return "\n".join(lines)
+
+
+def evidence():
+    """The codes of an attribution's evidence, as a Markdown table."""
+    lines = ["| suspect | code | numbers | sentence |", "|---|---|---|---|"]
+    for suspect, sentences in EVIDENCE_OF.items():
+        for code, sentence in sentences.items():
+            names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
+            numbers = ", ".join(f"`{name}` ({UNITS[name]})" for name in names if name in UNITS)
+            plain = re.sub(r"\{(\w+)(:[^}]*)?\}", r"*\1*", sentence).replace("|", "\\|")
+            lines.append(f"| {suspect} | `{code}` | {numbers} | {plain} |")
     return "\n".join(lines)
 
 
@@ -74,8 +89,11 @@ def pages():
     """Page -> marker -> generated text."""
     return {
         "cli.md": {"help": "\n\n".join(helps())},
-        "collapses.md": {"thresholds": thresholds("attribution")},
-        "faults.md": {"thresholds": thresholds("check")},
+        "collapses.md": {
+            "evidence": evidence(),
+            "thresholds": thresholds("dynamics/fall.py", "attribution/thresholds.py"),
+        },
+        "faults.md": {"thresholds": thresholds("check/thresholds.py")},
         "trace-format.md": {
             "tables": "\n\n".join(table(spec) for spec in TABLES.values()),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),

@@ -1,21 +1,20 @@
-"""The cause of a collapse or a slow rot, from one run or from two."""
+"""The cause of a collapse or a slow decline, from one run or from two."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from ...tracer.progress import Progress, no_progress
 from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, Onset, Suspect
-from .control import Compared, compare, shares_prompts
+from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
+from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked
+from .suspect import Suspect
 from .suspects import ALL
 from .suspects.timing import order
-from .verdict import sentence
 
 
 def attribute(
@@ -25,7 +24,7 @@ def attribute(
     pair: str = "train:rollout",
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Say whether a run collapsed or rots, where that begins, what moved first, and which suspect caused it.
+    """Say whether a run collapsed or declines slowly, where that begins, what moved first, and which suspect caused it.
 
     An evaluation is judged where one was logged, else the reward of the sequences. Each suspect has its evidence for and
     against, a probability, and the cheapest replay or rerun that would decide. Of one run this is an observation: what
@@ -50,16 +49,20 @@ def attribute(
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """What one run says of each; nothing where nothing fell."""
+    """Every suspect with its evidence in one run; none where nothing fell."""
     if facts.fall is None:
         return ()
     return ranked([*(suspect(facts) for suspect in ALL), Suspect(code="unknown", evidence=(t.prior("unknown"),))])
 
 
 def _attribution(
-    facts: Facts, suspects: tuple[Suspect, ...], *, control: str | None = None, compared: Compared | None = None
+    facts: Facts,
+    suspects: tuple[Suspect, ...],
+    *,
+    control: str | None = None,
+    compared: ControlComparison | None = None,
 ) -> Attribution:
-    found = Attribution(
+    return Attribution(
         trace=facts.trace,
         control=control,
         kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
@@ -68,26 +71,24 @@ def _attribution(
         fall=facts.fall,
         onsets=_onsets(facts),
         suspects=suspects,
-        sentence="",
-        differences=compared.differences if compared else (),
-        notes=(*facts.notes, *(compared.notes if compared else ())),
+        difference_codes=compared.differences if compared else (),
+        note_codes=(*facts.notes, *(compared.notes if compared else ())),
     )
-    return replace(found, sentence=sentence(found))
 
 
-def _onsets(facts: Facts) -> tuple[Onset, ...]:
-    """Of each series its change that lies nearest to the fall, ordered by step."""
+def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:
+    """The change of each series that lies nearest to the fall, ordered by step."""
     if facts.fall is None:
         return ()
-    found = []
+    onsets = []
     for name, changes in facts.changes.items():
         if not changes or (facts.outcome and name == facts.outcome.name):
             continue
         nearest = min(changes, key=lambda change: abs(change.step - facts.fall.step))  # type: ignore[union-attr]
-        found.append(
-            Onset(
+        onsets.append(
+            SeriesOnset(
                 series=name, step=nearest.step, low=nearest.low, high=nearest.high, before=nearest.before,
                 after=nearest.after, order=order(facts, nearest),
             )
         )  # fmt: skip
-    return tuple(sorted(found, key=lambda onset: onset.step))
+    return tuple(sorted(onsets, key=lambda onset: onset.step))

@@ -1,57 +1,25 @@
-"""What an attribution says."""
+"""Whether a run fell, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..advice import NOTHING, Advice
-from ..check.finding import TITLES
-from .evidence import Evidence
-from .fall import Fall
-
-SUSPECTS = {
-    "mismatch": "training-inference mismatch",
-    "staleness": "staleness: the sampling weights were behind",
-    "optimizer": "the optimizer or the learning rate",
-    "reward": "a noisy or wrong reward",
-    "pairing": "data paired wrongly",
-    "entropy": "entropy collapse or explosion",
-    "length": "the length of responses",
-    "unknown": "something that this trace does not show",
-}
-"""Code of a suspect -> what it is, in words."""
+from ..dynamics.fall import Fall
+from ..statement import Statement, sentences
+from .suspect import Suspect
+from .text import DIFFERENCES, NOTES, verdict_sentence
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """One possible cause of a fall."""
-
-    code: str
-    """Of SUSPECTS."""
-    detail: str = ""
-    """Which kind of it, as the class of a mismatch."""
-    evidence: tuple[Evidence, ...] = ()
-    probability: float = 0.0
-    """That it is the cause, 0 to 1; those of all suspects sum to 1."""
-    next: Advice = NOTHING
-    """The cheapest replay or rerun that would decide."""
-
-    @property
-    def title(self) -> str:
-        """The suspect in words."""
-        return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
-
-    @property
-    def points(self) -> float:
-        """The sum of all evidence."""
-        return sum(each.points for each in self.evidence)
+MIN_PROBABILITY_OF_CAUSE = 0.5
+"""A suspect is named as the cause above it: more probable than all others together."""
+MAX_PROBABILITY_CLEARED = 0.05
+"""Below it the mismatch is cleared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Onset:
-    """Where a series began to do something else, beside where the fall begins."""
+class SeriesOnset:
+    """The change of a series that lies nearest to the fall."""
 
     series: str
     step: int
@@ -61,6 +29,14 @@ class Onset:
     after: float
     order: str
     """`first` (before the fall, intervals apart), `with` (the order is not decided), or `after` it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(Statement):
+    """One thing in which a run and its control differ, of text.DIFFERENCES."""
+
+    suspect: str
+    """The suspect that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,23 +51,45 @@ class Attribution:
     outcome: str
     """The series that was judged: an evaluation where one was logged, else the reward; empty where there is neither."""
     fall: Fall | None
-    onsets: tuple[Onset, ...]
+    onsets: tuple[SeriesOnset, ...]
     suspects: tuple[Suspect, ...]
     """The most probable first; empty where nothing fell."""
-    sentence: str
-    differences: tuple[str, ...] = ()
+    difference_codes: tuple[Difference, ...] = ()
     """What differs from the control, the earliest first."""
-    notes: tuple[str, ...] = ()
-    """What could not be asked of this trace, and why."""
+    note_codes: tuple[Statement, ...] = ()
+    """What could not be asked of this trace, and why, of text.NOTES."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        return verdict_sentence(self)
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What differs from the control, in words."""
+        return sentences(self.difference_codes, DIFFERENCES)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be asked of this trace, and why, in words."""
+        return sentences(self.note_codes, NOTES)
+
+    @property
+    def is_intervention(self) -> bool:
+        """Whether a control decides."""
+        return self.kind == INTERVENTION
 
     @property
     def clears_mismatch(self) -> bool:
         """Whether the mismatch is hardly the cause: less than one in twenty."""
-        return any(suspect.code == "mismatch" and suspect.probability < 0.05 for suspect in self.suspects)
+        return any(
+            suspect.code == "mismatch" and suspect.probability < MAX_PROBABILITY_CLEARED for suspect in self.suspects
+        )
 
     @property
     def cause(self) -> str | None:
         """The suspect that is more probable than all others together; None where nothing fell, or none is."""
-        if not self.suspects or self.suspects[0].probability <= 0.5 or self.suspects[0].code == "unknown":
+        first = self.suspects[0] if self.suspects else None
+        if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
-        return self.suspects[0].code
+        return first.code

@@ -1,85 +1,72 @@
-"""A run beside its control: what the two differ in, and what follows from whether the control fell too."""
+"""A run beside its control: what they differ in, and the evidence in that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..statement import Measured, Statement
 from . import thresholds as t
-from .attribution import Suspect
+from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
 from .rollouts import Rollouts, relation
+from .suspect import Suspect
 from .suspects.lag import declared_lag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing in which two runs differ."""
-
-    suspect: str
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ControlComparison:
     """A run against its control."""
 
     suspects: tuple[Suspect, ...]
     is_intervention: bool
-    differences: tuple[str, ...]
-    notes: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[Statement, ...]
 
 
-def compare(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Compared:
+def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> ControlComparison:
     """Let a control decide between suspects.
 
     Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not.
     Several differences share the probability by what speaks for each in the run alone.
     """
     shares = shares_prompts(facts, control)
-    notes = () if shares else (
-        "the first steps of run and control do not share their prompts: differences between them are an observation, "
-        "for an intervention rerun with the same seeds and data",
-    )  # fmt: skip
-    differences = tuple(_differences(facts, control, own))
-    codes = {each.suspect for each in differences}
-    said = tuple(each.sentence for each in differences)
+    notes = () if shares else (Statement(code="other_prompts"),)
+    differences = tuple(_differences(facts, control, suspects))
+    codes = {difference.suspect for difference in differences}
     if facts.fall is None:
-        return Compared(suspects=(), is_intervention=shares, differences=said, notes=notes)
+        return ControlComparison(suspects=(), is_intervention=shares, differences=differences, notes=notes)
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
     if fell_too:
-        decided = _weighed(
-            own, lambda code: -t.CONTROL if code in codes else 0.0, "the control differs in this and fell too"
-        )
+        suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
     elif codes:
-        decided = _weighed(
-            own, lambda code: t.CONTROL if code in codes else 0.0, "the control differs in this and did not fall"
-        )
+        suspects = _with(suspects, codes, Evidence(code="control_differs_and_did_not_fall", points=t.CONTROL))
     else:
-        decided = own
-        notes = (*notes, "run and control differ in nothing that the traces hold, and only the run fell")
-    return Compared(suspects=decided, is_intervention=shares and bool(codes), differences=said, notes=notes)
+        notes = (*notes, Statement(code="no_difference"))
+    return ControlComparison(
+        suspects=suspects, is_intervention=shares and bool(codes), differences=differences, notes=notes
+    )
 
 
-def _weighed(own: tuple[Suspect, ...], points: Callable[[str], float], sentence: str) -> tuple[Suspect, ...]:
-    judged = [
-        replace(suspect, evidence=(*suspect.evidence, Evidence(sentence=sentence, points=points(suspect.code))))
-        if points(suspect.code)
-        else suspect
-        for suspect in own
-    ]
-    return ranked(judged)
+def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) -> tuple[Suspect, ...]:
+    """Suspects ranked anew, with one more piece of evidence for those named."""
+    return ranked(
+        [
+            replace(suspect, evidence=(*suspect.evidence, evidence)) if suspect.code in codes else suspect
+            for suspect in suspects
+        ]
+    )
 
 
-def _differences(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Iterator[Difference]:
+def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
     for find in (_rewards, _advantages, _lags):
         yield from find(facts, control)
-    yield from _gaps(facts, control, own)
+    yield from _mismatches(facts, control, suspects)
     for find in (_rates, _settings):
         yield from find(facts, control)
     yield from _first_update(facts, control)
@@ -87,7 +74,7 @@ def _differences(facts: Facts, control: Facts, own: tuple[Suspect, ...]) -> Iter
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
     """Whether the first steps of both ask the same prompts in the same order."""
-    first, second = (_of_first_step(each.rollouts) for each in (facts, control))
+    first, second = (_of_first_step(run.rollouts) for run in (facts, control))
     return len(first.prompt) == len(second.prompt) > 0 and bool((first.prompt == second.prompt).all())
 
 
@@ -99,24 +86,22 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The same response to the same prompt earns something else."""
     a, b = facts.rollouts, control.rollouts
     _, at_a, at_b = np.intersect1d(a.whole, b.whole, return_indices=True)
-    gap = a.reward[at_a] - b.reward[at_b]
-    known = np.isfinite(gap)
+    difference = a.reward[at_a] - b.reward[at_b]
+    known = np.isfinite(difference)
     if known.sum() < 10:
         return
-    differs = np.abs(gap) > 1e-6 * max(1.0, float(np.nanmax(np.abs(b.reward))))
+    differs = np.abs(difference) > 1e-6 * max(1.0, float(np.nanmax(np.abs(b.reward))))
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
-    said = f"{share:.0%} of {int(known.sum()):,} responses that both runs gave earn another reward in each"
-    length = _correlation(gap[known & differs], a.length[at_a][known & differs])
+    values = {"share": share, "num_responses": int(known.sum())}
+    length = _correlation(difference[known & differs], a.length[at_a][known & differs])
     if length > t.LENGTH_EXPLAINS:
-        yield Difference(suspect="length", sentence=f"{said}, the more the longer they are (correlation {length:.2f})")
+        yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
     elif _permuted(a, b):
-        yield Difference(
-            suspect="pairing", sentence=f"{said}, and a step's rewards are those of the control in another order"
-        )
+        yield Difference(suspect="pairing", code="rewards_permuted", values=values)
     else:
-        yield Difference(suspect="reward", sentence=said)
+        yield Difference(suspect="reward", code="rewards", values=values)
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
@@ -136,45 +121,36 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
-    own, other = (relation(each.rollouts, "reward", "advantage").by_group for each in (facts, control))
-    if own < t.ADVANTAGE_AGREES <= other:
-        yield Difference(
-            suspect="pairing",
-            sentence=f"advantages follow rewards in the control (correlation {other:.2f}) and not in the run ({own:.2f})",
-        )
+    of_run, of_control = (relation(run.rollouts, "reward", "advantage").by_group for run in (facts, control))
+    if of_run < t.ADVANTAGE_AGREES <= of_control:
+        yield _difference("pairing", "advantages", of_run, of_control)
 
 
 def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
-    own, other = declared_lag(facts), declared_lag(control)
-    if own - other >= 1:
-        yield Difference(
-            suspect="staleness",
-            sentence=f"the run's sequences were sampled {own:g} updates before they were scored, the control's {other:g}",
-        )
+    of_run, of_control = declared_lag(facts), declared_lag(control)
+    if of_run - of_control >= 1:
+        yield _difference("staleness", "lag", of_run, of_control)
 
 
-def _gaps(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """A gap that the control has not, of the engine or of weights behind, whichever the run alone makes more probable."""
-    own, other = facts.gap, control.gap
-    if own is None or other is None or own.size < t.MATERIAL_GAP or own.size < t.GAP_DIFFERS * other.size:
+def _mismatches(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
+    """A mismatch that the control lacks: of the engine or of stale weights, whichever the run alone makes more probable."""
+    run, other = facts.mismatch, control.mismatch
+    if run is None or other is None or run.size < t.MATERIAL_MISMATCH or run.size < t.MISMATCH_DIFFERS * other.size:
         return
-    explained = next((each.code for each in suspects if each.code in ("mismatch", "staleness")), "mismatch")
+    explained = next((suspect.code for suspect in suspects if suspect.code in ("mismatch", "staleness")), "mismatch")
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
-    said = f"mean |d| where the fall begins is {own.size:.2g} nats in the run; in the control it is {other.size:.2g}"
-    yield Difference(suspect=explained, sentence=said)
+    yield _difference(explained, "mismatch", run.size, other.size)
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
-    own, other = facts.values("learning_rate"), control.values("learning_rate")
-    n = min(len(own), len(other))
-    differs = np.flatnonzero(np.abs(own[:n] - other[:n]) > 1e-3 * np.abs(other[:n]))
+    of_run, of_control = facts.values("learning_rate"), control.values("learning_rate")
+    n = min(len(of_run), len(of_control))
+    differs = np.flatnonzero(np.abs(of_run[:n] - of_control[:n]) > 1e-3 * np.abs(of_control[:n]))
     if len(differs):
-        first = differs[0]
-        yield Difference(
-            suspect="optimizer",
-            sentence=f"from step {facts.steps[first]} on the learning rate is {own[first]:.3g} in the run and "
-            f"{other[first]:.3g} in the control",
+        first = int(differs[0])
+        yield _difference(
+            "optimizer", "learning_rate", float(of_run[first]), float(of_control[first]), step=int(facts.steps[first])
         )
 
 
@@ -183,20 +159,18 @@ _OF_OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "w
 
 def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
     for name in _OF_OPTIMIZER:
-        own, other = facts.settings.get(name), control.settings.get(name)
-        if own != other and name in facts.settings and name in control.settings:
-            yield Difference(suspect="optimizer", sentence=f"{name} is {own} in the run and {other} in the control")
+        if name in facts.settings and name in control.settings and facts.settings[name] != control.settings[name]:
+            yield _difference("optimizer", "setting", facts.settings[name], control.settings[name], setting=name)
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         if "entropy" in name and facts.settings[name] != control.settings[name]:
-            said = f"{name} is {facts.settings[name]} in the run and {control.settings[name]} in the control"
-            yield Difference(suspect="entropy", sentence=said)
+            yield _difference("entropy", "setting", facts.settings[name], control.settings[name], setting=name)
 
 
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The first update that leaves other weights, though it was given the same sequences, rewards and advantages."""
     before = None
     for step in facts.steps[: t.FIRST_STEPS]:
-        a, b = (each.rollouts for each in (facts, control))
+        a, b = facts.rollouts, control.rollouts
         one, two = a.step == step, b.step == step
         if one.sum() != two.sum() or not one.any():
             return
@@ -216,19 +190,15 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _of_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
-    own, other = (_at(each, "grad_norm", step) for each in (facts, control))
-    if abs(own - other) > t.NORM_DIFFERS * abs(other):
-        yield Difference(
-            suspect="entropy",
-            sentence=f"at step {step} the same sequences, rewards and advantages give a gradient of norm {own:.4g} in the "
-            f"run and {other:.4g} in the control: the loss has another term (an entropy bonus, a KL term)",
-        )
+    of_run, of_control = (_at(run, "grad_norm", step) for run in (facts, control))
+    if abs(of_run - of_control) > t.NORM_DIFFERS * abs(of_control):
+        yield _difference("entropy", "gradient", of_run, of_control, step=step)
     else:
-        yield Difference(
-            suspect="optimizer",
-            sentence=f"the update of step {step} leaves other weights than the control's, from the same sequences, "
-            "rewards, advantages and gradient norm: the optimizer differs",
-        )
+        yield Difference(suspect="optimizer", code="update", values={"step": step})
+
+
+def _difference(suspect: str, code: str, run: Measured, control: Measured, **values: Measured) -> Difference:
+    return Difference(suspect=suspect, code=code, values={"run": run, "control": control, **values})
 
 
 def _at(facts: Facts, name: str, step: int) -> float:

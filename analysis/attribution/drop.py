@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..dynamics.fall import FALL_SD, Fall
 from ..dynamics.noise import robust_sd
 from ..dynamics.series import Series
+from ..statement import Measured
 from . import thresholds as t
-from .fall import Fall
 from .rollouts import Rollouts
 
 _BESIDE = 3
@@ -25,7 +26,7 @@ class Drop:
     step: int
     """The first step after it."""
     share: float
-    """Of what the reward lost in all, what it lost there."""
+    """Share of the reward's whole loss that it lost at this step."""
     is_early: bool
     """Whether too few steps came before for the policy to be known."""
     policy: float
@@ -33,8 +34,13 @@ class Drop:
     it, the largest of them."""
 
     @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {"share": min(self.share, 1.0), "step": self.step}
+
+    @property
     def is_of_reward(self) -> bool:
-        """Whether the policy answers as it did before, so that the same answers earn less."""
+        """Whether the policy stayed what it was, so that the same responses earn less."""
         return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
 
     @property
@@ -44,7 +50,7 @@ class Drop:
 
 
 def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | None) -> Drop | None:
-    """The drop of the recorded reward where a fall begins; None without a reward, or where it loses nothing there."""
+    """The drop of the recorded reward where a fall begins; None without a reward, or where it does not drop."""
     reward = series.get("reward")
     if fall is None or reward is None:
         return None
@@ -58,7 +64,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
     place = first + int(np.argmax(losses))
     end = values[-max(len(values) // 10, _BESIDE) :].mean()
     lost = values[max(place - 3 * _BESIDE, 0) : place].mean() - end
-    if lost <= 0 or max(losses) < t.FALL_SD * max(_scatter(values), 1e-12):
+    if lost <= 0 or max(losses) < FALL_SD * max(_scatter(values), 1e-12):
         return None
     return Drop(
         step=int(steps[place]),
@@ -69,12 +75,12 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of what a policy cannot change without: its entropy, its lengths, how likely its own answers are."""
-    found = [series[name] for name in ("entropy", "length") if name in series]
+    """Steps and values of what changes with every policy: entropy, length, likelihood of its own responses."""
+    of_policy = [series[name] for name in ("entropy", "length") if name in series]
     known = np.isfinite(rollouts.likelihood)
     steps, place = np.unique(rollouts.step[known], return_inverse=True)
     mean = np.bincount(place, rollouts.likelihood[known]) / np.maximum(np.bincount(place), 1)
-    return [*((one.steps[one.known], one.values[one.known]) for one in found), (steps, mean)]
+    return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), (steps, mean)]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:

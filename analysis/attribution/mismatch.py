@@ -1,4 +1,4 @@
-"""How the mismatch went along with the run: how large it was, when it came, and how it grew."""
+"""The mismatch of a run over its steps: its size at the onset of a fall, when it begins, and whether it grows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..dynamics.fall import Fall
 from ..dynamics.series import Series
 from . import thresholds as t
-from .fall import Fall
 
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
@@ -38,16 +38,16 @@ class RunMismatch:
 
     @property
     def grows(self) -> bool:
-        """Whether it went on growing after it had come."""
+        """Whether it keeps growing after it began."""
         return self.late > t.GROWTH * self.settled
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """The gap up to where a fall begins; None where no two passes were recorded."""
-    gap = series.get("mean_abs_d")
-    if gap is None or not gap.known.any():
+    """The mismatch up to the onset of a fall; None where no two passes were recorded."""
+    mean_abs_d = series.get("mean_abs_d")
+    if mean_abs_d is None or not mean_abs_d.known.any():
         return None
-    steps, values = gap.steps[gap.known], gap.values[gap.known]
+    steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
     before = _before(steps, fall)
     onset = before if fall is None else (steps >= fall.low) & (steps <= max(fall.high, fall.fallen))
     n = len(values)
@@ -60,7 +60,7 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest median of three neighbours: one outlier is no gap."""
+    """The largest median of three neighbours: one outlier does not count."""
     if len(values) < 3:
         return float(np.median(values)) if len(values) else 0.0
     return float(np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=-1).max())
@@ -72,6 +72,6 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)
     end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-    chosen = np.zeros(len(steps), bool)
-    chosen[max(end - width, 0) : end] = True
-    return chosen
+    is_before = np.zeros(len(steps), bool)
+    is_before[max(end - width, 0) : end] = True
+    return is_before

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .attribution import Suspect
+from .suspect import Suspect
 
 
 def ranked(suspects: Sequence[Suspect]) -> tuple[Suspect, ...]:
@@ -14,5 +14,5 @@ def ranked(suspects: Sequence[Suspect]) -> tuple[Suspect, ...]:
     highest = max(suspect.points for suspect in suspects)
     odds = [math.exp(suspect.points - highest) for suspect in suspects]
     total = sum(odds)
-    found = [replace(suspect, probability=each / total) for suspect, each in zip(suspects, odds, strict=True)]
-    return tuple(sorted(found, key=lambda suspect: -suspect.probability))
+    judged = [replace(suspect, probability=each / total) for suspect, each in zip(suspects, odds, strict=True)]
+    return tuple(sorted(judged, key=lambda suspect: -suspect.probability))

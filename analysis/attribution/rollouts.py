@@ -1,4 +1,4 @@
-"""What the sequences of a run say about its rewards: are they a matter of the response that they are handed to?
+"""The sequences of a run, and how their rewards, advantages and logprobs go together.
 
 Shapes: N sequences, in the order of their recording.
 """
@@ -48,7 +48,7 @@ _ALONE = 0.5
 _BY_CHANCE = 1.32
 """Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
 _FEWEST = 30
-"""Comparisons without which nothing is said."""
+"""Comparisons below which there is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class Rollouts:
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
-    asked = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}
-    table = database.connection.sql(_ROWS, params=asked).to_arrow_table()
+    parameters = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}
+    table = database.connection.sql(_ROWS, params=parameters).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
     columns["group"] = _groups(columns["group"], columns["step"])
     return Rollouts(**columns)
@@ -110,13 +110,13 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
     """[N] numbers of groups; of steps where most sequences are alone in theirs: what is compared has to have company."""
     _, number, count = np.unique(group, return_inverse=True, return_counts=True)
     alone = (count[number] == 1).mean() if len(number) else 0.0
-    found: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
-    return found
+    groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeats:
-    """Responses that came twice: a reward that is a matter of the response is the same both times."""
+class RepeatedResponses:
+    """Responses that came twice: a deterministic reward is the same both times."""
 
     num_pairs: int
     unequal: float
@@ -125,7 +125,7 @@ class Repeats:
     """Rows by which rewards would have to move so that the fewest pairs differ; 0: they lie where they should."""
     unequal_shifted: float
     """The share of unequal pairs then."""
-    mean_gap: float
+    mean_difference: float
     """Mean size of the difference of unequal pairs."""
 
     @property
@@ -134,18 +134,20 @@ class Repeats:
         return self.shift != 0 and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
 
 
-def repeats(rollouts: Rollouts) -> Repeats:
+def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     """Compare the rewards of equal responses to equal prompts, where they lie and moved by some rows within a step."""
     order = np.lexsort((rollouts.step, rollouts.whole))
     whole = rollouts.whole[order]
     again = whole[1:] == whole[:-1]
-    num, unequal, gap = _unequal(rollouts.reward[order], again)
+    num, unequal, mean_difference = _unequal(rollouts.reward[order], again)
     shift, unequal_shifted = 0, unequal
     if unequal > 0:
         shares = {by: _unequal(_moved(rollouts, by)[order], again)[1] for by in range(-_FARTHEST, _FARTHEST + 1)}
         shift = min(shares, key=lambda by: (shares[by], abs(by)))
         unequal_shifted = shares[shift]
-    return Repeats(num_pairs=num, unequal=unequal, shift=shift, unequal_shifted=unequal_shifted, mean_gap=gap)
+    return RepeatedResponses(
+        num_pairs=num, unequal=unequal, shift=shift, unequal_shifted=unequal_shifted, mean_difference=mean_difference
+    )
 
 
 def _unequal(reward: np.ndarray, again: np.ndarray) -> tuple[int, float, float]:
@@ -154,9 +156,9 @@ def _unequal(reward: np.ndarray, again: np.ndarray) -> tuple[int, float, float]:
     count = int(same.sum())
     if count < _FEWEST:
         return 0, math.nan, math.nan
-    gap = np.abs(reward[1:] - reward[:-1])[same]
-    differs = gap > 1e-6 * max(1.0, float(np.nanmax(np.abs(reward))))
-    return count, float(differs.mean()), float(gap[differs].mean()) if differs.any() else 0.0
+    difference = np.abs(reward[1:] - reward[:-1])[same]
+    differs = difference > 1e-6 * max(1.0, float(np.nanmax(np.abs(reward))))
+    return count, float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
@@ -195,24 +197,24 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     num = int(spread.sum())
     if num < _FEWEST:
         return Relation(correlation=math.nan, by_group=math.nan, num_groups=num, negative=math.nan)
-    own = xy[spread] / np.sqrt(xx[spread] * yy[spread])
+    by_group = xy[spread] / np.sqrt(xx[spread] * yy[spread])
     members = np.bincount(group)[spread]
     return Relation(
         correlation=float(xy.sum() / np.sqrt(xx.sum() * yy.sum())),
-        by_group=float(own.mean()),
+        by_group=float(by_group.mean()),
         num_groups=num,
-        negative=float((own < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
+        negative=float((by_group < -_BY_CHANCE / np.sqrt(np.maximum(members - 1, 1))).mean()),
     )
 
 
 def changed_rewards(before: Rollouts, after: Rollouts) -> tuple[int, float]:
     """Responses that came in both, and the share of them that earn something else in the second; NaN for too few."""
     _, first, second = np.intersect1d(before.whole[::-1], after.whole, return_indices=True)
-    gap = np.abs(before.reward[::-1][first] - after.reward[second])
-    gap = gap[np.isfinite(gap)]
-    if len(gap) < _FEWEST:
-        return len(gap), math.nan
-    return len(gap), float((gap > 1e-6).mean())
+    difference = np.abs(before.reward[::-1][first] - after.reward[second])
+    difference = difference[np.isfinite(difference)]
+    if len(difference) < _FEWEST:
+        return len(difference), math.nan
+    return len(difference), float((difference > 1e-6).mean())
 
 
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:

@@ -23,14 +23,14 @@ _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 def read_settings(database: Database) -> dict[str, Any]:
     """Hyperparameters by name, numbers or texts; the optimizer's under the names of _OPTIMIZER as well."""
-    found = read_hyperparameters(database)
-    last_words = {re.split(r"[/.]", name)[-1]: value for name, value in found.items()}
+    settings = read_hyperparameters(database)
+    last_words = {re.split(r"[/.]", name)[-1]: value for name, value in settings.items()}
     for name, aliases in _OPTIMIZER.items():
         value = next((last_words[alias] for alias in aliases if isinstance(last_words.get(alias), float)), None)
         if value is not None:
-            found.setdefault(name, value)
+            settings.setdefault(name, value)
     betas = re.findall(_NUMBER, str(last_words.get("betas") or last_words.get("adam_betas") or ""))
     if len(betas) == 2:
-        found.setdefault("adam_beta1", float(betas[0]))
-        found.setdefault("adam_beta2", float(betas[1]))
-    return found
+        settings.setdefault("adam_beta1", float(betas[0]))
+        settings.setdefault("adam_beta2", float(betas[1]))
+    return settings

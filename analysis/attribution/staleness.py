@@ -1,4 +1,4 @@
-"""Whether the engine says what the trainer said some steps before: what weights that are behind do, and no others.
+"""Whether the engine's logprobs are the trainer's of some steps before, as with stale weights.
 
 Shapes: N sequences, M openings of responses, one a step.
 """
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..statement import Measured
 from . import thresholds as t
 from .rollouts import Rollouts
 
 _FARTHEST = 64
 """Steps that are looked back."""
 _AROUND = 1
-"""Distances beside each whose openings are taken together with its own."""
+"""Neighbouring distances whose openings are pooled with those of each distance."""
 _FEWEST = 30
 """Openings that have to come again at a distance for it to be judged."""
 
@@ -27,47 +28,51 @@ class StaleWeights:
     steps: int
     """The distance at which they agree best."""
     left: float
-    """Of the gap that the same openings have at their own step, the share that is left there: 0 where the engine had those
-    weights."""
+    """Share of the mismatch of these openings that is left at that distance: 0 where the engine had those weights."""
     num_pairs: int
     """Openings that came at both steps."""
     farthest: int
     """The largest distance that could be judged."""
 
     @property
-    def is_heard(self) -> bool:
-        """Whether weights that are so many steps behind explain the gap."""
-        return self.left < t.ECHO
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
 
     @property
-    def is_missed(self) -> bool:
-        """Whether no weights that are up to `farthest` steps behind do."""
-        return not self.is_heard and self.farthest >= t.ECHO_REACHES
+    def explains(self) -> bool:
+        """Whether weights that are `steps` behind explain the mismatch."""
+        return self.left < t.STALE_LEFT
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether no weights up to `farthest` steps behind explain it."""
+        return not self.explains and self.farthest >= t.STALE_REACHES
 
 
-def read_stale_weights(rollouts: Rollouts, gap: float) -> StaleWeights | None:
-    """Hold what the engine said of an opening against what the trainer said of it 1 to 64 steps before.
+def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | None:
+    """Compare the engine's logprobs of openings with the trainer's of the same openings 1 to 64 steps before.
 
-    The opening of a response has one logprob under one set of weights, whenever it is asked. `gap` is mean |d| of the run,
-    nats. None where too few came again, or where openings have little of the gap.
+    The opening of a response has one logprob under one set of weights. `mean_abs_d` is that of the run, nats. None where too
+    few openings repeat, or where they have little of the mismatch.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
-    if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.ECHO_CARRIES * gap:
+    if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.STALE_CARRIES * mean_abs_d:
         return None
     sums = np.zeros((_FARTHEST, 3))
     key = opening * (int(step.max()) + 1) + step
     for back in range(1, _FARTHEST + 1):
         place = np.minimum(np.searchsorted(key, key - back), len(key) - 1)
-        there = np.flatnonzero((key[place] == key - back) & (step >= back))
-        own, before = np.abs(sampled[there] - trained[there]), np.abs(sampled[there] - trained[place[there]])
-        sums[back - 1] = own.sum(), before.sum(), len(there)
+        rows = np.flatnonzero((key[place] == key - back) & (step >= back))
+        same_step, before = np.abs(sampled[rows] - trained[rows]), np.abs(sampled[rows] - trained[place[rows]])
+        sums[back - 1] = same_step.sum(), before.sum(), len(rows)
     return _best(sums)
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:
-    """Of [_FARTHEST, 3] sums of the gap, of what is left and of openings the distance at which least is left."""
+    """The distance at which least of the mismatch is left, from [_FARTHEST, 3] sums: mismatch, what is left, openings."""
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # A distance of its own, so that neighbours alone do not carry one.
+    # A distance needs openings itself, not only at its neighbours.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
     if not len(judged):
         return None

@@ -1,42 +1,249 @@
-"""An attribution as text."""
+"""An attribution as text and as JSON. All sentences about suspects are made here, from codes and numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..check.finding import TITLES
 from ..rows import shown
-from .attribution import Attribution, Onset, Suspect
+from ..statement import Statement
+
+if TYPE_CHECKING:
+    from .attribution import Attribution, SeriesOnset
+    from .suspect import Suspect
 
 _SHOWN = 0.02
 """Suspects below this probability are named without their evidence."""
 
+EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
+    "any": {
+        "prior": "before any evidence",
+        "control_differs_and_did_not_fall": "the control differs in this and did not fall",
+        "control_differs_and_fell": "the control differs in this and fell too",
+    },
+    "mismatch": {
+        "no_passes": "fewer than two passes were recorded: no mismatch can be measured",
+        "mismatch_small": "mean |d| at the onset is {mean_abs_d:.2g} nats: too small to affect a run",
+        "mismatch_unclear": "mean |d| at the onset is {mean_abs_d:.2g} nats: this size may matter",
+        "mismatch_large": "mean |d| at the onset is {mean_abs_d:.2g} nats: large enough to affect a run",
+        "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), before the fall",
+        "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), with the fall",
+        "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), after the fall "
+        "began: it follows the fall",
+        "check_passes": "check finds {finding_title}",
+        "check_fails": "check finds: {finding_title}",
+        "explained_by_stale_weights": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
+        "({left_share:.0%} of the mismatch is left, {num_openings:,} openings): that is staleness",
+        "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins "
+        "with the first updates: that is staleness",
+        "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that "
+        "are behind: that is staleness",
+    },
+    "staleness": {
+        "no_declared_lag": "the trace declares no lag between sampling and scoring weights",
+        "declared_lag": "sequences were sampled by weights {lag:g} updates older than those that scored them; mean |d| is "
+        "{mean_abs_d:.2g} nats",
+        "stale_weights_match": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
+        "({left_share:.0%} of the mismatch is left, {num_openings:,} openings)",
+        "stale_weights_excluded": "the engine's logprobs of repeated openings are the trainer's of no step up to {max_distance} "
+        "before (at best {left_share:.0%} of the mismatch is left): the weights are not behind",
+        "mismatch_at_first_step": "the mismatch is there at the first recorded step",
+        "mismatch_at_first_step_without_lag": "the mismatch is there at the first recorded step, where no weights can be behind "
+        "unless the run was resumed",
+        "mismatch_steady": "the mismatch comes with the first updates and then keeps its size, as with weights that are some "
+        "updates behind",
+        "mismatch_steady_and_check": "the mismatch comes with the first updates and then keeps its size (check finds stale "
+        "weights), as with weights that are some updates behind",
+    },
+    "optimizer": {
+        "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the "
+        "fall begins",
+        "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the fall "
+        "begins",
+        "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the "
+        "fall began",
+        "setting_unusual": "{setting} is {value:g}; {customary_low:g} to {customary_high:g} is customary",
+        "update_size": "an update changes the weights by {update_to_weight:.2g} of their size",
+        "update_bursts": "{num_updates} updates until then are more than {burst_factor:g} times as large as the median one, up "
+        "to {max_factor:.3g} times",
+        "reward_drops_with_policy": "the reward loses {share:.0%} of the fall at step {step}, and the policy is another one from "
+        "then on: too much for so few updates",
+        "grad_norm_grows_before_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, before the fall",
+        "grad_norm_grows_after_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, after the fall began",
+    },
+    "reward": {
+        "rewards_deterministic": "the reward depends on the response alone: {unequal_share:.1%} of {num_pairs:,} repeated "
+        "responses have two rewards",
+        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt have two rewards, "
+        "{mean_difference:.2g} apart",
+        "rewards_changed": "of {num_responses:,} responses that came before the fall and after it {share:.0%} earn another "
+        "reward since",
+        "likelier_earn_less": "where the fall begins the likelier answers earn less in {negative_share:.0%} of the groups (mean "
+        "correlation {correlation:.2f}), as if the reward were inverted",
+        "likelier_earn_no_more": "where the fall begins likelier answers earn no more (correlation {correlation:.2f} within "
+        "groups), as if the reward were random",
+        "likelier_earn_more": "where the fall begins likelier answers earn more (correlation {correlation:.2f} within groups)",
+        "reward_drops_without_policy": "the reward loses {share:.0%} of the fall at step {step}, where entropy, length and "
+        "likelihood stay what they were: the same answers earn less",
+        "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} falls from "
+        "{outcome_before:.3g} to {outcome_after:.3g}: it pays for something else",
+        "reward_hides_fall_pays_length": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} "
+        "falls from {outcome_before:.3g} to {outcome_after:.3g}: it pays for length",
+        "reward_falls_too": "the recorded reward falls with the evaluation",
+    },
+    "pairing": {
+        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; moved by {shift} rows "
+        "within the step it is {unequal_shifted_share:.0%}",
+        "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",
+        "advantages_do_not_follow": "within groups advantages do not follow rewards (correlation {correlation:.2f}; a baseline "
+        "and a scale leave it at 1)",
+        "logprobs_in_other_rows": "check finds logprobs of the two passes in each other's rows",
+    },
+    "entropy": {
+        "entropy_rose_before_fall": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it rose "
+        "before the fall",
+        "entropy_lost": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: the policy becomes more "
+        "certain while it does worse",
+        "entropy_explodes": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it explodes with "
+        "the fall",
+        "entropy_rises_with_fall": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it rises "
+        "with the fall or after it",
+        "entropy_in_range": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it stays in its "
+        "range",
+        "updates_large": "updates are large, which changes entropy as well",
+    },
+    "length": {
+        "length_steady": "the length of responses stays what it was",
+        "length_changes": "responses go from {before:.3g} to {after:.3g} tokens from step {step} on, not after the fall",
+        "length_changes_after_fall": "responses go from {before:.3g} to {after:.3g} tokens from step {step} on, after the fall "
+        "began",
+        "length_pays": "within groups longer responses earn more (correlation {correlation:.2f})",
+        "length_pays_while_hidden": "within groups longer responses earn more (correlation {correlation:.2f}), and the reward "
+        "stays up while they grow and the evaluation falls",
+    },
+}  # fmt: skip
+"""Suspect -> code of its evidence -> the sentence, with the numbers that it holds."""
 
-def attribution_text(found: Attribution) -> str:
+EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
+
+UNITS: Mapping[str, str] = {
+    "after": "tokens", "at_fall": "nats", "before": "tokens", "burst_factor": "times the median",
+    "correlation": "-1 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "high": "step",
+    "lag": "updates", "last": "nats", "left_share": "0 to 1", "low": "step", "max_distance": "steps",
+    "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
+    "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
+    "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
+    "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
+    "step": "step", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
+    "value": "the setting's",
+}  # fmt: skip
+"""Number of an evidence -> its unit."""
+
+DIFFERENCES: Mapping[str, str] = {
+    "rewards_by_length": "{share:.0%} of {num_responses:,} responses that both runs gave earn another reward in each, the more "
+    "the longer they are (correlation {correlation:.2f})",
+    "rewards_permuted": "{share:.0%} of {num_responses:,} responses that both runs gave earn another reward in each, and a step's "
+    "rewards are those of the control in another order",
+    "rewards": "{share:.0%} of {num_responses:,} responses that both runs gave earn another reward in each",
+    "advantages": "advantages follow rewards in the control (correlation {control:.2f}) and not in the run ({run:.2f})",
+    "lag": "the run's sequences were sampled {run:g} updates before they were scored, the control's {control:g}",
+    "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the control",
+    "learning_rate": "from step {step} on the learning rate is {run:.3g} in the run and {control:.3g} in the control",
+    "setting": "{setting} is {run} in the run and {control} in the control",
+    "gradient": "at step {step} the same sequences, rewards and advantages give a gradient of norm {run:.4g} in the run and "
+    "{control:.4g} in the control: the loss has another term (an entropy bonus, a KL term)",
+    "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards, advantages "
+    "and gradient norm: the optimizer differs",
+}
+"""Code of a difference from the control -> the sentence."""
+
+NOTES: Mapping[str, str] = {
+    "no_outcome": "neither a reward nor an evaluation was recorded at {min_values} steps or more, so that no fall can be seen",
+    "no_evaluation": "no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the reward "
+    "that was recorded is the wrong one",
+    "no_shared_token": "the passes {first_pass} and {second_pass} share no token, so that nothing can be said of a mismatch",
+    "check_failed": "check could not be asked: {error}",
+    "other_prompts": "the first steps of run and control do not share their prompts: differences between them are an "
+    "observation, for an intervention rerun with the same seeds and data",
+    "no_difference": "run and control differ in nothing that the traces hold, and only the run fell",
+}
+"""Code of a note -> the sentence."""
+
+
+def evidence_sentence(evidence: Statement) -> str:
+    """The sentence of a piece of evidence."""
+    finding = str(evidence.values.get("finding", ""))
+    return EVIDENCE[evidence.code].format(**evidence.values, finding_title=TITLES.get(finding, finding))
+
+
+def verdict_sentence(result: Attribution) -> str:
+    """Whether the run fell, where that begins, and the cause."""
+    if not result.outcome:
+        return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
+    if result.fall is None:
+        return f"No fall: {result.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
+    fall = result.fall
+    first, last = fall.interval
+    where = (
+        f"{fall.outcome} {fall.verb} from step {fall.step} on (95 % interval {first} to {last}), {fall.before:.3g} to "
+        f"{fall.after:.3g}"
+    )
+    return f"{where}. {_cause(result)}"
+
+
+def _cause(result: Attribution) -> str:
+    first = result.suspects[0]
+    how = (
+        "By intervention (the control shares its seeds)" if result.is_intervention else "By observation of one run"
+        if result.control is None else "By observation of two runs"
+    )  # fmt: skip
+    not_mismatch = "; not the mismatch" if result.clears_mismatch else ""
+    if result.cause is None:
+        others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in result.suspects[:2])
+        return f"{how} the cause cannot be told from this trace: {others}{not_mismatch}."
+    return f"{how} the cause is {first.title} ({first.probability:.0%}){not_mismatch}."
+
+
+def attribution_text(result: Attribution) -> str:
     """The verdict, then what moved first, the suspects with their evidence, and what would decide."""
-    found = shown(found)
-    parts = [found.sentence]
-    if found.differences:
-        parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in found.differences))
-    if found.onsets:
-        parts.append("What moved (first, with or after the fall):\n" + "\n".join(map(_onset, found.onsets)))
-    likely = [suspect for suspect in found.suspects if suspect.probability >= _SHOWN]
-    parts += [_suspect(suspect) for suspect in likely]
-    others = [f"{s.title} {s.probability:.1%}" for s in found.suspects if s.probability < _SHOWN]
+    result = shown(result)
+    parts = [result.sentence]
+    if result.differences:
+        parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in result.differences))
+    if result.onsets:
+        parts.append("What moved (first, with or after the fall):\n" + "\n".join(map(_onset, result.onsets)))
+    parts += [_suspect(suspect) for suspect in result.suspects if suspect.probability >= _SHOWN]
+    others = [f"{s.title} {s.probability:.1%}" for s in result.suspects if s.probability < _SHOWN]
     if others:
         parts.append("Hardly: " + ", ".join(others))
-    if found.notes:
-        parts.append("\n".join(f"Note: {note}" for note in found.notes))
+    if result.notes:
+        parts.append("\n".join(f"Note: {note}" for note in result.notes))
     return "\n\n".join(parts)
 
 
-def _onset(onset: Onset) -> str:
+def attribution_json(result: Attribution) -> dict[str, Any]:
+    """The same as JSON can say it, with every number; sentences beside their codes."""
+    suspects = [
+        asdict(suspect) | {"evidence": [asdict(each) | {"sentence": each.sentence} for each in suspect.evidence]}
+        for suspect in result.suspects
+    ]
+    rendered = {name: getattr(result, name) for name in ("sentence", "cause", "differences", "notes")}
+    return asdict(result) | {"suspects": suspects} | rendered
+
+
+def _onset(onset: SeriesOnset) -> str:
     when = f"step {onset.step} ({onset.low} to {onset.high})"
     return f"  {onset.order:<5} {onset.series:<26} {when:<28} {onset.before:.3g} -> {onset.after:.3g}"
 
 
 def _suspect(suspect: Suspect) -> str:
     lines = [f"{suspect.title}: {suspect.probability:.0%}"]
-    for each in suspect.evidence:
-        word = "for" if each.points > 0 else "against" if each.points < 0 else "neither"
-        lines.append(f"  {word:<8}{each.points:+.1f}  {each.sentence}")
+    for evidence in suspect.evidence:
+        word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neither"
+        lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence.sentence}")
     if suspect.next:
         lines.append(f"  would decide: {suspect.next}")
     return "\n".join(lines)

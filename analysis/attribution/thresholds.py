@@ -1,7 +1,7 @@
-"""Every number that a judgement about a fall rests on, with its reason.
+"""The thresholds of an attribution and the points of its evidence, with their reasons; those of a fall are in dynamics.fall.
 
 Points are natural logarithms of odds: evidence that is e times as probable under a suspect as without it counts 1. They
-were set on the tuning split of benchmarks/collapse, and held against its held-out split.
+were set on the tuning split of benchmarks/collapse, and tested on its held-out split.
 """
 
 from __future__ import annotations
@@ -9,15 +9,6 @@ from __future__ import annotations
 import math
 
 from .evidence import Evidence
-
-FALL_SHARE = 0.09
-"""Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
-FALL_STAYS = 0.6
-"""Least share of what follows the first window below the middle that must lie there, too: a fall is for good, a dip is not."""
-FALL_SD = 3.0
-"""Least size of a fall in standard errors, beyond what choosing the best window explains."""
-FALLEN = 0.35
-"""Share of a fall that is lost when what happens then comes after it."""
 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 """Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it; the last is for what
@@ -38,23 +29,23 @@ _PRIORS = {
 _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
 """Mean |d| up to so many nats -> points. bf16 engines have 0.002 to 0.01 in sound runs of months; published collapses
 begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/collapse)."""
-LARGE_GAP = 0.06
+LARGE_MISMATCH = 0.06
 """Mean |d| from which what follows a fall may have begun it, too."""
 
 AT_ONCE = 0.35
-"""Share of a gap's settled size from which it counts as there already: one update brings less."""
+"""Share of the settled mismatch from which it counts as present already: one update brings less."""
 GROWTH = 1.6
-"""Factor from the first half of a run to its last quarter from which a gap counts as growing."""
-GAP_JUMPS = 2.0
-"""Least factor of a gap that counts as one that grew."""
+"""Factor from the first half of a run to its last quarter from which the mismatch counts as growing."""
+MISMATCH_JUMPS = 2.0
+"""Least factor by which a mismatch grew."""
 
-ECHO = 0.2
-"""Share of the gap that may be left against the trainer's logprobs of some steps before where the engine had those weights:
-rounding leaves less, and so do distances that are nearly right."""
-ECHO_REACHES = 20
-"""Steps that must be looked back for an echo to be missed: engines are rarely farther behind without saying so."""
-ECHO_CARRIES = 0.2
-"""Share of the run's mean |d| that the openings of responses must have for them to speak for all of it."""
+STALE_LEFT = 0.2
+"""Share of the mismatch that may be left against the trainer's logprobs of some steps before where the engine had those
+weights: rounding leaves less, and so do distances that are nearly right."""
+STALE_REACHES = 20
+"""Steps that must be compared before stale weights are excluded: engines are rarely farther behind without saying so."""
+STALE_CARRIES = 0.2
+"""Share of the run's mean |d| that openings of responses must have to represent it."""
 
 DROPS = 0.6
 """Share of what a reward lost that it has to lose from one step to the next for it to be a drop."""
@@ -86,7 +77,7 @@ HIDDEN = 0.3
 """Share of an evaluation's fall that the recorded reward must show, too."""
 
 LENGTH_MOVES = 1.3
-"""Least factor of a change of length that says something alone."""
+"""Least factor of a change of length that counts by itself."""
 LENGTH_MOVES_PAID = 1.05
 """The least one where longer responses earn more."""
 LENGTH_PAYS = 0.5
@@ -95,7 +86,7 @@ LENGTH_PAYS = 0.5
 ENTROPY_LOST = 0.25
 """Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
 ENTROPY_SHRUNK = 0.6
-"""Share of the entropy before the fall below which a policy grew surer while it did worse: who unlearns grows unsure."""
+"""Share of the entropy before the fall below which a policy became more certain while it did worse: one that unlearns becomes uncertain."""
 ENTROPY_GAINED = 2.0
 """Factor above which it has exploded."""
 
@@ -110,21 +101,21 @@ LARGE_UPDATE = 0.003
 HUGE_UPDATE = 0.005
 """The size from which hardly a run goes on learning."""
 
-CUSTOMARY: dict[str, tuple[float, float, str]] = {
-    "adam_beta1": (0.5, 0.98, "0.8 to 0.95 is customary"),
-    "adam_beta2": (0.9, 0.99999, "0.95 to 0.999 is customary"),
-    "adam_epsilon": (1e-16, 1e-4, "1e-15 to 1e-6 is customary"),
+CUSTOMARY: dict[str, tuple[float, float, float, float]] = {
+    "adam_beta1": (0.5, 0.98, 0.8, 0.95),
+    "adam_beta2": (0.9, 0.99999, 0.95, 0.999),
+    "adam_epsilon": (1e-16, 1e-4, 1e-15, 1e-6),
 }
-"""Setting -> the range outside of which it speaks for the optimizer, and why."""
+"""Setting -> the range outside of which it speaks for the optimizer, and the customary range."""
 
 
 def prior(code: str) -> Evidence:
-    """What a suspect is worth before the trace was looked at."""
-    return Evidence(sentence="before any evidence", points=_PRIORS[code])
+    """The points of a suspect before any evidence."""
+    return Evidence(code="prior", points=_PRIORS[code])
 
 
 def of_size(mean_abs_d: float) -> float:
-    """Points of a gap's size."""
+    """Points of the size of a mismatch."""
     return next(points for most, points in _SIZES if mean_abs_d <= most)
 
 
@@ -132,10 +123,10 @@ CONTROL = 7.0
 """Points of an intervention: a thousand to one. Noise of a sound run falls as far in fewer than one of a thousand."""
 FELL_TOO = 0.6
 """Share of the run's fall from which a control counts as fallen alike."""
-GAP_DIFFERS = 3.0
-"""Factor between two runs' gaps from which they differ; chance in two runs of one engine gives 1.5."""
-MATERIAL_GAP = 1e-3
-"""Mean |d| below which a gap is no difference that bends a run."""
+MISMATCH_DIFFERS = 3.0
+"""Factor between two runs' mismatch from which they differ; chance in two runs of one engine gives 1.5."""
+MATERIAL_MISMATCH = 1e-3
+"""Mean |d| below which a mismatch does not affect a run."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
 FIRST_STEPS = 50

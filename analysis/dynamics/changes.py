@@ -26,7 +26,7 @@ class ChangePoint:
     """A step at which a series began to do something else."""
 
     step: int
-    """The first step that the change moved."""
+    """The first step that the change moved; of a fall its onset, as attribute finds it."""
     low: int
     high: int
     """The 95 % confidence interval of the step."""
@@ -39,7 +39,7 @@ class ChangePoint:
     p: float
     """Bound of the chance that scatter alone gives this change somewhere in the series."""
     kind: str = SHIFT
-    """`shift`: the level jumps; `ramp`: the slope breaks, as when a slow rot sets in or a rise ends."""
+    """`shift`: the level jumps; `ramp`: the slope breaks, as when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
@@ -68,14 +68,14 @@ def change_points(series: Series) -> list[ChangePoint]:
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
     """Each change, between those beside it."""
     margin, ends = shortest(len(values)), [0, *places, len(values)]
-    found = []
+    changes = []
     for index in range(1, len(ends) - 1):
         start, end = ends[index - 1], ends[index + 1]
         one = locate(values[start:end], variance, margin)
         moved = {name: getattr(one, name) + start for name in ("place", "low", "high")}
-        found.append(Located(**moved, kind=one.kind, before=one.before, after=one.after, gain=one.gain))
+        changes.append(Located(**moved, kind=one.kind, before=one.before, after=one.after, gain=one.gain))
         ends[index] = moved["place"]
-    return found
+    return changes
 
 
 def _change(

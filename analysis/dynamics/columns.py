@@ -30,14 +30,14 @@ class Column:
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     """A query's columns with NULL as NaN; `step`, as int64, says what each row is of."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
-    found = {name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()}
-    return found | {"step": found["step"].astype(np.int64)}
+    columns = {name: np.asarray(np.ma.filled(column.astype(np.float64), np.nan)) for name, column in rows.items()}
+    return columns | {"step": columns["step"].astype(np.int64)}
 
 
 def columns_of(rows: dict[str, np.ndarray], sources: Mapping[str, str]) -> list[Column]:
     """The columns of a query that have a value at all, each with what its values are of."""
     return [
-        Column(name, rows["step"][there], rows[name][there], source)
+        Column(name, rows["step"][known], rows[name][known], source)
         for name, source in sources.items()
-        if name in rows and (there := ~np.isnan(rows[name])).any()
+        if name in rows and (known := ~np.isnan(rows[name])).any()
     ]

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from ...replay.steps import parse_steps
 from ...schemas.errors import NothingToCompare
 from ...tracer.progress import Progress, no_progress
+from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from . import changes, laws, lead_lag
 from .changes import ChangePoint, change_points
 from .laws import entropy_law, growths
 from .lead_lag import lead_lags
-from .motion import Dynamics, Moved
+from .motion import Dynamics, SeriesSummary
 from .onsets import onsets_of
 from .quantities import Series
 from .schedule import schedule_of
 from .series import read_series
-from .summary import sentences
+from .summary import summarise
+from .timeline import read_changes, read_outcomes
 
 
 def dynamics(
@@ -36,7 +39,8 @@ def dynamics(
     of the run. Change points are those of `changes.change_points`, each with a 95 % interval: an order of two onsets
     whose intervals overlap is not decided. Then correlations over lags; the surge of the response length and the
     learning-rate schedule of arXiv 2602.01826, as `analysis.LengthDecayLR` would have kept it; the rate at which k3
-    compounds; and the entropy law of arXiv 2505.22617. What the trace cannot answer is said, and the rest answered.
+    compounds; and the entropy law of arXiv 2505.22617. What the trace cannot answer is listed, and the rest answered. The
+    onset of a fall is the one that `attribute` reports.
 
     Raises NothingToCompare for a trace without any step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -44,19 +48,21 @@ def dynamics(
     database = opened(trace)
     source = database.sources[0]
     with progress("reading series", 1) as advance:
-        found = read_series(database, pair=names)
+        series = read_series(database, pair=names)
         advance(1)
-    if not found:
+    if not series:
         raise NothingToCompare(
             f"{source.run}: has neither sequences nor logged values of any step; record a run with tim-trace record"
         )
-    found = _chosen(found, steps)
-    moved = {name: tuple(change_points(series)) for name, series in found.items()}
-    onsets = onsets_of(moved, {name: series.kind for name, series in found.items()})
-    schedule = schedule_of(found["length"]) if "length" in found else None
-    axis = next(iter(found.values())).steps
-    unanswered = _unanswered(found, pair)
-    growth = growths(found.get("k3"))
+    series = _within(series, steps)
+    if steps == "all":
+        changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
+    else:
+        changes_of, fall = {name: tuple(change_points(one)) for name, one in series.items()}, None
+    onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
+    schedule = schedule_of(series["length"]) if "length" in series else None
+    axis = next(iter(series.values())).steps
+    growth = growths(series.get("k3"))
     return Dynamics(
         trace=source.store.url,
         run=source.run,
@@ -64,31 +70,32 @@ def dynamics(
         first_step=int(axis[0]),
         last_step=int(axis[-1]),
         num_steps=len(axis),
-        says=sentences(moved, onsets, schedule, growth, len(axis)),
-        series=tuple(_moved(series, moved[name]) for name, series in found.items()),
+        summary_codes=tuple(summarise(changes_of, onsets, fall, schedule, growth, len(axis))),
+        fall=fall,
+        series=tuple(_summary(one, changes_of[name]) for name, one in series.items()),
         onsets=onsets,
-        lead_lag=lead_lags(found),
+        lead_lag=lead_lags(series),
         schedule=schedule,
         growth=growth,
-        entropy_law=entropy_law(found.get("reward"), found.get("entropy")),
-        unanswered=unanswered,
+        entropy_law=entropy_law(series.get("reward"), series.get("entropy")),
+        unanswered_codes=tuple(_unanswered(series, pair)),
     )
 
 
-def _chosen(found: dict[str, Series], steps: str) -> dict[str, Series]:
+def _within(series: dict[str, Series], steps: str) -> dict[str, Series]:
     """The series over some of their steps, less those that have no value there."""
-    axis = next(iter(found.values())).steps
+    axis = next(iter(series.values())).steps
     wanted = np.isin(axis, parse_steps(steps, [int(step) for step in axis]))
-    cut = {name: series.at(wanted) for name, series in found.items()}
-    return {name: series for name, series in cut.items() if series.known.any() or len(series.not_finite)}
+    cut = {name: one.at(wanted) for name, one in series.items()}
+    return {name: one for name, one in cut.items() if one.known.any() or len(one.not_finite)}
 
 
-def _moved(series: Series, found: tuple[ChangePoint, ...]) -> Moved:
+def _summary(series: Series, changes_of_series: tuple[ChangePoint, ...]) -> SeriesSummary:
     values = series.values[series.known]
-    part = max(5, len(values) // 10)
+    width = max(5, len(values) // 10)
     empty = np.full(1, np.nan)
-    head, tail, whole = (each if len(each) else empty for each in (values[:part], values[-part:], values))
-    return Moved(
+    head, tail, whole = (part if len(part) else empty for part in (values[:width], values[-width:], values))
+    return SeriesSummary(
         name=series.name,
         kind=series.kind,
         scale=series.scale,
@@ -99,36 +106,22 @@ def _moved(series: Series, found: tuple[ChangePoint, ...]) -> Moved:
         smallest=float(whole.min()),
         largest=float(whole.max()),
         not_finite=tuple(int(step) for step in series.not_finite),
-        changes=found,
+        changes=changes_of_series,
     )
 
 
-_LACKING = {
-    "reward": "no rewards: what the run learned, its spread within groups and the entropy law are open; record them with "
-    "Recorder.add_sequences(reward=...)",
-    "reward_std_within_groups": "no groups of two or more rewards: their spread is open; record group_ids",
-    "k3_positive": "no advantages: the mismatch by their sign is open; record them with Recorder.add_sequences(advantage=...)",
-    "grad_norm": "no grad norm was logged: record it with Recorder.add_metrics",
-    "update_to_weight": "no optimizer statistics: tim-trace record takes them, or Recorder.add_optimizer",
-    "policy_lag": "no policy versions of both sides: how far the policy ran ahead is open",
-    "clip_share": "no loss with a clip was recorded, no advantages, or no logprobs inside of it: the clipped share is open; "
-    "Recorder.add_loss records the loss",
-    "changed_weights": "no weights were kept: record with --weights delta to see how much of them each update changes",
-}
-"""Series -> what is open without it."""
+_NEEDED = (
+    "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
+    "changed_weights",
+)  # fmt: skip
+"""Series without which a part of the answer is open."""
 
 
-def _unanswered(found: dict[str, Series], pair: str) -> tuple[str, ...]:
-    told = []
-    if "k3" not in found:
-        told.append(
-            f"{pair} share no token: the mismatch and the rate at which it compounds are open; see tim-trace info"
-        )
-    told += [sentence for name, sentence in _LACKING.items() if name not in found]
-    longest = max(int(series.known.sum()) for series in found.values())
+def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
+    if "k3" not in series:
+        yield Statement(code="no_mismatch", values={"pair": pair})
+    yield from (Statement(code=f"no_{name}") for name in _NEEDED if name not in series)
+    longest = max(int(one.known.sum()) for one in series.values())
     if longest < changes.FEWEST:
-        told.append(
-            f"{longest} step{'s' if longest > 1 else ''}: change points need {changes.FEWEST}, lags "
-            f"{lead_lag.FEWEST}, rates and laws {laws.FEWEST}"
-        )
-    return tuple(told)
+        least = {"changes": changes.FEWEST, "lags": lead_lag.FEWEST, "laws": laws.FEWEST}
+        yield Statement(code="too_short", values={"num_steps": longest, **least})

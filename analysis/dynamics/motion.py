@@ -1,18 +1,21 @@
-"""What is said of how a run moved."""
+"""How a run moved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..statement import Statement, sentences
 from .changes import ChangePoint
+from .fall import Fall
 from .laws import EntropyLaw, Growth
 from .lead_lag import LeadLag
-from .onsets import Onset
+from .onsets import FirstChange
 from .schedule import Schedule
+from .text import UNANSWERED, summary_sentences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class SeriesSummary:
     """One series: where it began, where it ended, and when it changed."""
 
     name: str
@@ -42,10 +45,12 @@ class Dynamics:
     first_step: int
     last_step: int
     num_steps: int
-    says: tuple[str, ...]
-    """The answer in sentences."""
-    series: tuple[Moved, ...]
-    onsets: tuple[Onset, ...]
+    summary_codes: tuple[Statement, ...]
+    """The answer, of text.SUMMARY."""
+    fall: Fall | None
+    """The fall of the run's outcome, as `attribute` finds it; None where none fell, or where `steps` takes a part of the run."""
+    series: tuple[SeriesSummary, ...]
+    onsets: tuple[FirstChange, ...]
     """Series by their first change, the earliest first."""
     lead_lag: tuple[LeadLag, ...]
     schedule: Schedule | None
@@ -53,5 +58,15 @@ class Dynamics:
     growth: tuple[Growth, ...]
     """How fast k3 compounds."""
     entropy_law: EntropyLaw | None
-    unanswered: tuple[str, ...]
-    """What cannot be answered from this trace, and what would change that."""
+    unanswered_codes: tuple[Statement, ...]
+    """What cannot be answered from this trace, of text.UNANSWERED."""
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The answer in sentences."""
+        return summary_sentences(self)
+
+    @property
+    def unanswered(self) -> tuple[str, ...]:
+        """What cannot be answered from this trace, and what would change that."""
+        return sentences(self.unanswered_codes, UNANSWERED)

@@ -15,7 +15,7 @@ PLANNED = ("learning_rate",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Onset:
+class FirstChange:
     """The first change of one series."""
 
     name: str
@@ -28,18 +28,18 @@ class Onset:
     """Whether no other onset came certainly before."""
 
 
-def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[Onset, ...]:
+def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
     """Order series by their first change of at least LEAST_SD; a series without one is left out."""
     first = {
-        name: next((change for change in found if abs(change.size_in_sd) >= LEAST_SD), None)
-        for name, found in changes.items()
+        name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
+        for name, of_series in changes.items()
         if name not in PLANNED
     }
     moved = {name: change for name, change in first.items() if change is not None}
     ends = min((change.high for change in moved.values()), default=0)
     order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
     return tuple(
-        Onset(
+        FirstChange(
             name=name,
             kind=kinds[name],
             change=moved[name],

@@ -106,5 +106,5 @@ def named(
     """A series of the catalogue above, its infinities noted and taken out."""
     kind, scale = KINDS[name]
     infinite = np.isinf(values)
-    told = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
-    return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, told, logged)
+    without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
+    return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)

@@ -54,33 +54,33 @@ class Schedule:
 
 def schedule_of(length: Series) -> Schedule:
     """Run the scheduler's own detector over the recorded lengths; a step without responses keeps the length before it."""
-    told = _told(length)
+    lengths = _observed(length)
     decay = LengthDecay()
-    decays = list(_decays(decay, told))
+    decays = list(_decays(decay, lengths))
     return Schedule(
         surge_step=decay.surge.step,
         decay_period=decay.decay_period,
         decays=tuple(decays),
-        sensitivity=tuple(_under(kappa, variant, told) for kappa in KAPPAS for variant in VARIANTS),
+        sensitivity=tuple(_under(kappa, variant, lengths) for kappa in KAPPAS for variant in VARIANTS),
     )
 
 
-def _told(length: Series) -> list[float | None]:
-    """The lengths as a training loop would tell them: one a step from step 1 on."""
+def _observed(length: Series) -> list[float | None]:
+    """[n] lengths as a training loop observes them, one a step from step 1; steps without one repeat the last."""
     known = {int(step): float(value) for step, value in zip(length.steps, length.values, strict=True) if value == value}
-    told: list[float | None] = []
+    lengths: list[float | None] = []
     for step in range(1, int(length.steps[-1]) + 1):
-        told.append(known.get(step, told[-1] if told else None))
-    return told
+        lengths.append(known.get(step, lengths[-1] if lengths else None))
+    return lengths
 
 
-def _decays(decay: LengthDecay, told: list[float | None]) -> Iterator[Decay]:
+def _decays(decay: LengthDecay, lengths: list[float | None]) -> Iterator[Decay]:
     before = 1.0
-    for step, length in enumerate(told, 1):
+    for step, length in enumerate(lengths, 1):
         if decay.observe(length) != before:
             before = decay.scale
             yield Decay(step=step, scale=before, is_within_run=True)
-    step = len(told)
+    step = len(lengths)
     while decay.decay_period is not None and decay.scale > decay.floor:
         step += 1
         if decay.observe(None) != before:
@@ -88,9 +88,9 @@ def _decays(decay: LengthDecay, told: list[float | None]) -> Iterator[Decay]:
             yield Decay(step=step, scale=before, is_within_run=False)
 
 
-def _under(kappa: float, variant: dict[str, int], told: list[float | None]) -> Sensitivity:
+def _under(kappa: float, variant: dict[str, int], lengths: list[float | None]) -> Sensitivity:
     surge = LengthSurge(kappa=kappa, **variant)
-    for length in told:
+    for length in lengths:
         surge.observe(length)
     period = LengthDecay(surge).decay_period
     return Sensitivity(

@@ -53,12 +53,12 @@ def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
 
 def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
     metrics = logged.read_logged(database, run)
-    gap = mismatch.read_step_mismatch(database, pair, run)
+    step_mismatch = mismatch.read_step_mismatch(database, pair, run)
     sources = (
-        gap.columns,
+        step_mismatch.columns,
         rollouts.read_rollouts(database, run),
         metrics,
-        policy.read_entropy(database, run, pair[0], metrics, gap.estimate),
+        policy.read_entropy(database, run, pair[0], metrics, step_mismatch.estimate),
         policy.read_lags(database, pair, run),
         policy.read_clipping(database, run),
         weight_changes.read_changed(database, run),

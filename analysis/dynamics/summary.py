@@ -1,63 +1,48 @@
-"""How a run moved, in sentences."""
+"""What the answer about a run's motion consists of, as codes and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from .changes import FEWEST, RAMP, ChangePoint
+from ..statement import Statement
+from .changes import FEWEST, ChangePoint
+from .fall import Fall
 from .laws import Growth
-from .onsets import LEAST_SD, PLANNED, Onset
+from .onsets import LEAST_SD, PLANNED, FirstChange
 from .schedule import Schedule
 
 
-def sentences(
+def summarise(
     changes: Mapping[str, Sequence[ChangePoint]],
-    onsets: Sequence[Onset],
+    onsets: Sequence[FirstChange],
+    fall: Fall | None,
     schedule: Schedule | None,
     growth: Sequence[Growth],
     num_steps: int,
-) -> tuple[str, ...]:
-    """What moved first and when, or that nothing did; the planned; the surge; the compounding."""
-    told = [_first(onsets, num_steps)]
-    told += [_planned(name, changes[name]) for name in PLANNED if changes.get(name)]
-    if schedule is not None and schedule.surge_step is not None:
-        told.append(
-            f"Responses surged at step {schedule.surge_step}: the schedule of arXiv 2602.01826 would halve the learning rate "
-            f"every {schedule.decay_period} steps."
-        )
-    last = next((each for each in growth if each.part == "last third"), None)
+) -> Iterator[Statement]:
+    """What moved first; the fall; planned changes; a surge of lengths; how k3 compounds at the end."""
+    yield _first(onsets, num_steps)
+    if fall is not None:
+        yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
+    for name in PLANNED:
+        if changes.get(name):
+            steps = ", ".join(str(change.step) for change in changes[name][:5])
+            yield Statement(code="planned_change", values={"series": name, "steps": steps})
+    if schedule is not None and schedule.surge_step is not None and schedule.decay_period is not None:
+        values = {"step": schedule.surge_step, "decay_period": schedule.decay_period}
+        yield Statement(code="length_surge", values=values)
+    last = next((part for part in growth if part.part == "last third"), None)
     if last is not None and last.doubling is not None:
-        verb = "doubles" if last.doubling > 0 else "halves"
-        told.append(f"In the last third of the run k3 {verb} every {abs(last.doubling):.3g} steps.")
-    return tuple(told)
+        code = "k3_doubles" if last.doubling > 0 else "k3_halves"
+        yield Statement(code=code, values={"steps": abs(last.doubling)})
 
 
-def _first(onsets: Sequence[Onset], num_steps: int) -> str:
+def _first(onsets: Sequence[FirstChange], num_steps: int) -> Statement:
     if num_steps < FEWEST:
-        return f"What moved first cannot be said of {num_steps} step{'s' if num_steps > 1 else ''}."
+        return Statement(code="too_short", values={"num_steps": num_steps, "min_steps": FEWEST})
     if not onsets:
-        return (
-            f"Nothing changed its course by {LEAST_SD:g} or more standard deviations of its own scatter: a series moves, if "
-            "at all, along one straight line."
-        )
+        return Statement(code="no_change", values={"min_sd": LEAST_SD})
     first = [onset for onset in onsets if onset.may_be_first]
-    if len(first) == 1:
-        after = f", before {', '.join(each.name for each in onsets[1:4])}" if len(onsets) > 1 else ""
-        return f"{told(first[0])} moved first{after}."
-    return f"Which moved first is not decided between {'; '.join(told(each) for each in first)}."
-
-
-def told(onset: Onset) -> str:
-    """An onset in words.
-
-    A jump takes one step; a ramp's end is where it had led to.
-    """
-    change = onset.change
-    span = f"95 % interval {change.low} to {change.high}" if change.low < change.high else "sure to a step"
-    how = "ramps" if change.kind == RAMP else "jumps"
-    return f"{onset.name} ({how} at step {change.step}, {span}; {change.before:.3g} to {change.after:.3g})"
-
-
-def _planned(name: str, changes: Sequence[ChangePoint]) -> str:
-    steps = ", ".join(str(change.step) for change in changes[:5])
-    return f"The {name.replace('_', ' ')}, which is set and not observed, changes its course at step {steps}."
+    if len(first) > 1:
+        return Statement(code="first_undecided", values={"series": ", ".join(onset.name for onset in first)})
+    return Statement(code="moved_first", values={"series": first[0].name, "step": first[0].change.step})

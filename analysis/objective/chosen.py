@@ -19,6 +19,7 @@ from ...schemas.loss import (
     Loss,
     read_loss,
 )
+from ..statement import Statement
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 
@@ -31,38 +32,37 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Name of a loss -> what it says of a Loss where neither the trace nor another option does. The bounds of gspo are those of
+"""Name of a loss -> its fields of a Loss where neither the trace nor another option does. The bounds of gspo are those of
 arXiv 2507.18071 (section 5.1), cispo's is the one that TRL recommends after arXiv 2510.13786."""
 
 
-def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, str]:
-    """The loss, and a sentence of where it is from.
+def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, tuple[Statement, ...]]:
+    """The loss, and where it is from: codes of text.LOSS_BASIS.
 
-    `options` are `loss`, a name of LOSSES, and fields of a Loss; None leaves what the trace says, or else PPO's clip of 0.2.
+    `options` are `loss`, a name of LOSSES, and fields of a Loss; None keeps the recorded value, or else PPO's clip of 0.2.
     Raises InvalidOption.
     """
-    recorded, problem = _recorded(database)
+    recorded, basis = _recorded(database)
     given = {name: value for name, value in options.items() if value is not None}
     _check(given)
     loss = recorded or Loss()
-    how = "as the trace records it" if recorded else f"assumed, since {problem}: say it with --loss and its bounds"
     if (name := given.pop("loss", None)) is not None:
         known = LOSSES[name]
         same = recorded is not None and all(getattr(recorded, key) == known[key] for key in ("kind", "level"))
         loss = replace(loss if same else _neutral(loss), **({} if same else known))
-        how = "as it was asked for"
+        basis = Statement(code="asked")
     if given:
-        loss = replace(loss, **given)
-        how = f"{how}, with {', '.join(f'{key} {value}' for key, value in given.items())} as asked for"
-    return loss, how
+        fields_asked = ", ".join(f"{key} {value}" for key, value in given.items())
+        return replace(loss, **given), (basis, Statement(code="fields_asked", values={"fields": fields_asked}))
+    return loss, (basis,)
 
 
-def _recorded(database: Database) -> tuple[Loss | None, str]:
+def _recorded(database: Database) -> tuple[Loss | None, Statement]:
     try:
         loss = read_loss(read_hyperparameters(database))
     except (InvalidRecord, ValueError) as error:
-        return None, f"what the trace says of it cannot be read ({error})"
-    return loss, "the trace says of no loss that is known"
+        return None, Statement(code="unreadable", values={"error": str(error)})
+    return loss, Statement(code="recorded" if loss else "not_recorded")
 
 
 def _neutral(loss: Loss) -> Loss:

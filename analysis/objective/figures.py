@@ -17,20 +17,20 @@ from ..statistics.estimators import Array, Totals
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
 from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
-from .sums import Sums
+from .sums import SequenceSums
 from .terms import SAFETY_BOUND
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """How a figure follows from totals, and what it says."""
+class FigureFormula:
+    """How a figure is computed from totals, and its meaning."""
 
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """Of what the trace answers: see sides."""
     of_correction: bool = False
-    """Whether it says something only where the loss has a correction."""
+    """Whether it has a meaning only where the loss has a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """What it cannot leave, nor its interval."""
     in_tails: float | None = None
@@ -38,8 +38,8 @@ class Figure:
     benchmarks/coverage.py, docs/intervals.md."""
 
     @property
-    def told(self) -> str:
-        """Its meaning, and what is to know of its interval."""
+    def description(self) -> str:
+        """Its meaning, and the coverage of its interval where that is low."""
         if self.in_tails is None:
             return self.meaning
         return f"{self.meaning}; where a few tokens carry it, an interval of 95 % holds in {self.in_tails:.0%}"
@@ -82,10 +82,10 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 def _correlation(t: Totals) -> Array:
     n = t["terms_known"]
     spread_weighed = n * t["off_weighed2"] - t["off_weighed"] ** 2
-    spread_gap = n * t["off_gap2"] - t["off_gap"] ** 2
-    known = (spread_weighed > 0) & (spread_gap > 0)
-    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_gap, 1.0))
-    covariance = n * t["off_weighed_gap"] - t["off_weighed"] * t["off_gap"]
+    spread_term_d = n * t["off_term_d2"] - t["off_term_d"] ** 2
+    known = (spread_weighed > 0) & (spread_term_d > 0)
+    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_term_d, 1.0))
+    covariance = n * t["off_weighed_term_d"] - t["off_weighed"] * t["off_term_d"]
     return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
 
 
@@ -109,62 +109,62 @@ def _to_clipped(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""What a figure needs that says something only of a loss that clips."""
+"""Needed by figures of losses that clip."""
 LINEAR = "linear"
-"""What one needs that says something only where f is rho A but for a clip."""
+"""Needed by figures of losses whose f is rho A but for a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 """Bounds of figures."""
 
-FIGURES: Mapping[str, Figure] = {
-    "bias": Figure(_per_update(_of("applied")), "sum b of an update, weighed as the loss weighs its tokens: by how much the mismatch lifts the objective"),
-    "bias_positive": Figure(_per_update(_column("w_applied_positive")), "of tokens with A > 0"),
-    "bias_negative": Figure(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
-    "abs_bias": Figure(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
-    "skew": Figure(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
-    "size": Figure(_per_update(_of("size")), "sum |f(rho*)|, what the others are held against", bounds=_SIZE),
-    "used": Figure(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
-    "relative_bias": Figure(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
-    "relative_abs_bias": Figure(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
-    "relative_positive": Figure(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
-    "relative_negative": Figure(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| of A < 0: below 0, they are punished too much"),
-    "uncorrected_bias": Figure(_per_update(_of("plain")), "bias with the weights of the loss's correction left out", of_correction=True),
-    "uncorrected_abs_bias": Figure(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True, bounds=_SIZE),
-    "uncorrected_skew": Figure(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True, bounds=_SIGNED),
-    "uncorrected_relative_bias": Figure(_over(_of("plain"), _of("size")), "relative_bias without them", of_correction=True),
-    "uncorrected_relative_abs_bias": Figure(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without them", of_correction=True, bounds=_SIZE),
-    "clipped": Figure(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
-    "clipped_true": Figure(_share("clipped_positive", "clipped_negative"), "share that it would clip under rho*", _CLIPPED, bounds=_SHARE),
-    "flipped": Figure(_share(*_FLIPS), "share whose clip decision the mismatch turns", _CLIPPED, bounds=_SHARE),
-    "to_clipped_positive": Figure(_share("to_clipped_positive"), "share clipped under the used ratio alone, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_clipped_negative": Figure(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
-    "to_free_positive": Figure(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_free_negative": Figure(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
-    "clipped_by_mismatch": Figure(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
-    "cov_weighed_d": Figure(_covariance("off_weighed_gap", "off_weighed", "off_gap", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
-    "corr_weighed_d": Figure(_correlation, "the same as a correlation", bounds=_SIGNED),
-    "first_order": Figure(lambda t: -t["sum_weighed_gap"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
-    "bad_updates": Figure(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": Figure(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
-    "mean_d": Figure(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
-    "mean_abs_d": Figure(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
-    "var_d": Figure(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
-    "mean_drift": Figure(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
-    "var_drift": Figure(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
-    "cov_d_drift": Figure(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "their covariance", _BOTH),
-    "var_total": Figure(_total_variance, "variance of ln rho* = d + drift: the two and twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
-    "share_mismatch": Figure(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 by mean d^2 + mean drift^2", _BOTH, bounds=_SHARE, in_tails=0.85),
-    "mean_sum_d": Figure(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
-    "mean_abs_sum_d": Figure(_mean("abs_total_d", "num_sequences"), "mean over sequences of its size, nats", frozenset({MISMATCH}), bounds=_SIZE),
-    "sequence_proxy": Figure(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: REINFORCE's gradient is off by it, with every gradient alike"),
-    "abs_sequence_proxy": Figure(_mean("abs_proxy", "sequences_known"), "mean of its size", bounds=_SIZE),
+FIGURES: Mapping[str, FigureFormula] = {
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, weighed as the loss weighs its tokens: by how much the mismatch lifts the objective"),
+    "bias_positive": FigureFormula(_per_update(_column("w_applied_positive")), "of tokens with A > 0"),
+    "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "of tokens with A < 0"),
+    "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: what it would be if no two cancelled", bounds=_SIZE),
+    "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a push one way", bounds=_SIGNED),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, what the others are compared with", bounds=_SIZE),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), weighed alike: minus the policy part of the loss; of cispo and vespo f is the weight on grad log p"),
+    "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
+    "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
+    "relative_positive": FigureFormula(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
+    "relative_negative": FigureFormula(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| of A < 0: below 0, they are punished too much"),
+    "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias with the weights of the loss's correction left out", of_correction=True),
+    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True, bounds=_SIZE),
+    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True, bounds=_SIGNED),
+    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without them", of_correction=True),
+    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without them", of_correction=True, bounds=_SIZE),
+    "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
+    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share that it would clip under rho*", _CLIPPED, bounds=_SHARE),
+    "flipped": FigureFormula(_share(*_FLIPS), "share whose clip decision the mismatch turns", _CLIPPED, bounds=_SHARE),
+    "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped under the used ratio alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped under rho* alone, A > 0", _CLIPPED, bounds=_SHARE),
+    "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of what is clipped that rho* would leave", _CLIPPED, bounds=_SHARE),
+    "cov_weighed_d": FigureFormula(_covariance("off_weighed_term_d", "off_weighed", "off_term_d", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
+    "corr_weighed_d": FigureFormula(_correlation, "the same as a correlation", bounds=_SIGNED),
+    "first_order": FigureFormula(lambda t: -t["sum_weighed_term_d"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, where nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
+    "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): the mismatch alone does it", bounds=_SHARE),
+    "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
+    "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
+    "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
+    "mean_drift": FigureFormula(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
+    "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
+    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "their covariance", _BOTH),
+    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two and twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
+    "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 by mean d^2 + mean drift^2", _BOTH, bounds=_SHARE, in_tails=0.85),
+    "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
+    "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of its size, nats", frozenset({MISMATCH}), bounds=_SIZE),
+    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: REINFORCE's gradient is off by it, with every gradient alike"),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its size", bounds=_SIZE),
 }  # fmt: skip
 """Name of a figure -> how it follows from totals. The formulas are those of arXiv 2605.14220, 2602.04879 (bad updates) and
 2512.01374 (mismatch and drift)."""
 
 
-def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, Figure]:
+def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
     """The figures that a trace answers for a loss."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
@@ -174,7 +174,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, Figure]:
     }
 
 
-def totals_of(sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]:
+def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """[N] columns that are added up to totals, of the whole run or of the sequences at each place.
 
     Squares and products are around the median of the sequences' means there, so that totals of these do not cancel.
@@ -182,7 +182,7 @@ def totals_of(sums: Sums, place_N: np.ndarray | None = None) -> dict[str, Array]
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
     columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
-    columns |= _around(columns, "weighed", "gap", columns["terms_known"], place_N)
+    columns |= _around(columns, "weighed", "term_d", columns["terms_known"], place_N)
     sum_d_N = columns["sum_d"]
     for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied"):
         for side in SIDES:
@@ -205,8 +205,8 @@ def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, pl
     return found | {f"off_{one}_{other}": product_N}
 
 
-def values_of(figures: Mapping[str, Figure], totals: Totals) -> dict[str, Array]:
-    """Name -> the figure for each element of the totals; NaN where there is nothing to divide by."""
+def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
+    """Name -> the figure for each element of the totals; NaN where the divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -1,4 +1,4 @@
-"""What is said of an objective."""
+"""The objective of a run, and what the mismatch does to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from ...schemas.loss import Loss
 from ..rows import Rows
+from ..statement import Statement, sentences
 from .concentration import Concentration
+from .text import CANNOT, LOSS_BASIS, NOTES, verdict_sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +17,12 @@ class Estimate:
 
     name: str
     value: float | None
-    """None where there is nothing to divide by."""
+    """None if the divisor is 0."""
     low: float | None
-    """Ends of the interval over groups; None where there is none."""
+    """Ends of the interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
-    """Why there is none, in words; None where there is one."""
+    """Why there is no interval; None where there is one."""
     meaning: str
 
 
@@ -30,8 +32,8 @@ class Objective:
 
     trace: str
     loss: Loss
-    loss_from: str
-    """Where the loss is from, in words."""
+    loss_basis: tuple[Statement, ...]
+    """Where the loss is from, of text.LOSS_BASIS."""
     passes: tuple[str, str, str]
     """What stands for the trainer at the sampling weights, for the engine, and for the policy inside the loss."""
     num_updates: int
@@ -49,11 +51,12 @@ class Objective:
     num_groups: int
     """What is resampled for the intervals."""
     confidence: float
-    verdict: tuple[str, ...]
-    """Does the mismatch push one way, by how much, where: sentences."""
-    notes: tuple[str, ...]
-    cannot: tuple[str, ...]
-    """What cannot be answered, a sentence each."""
+    verdict_codes: tuple[Statement, ...]
+    """Whether the mismatch pushes one way, by how much, where, of text.VERDICT."""
+    note_codes: tuple[Statement, ...]
+    """Of text.NOTES."""
+    cannot_codes: tuple[Statement, ...]
+    """What cannot be answered, of text.CANNOT."""
     figures: dict[str, Estimate]
     """Name -> figure over the run."""
     concentration: Concentration | None
@@ -61,7 +64,27 @@ class Objective:
     steps: Rows
     """One row an update: step, iteration, and the figures."""
 
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """Whether the mismatch pushes one way, by how much, where: in sentences."""
+        return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the figures."""
+        return sentences(self.note_codes, NOTES)
+
+    @property
+    def cannot(self) -> tuple[str, ...]:
+        """What cannot be answered, and what would have to be recorded."""
+        return sentences(self.cannot_codes, CANNOT)
+
+    @property
+    def loss_from(self) -> str:
+        """Where the loss is from."""
+        return ", with ".join(sentences(self.loss_basis, LOSS_BASIS))
+
     def value(self, name: str) -> float | None:
         """A figure of the run; None where it has none."""
-        found = self.figures.get(name)
-        return None if found is None else found.value
+        estimate = self.figures.get(name)
+        return None if estimate is None else estimate.value

@@ -49,14 +49,14 @@ class Differences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LossTerms:
     """[K] arrays."""
 
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
     """The used ratio with the correction in it, where the loss has it there (vespo); else the used one."""
-    gap: Array
+    term_d: Array
     """d of the term, nats."""
     weight: Array | float
     """Of the loss's correction on the term; 1 where it is in the ratio."""
@@ -112,14 +112,16 @@ class Terms:
     def _moments(self) -> dict[str, Array]:
         """Of A rho* and d, over terms with an advantage."""
         weighed_K = self.advantage * self.ratio_true
-        gap_K = self.gap if self.known is None else self.gap * self.known
-        weighed, gap = (centred(values_K, self.starts_N, self.known_N, self.known) for values_K in (weighed_K, gap_K))
+        term_d_K = self.term_d if self.known is None else self.term_d * self.known
+        weighed, term_d = (
+            centred(values_K, self.starts_N, self.known_N, self.known) for values_K in (weighed_K, term_d_K)
+        )
         return {
-            "terms_known": self.known_N, "sum_weighed_gap": self._total(weighed_K * gap_K),
-            "mean_weighed": weighed.mean_N, "mean_gap": gap.mean_N,
+            "terms_known": self.known_N, "sum_weighed_term_d": self._total(weighed_K * term_d_K),
+            "mean_weighed": weighed.mean_N, "mean_term_d": term_d.mean_N,
             "spread_weighed": co_moment(weighed, weighed, self.starts_N, self.known_N),
-            "spread_gap": co_moment(gap, gap, self.starts_N, self.known_N),
-            "spread_weighed_gap": co_moment(weighed, gap, self.starts_N, self.known_N),
+            "spread_term_d": co_moment(term_d, term_d, self.starts_N, self.known_N),
+            "spread_weighed_term_d": co_moment(weighed, term_d, self.starts_N, self.known_N),
         }  # fmt: skip
 
     def _total(self, values_K: Array) -> Array:
@@ -146,33 +148,33 @@ class Terms:
         }
 
 
-def terms_of(loss: Loss, tokens: Differences) -> Terms:
+def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
     """The terms of some sequences under a loss."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
 
 
-def _of_tokens(loss: Loss, tokens: Differences) -> Terms:
+def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
     true, used = _ratios(loss, tokens.d_T + tokens.drift_T, tokens.drift_T)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weight = correction_weight(loss, tokens.d_T)
     elif loss.correction != "none":
         weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
-    return Terms(
-        ratio_true=true, ratio_used=used, ratio_applied=used, gap=tokens.d_T, weight=weight,
+    return LossTerms(
+        ratio_true=true, ratio_used=used, ratio_applied=used, term_d=tokens.d_T, weight=weight,
         advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
         known_N=tokens.known_N, known=tokens.known_T, starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
     )  # fmt: skip
 
 
-def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
+def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
     """One term a sequence; a correction by token has its mean weight."""
     divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
     sum_d_N = tokens.total(tokens.d_T)
-    gap_N, drift_N = sum_d_N / divisor_N, tokens.total(tokens.drift_T) / divisor_N
-    true, used = _ratios(loss, gap_N + drift_N, drift_N)
+    term_d_N, drift_N = sum_d_N / divisor_N, tokens.total(tokens.drift_T) / divisor_N
+    true, used = _ratios(loss, term_d_N + drift_N, drift_N)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weights_T = correction_weight(loss, tokens.d_T)
@@ -180,36 +182,36 @@ def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
         weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
     elif loss.correction != "none":
         weight = correction_weight(loss, sum_d_N)
-    return _one_each(tokens, true, used, used, gap_N, weight)
+    return _one_each(tokens, true, used, used, term_d_N, weight)
 
 
-def _of_products(loss: Loss, tokens: Differences) -> Terms:
+def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
     """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
 
     def total(log_ratio_T: Array) -> Array:
         return tokens.total(np.clip(log_ratio_T, -SAFETY_BOUND, SAFETY_BOUND))
 
-    gap_N = tokens.total(tokens.d_T)
+    term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = total(tokens.d_T + tokens.drift_T), total(tokens.drift_T)
     true, used = _ratios(loss, true_N, drift_N)
     applied = used
     if loss.correction != "none":
         is_token = loss.correction.startswith("token")
-        log_weight = np.clip(np.log(correction_weight(loss, tokens.d_T if is_token else gap_N)), *VESPO_LOG_RATIO)
+        log_weight = np.clip(np.log(correction_weight(loss, tokens.d_T if is_token else term_d_N)), *VESPO_LOG_RATIO)
         if is_token:
             log_weight = tokens.total(log_weight if tokens.counts_T is None else log_weight * tokens.counts_T)
         log_used = {ROLLOUT: true_N, CURRENT: 0.0}.get(loss.denominator, drift_N)
         applied = clamped_exp(log_used + log_weight)
-    return _one_each(tokens, true, used, applied, gap_N, 1.0)
+    return _one_each(tokens, true, used, applied, term_d_N, 1.0)
 
 
 def _one_each(
-    tokens: Differences, true: Array, used: Array, applied: Array, gap_N: Array, weight: Array | float
-) -> Terms:
+    tokens: Differences, true: Array, used: Array, applied: Array, term_d_N: Array, weight: Array | float
+) -> LossTerms:
     """Terms of whole sequences."""
     has_N = tokens.known_N > 0
-    return Terms(
-        ratio_true=true, ratio_used=used, ratio_applied=applied, gap=gap_N, weight=weight, advantage=tokens.advantage_N,
+    return LossTerms(
+        ratio_true=true, ratio_used=used, ratio_applied=applied, term_d=term_d_N, weight=weight, advantage=tokens.advantage_N,
         tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
         starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Whether the mismatch bent what a run was optimising, and by how much."""
+"""What the mismatch does to the objective that a run was optimising."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -11,16 +11,18 @@ from ...schemas.errors import InvalidOption
 from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows
+from ..statement import Statement
 from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
 from ..trace.database import Database, opened
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
-from .figures import Figure, as_float, chosen_figures, summed, totals_of, values_of
+from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
 from .judged import Estimate, Objective
 from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
 from .shares import TOKEN_MEANS
-from .sums import Sums, read_sums
+from .sums import SequenceSums, read_sums
+from .terms import SAFETY_BOUND
 from .verdict import nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
@@ -57,14 +59,14 @@ def objective(
     it multiplies rho_used).
     Exponents are clamped to +-20 nats. A sequence's ratio goes with the mean advantage of its tokens.
 
-    The loss is read from what the trace records; every option that is given takes the place of what it says. Sums are weighed
+    The loss is read from what the trace records; every given option replaces the recorded value. Sums are weighed
     as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
     divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
     few terms carry sum |b| counts terms alike. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
     left out.
 
-    What cannot be answered (no advantages, no pass `current`, one side only, a loss that is not known) is said in `cannot`
-    and `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    What cannot be answered (no advantages, no pass `current`, one side only, an unknown loss) is listed in `cannot` and
+    `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
@@ -76,15 +78,17 @@ def objective(
         "vespo_lambda_neg": vespo_lambda_neg, "denominator": denominator, "aggregation": aggregation,
         "correction": correction, "correction_low": correction_low, "correction_high": correction_high,
     }  # fmt: skip
-    chosen, how = choose_loss(database, options)
+    chosen, basis = choose_loss(database, options)
     sides = choose_sides(database, chosen)
     name = ", ".join(database.given)
     if sides is None:
-        return nothing_read(name, chosen, how, confidence)
-    return _judge(name, how, sides, read_sums(database, sides, progress), confidence, _num_sequences(database))
+        return nothing_read(name, chosen, basis, confidence)
+    return _judge(name, basis, sides, read_sums(database, sides, progress), confidence, _num_sequences(database))
 
 
-def _judge(trace: str, how: str, sides: PassRoles, sums: Sums, confidence: float, num_recorded: int) -> Objective:
+def _judge(
+    trace: str, basis: tuple[Statement, ...], sides: PassRoles, sums: SequenceSums, confidence: float, num_recorded: int
+) -> Objective:
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)
@@ -95,17 +99,21 @@ def _judge(trace: str, how: str, sides: PassRoles, sums: Sums, confidence: float
     steps = _steps(figures, sums.updates, by_update, carried)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
-        trace=trace, loss=loss, loss_from=how, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
+        trace=trace, loss=loss, loss_basis=basis, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
         num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
-        verdict=verdict(loss, of_figures, of_run, steps, counts["num_tokens"], confidence),
-        notes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot=sides.cannot, figures=of_figures, concentration=of_run,
+        verdict_codes=verdict(loss, of_figures, of_run, steps, counts["num_tokens"]),
+        note_codes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot_codes=sides.cannot, figures=of_figures, concentration=of_run,
         steps=steps,
     )  # fmt: skip
 
 
 def estimates(
-    figures: Mapping[str, Figure], columns: Mapping[str, Array], num_updates: int, unit_N: np.ndarray, confidence: float
+    figures: Mapping[str, FigureFormula],
+    columns: Mapping[str, Array],
+    num_updates: int,
+    unit_N: np.ndarray,
+    confidence: float,
 ) -> dict[str, Estimate]:
     """The figures of a run with their intervals over groups, from the [N] columns of `totals_of`.
 
@@ -117,7 +125,7 @@ def estimates(
     totals |= {key: np.asarray(value) for key, value in constants.items()}
     statistics = {name: figure.value for name, figure in figures.items()}
     intervals = bootstrap(statistics, columns, unit_N, confidence, constants=constants)
-    found = {}
+    estimated = {}
     for name, value in values_of(figures, totals).items():
         interval, (least, most) = intervals[name], figures[name].bounds
         low = high = no_interval = None
@@ -125,14 +133,22 @@ def estimates(
             no_interval = str(interval)
         else:
             low, high = max(interval[0], least), min(interval[1], most)
-        found[name] = Estimate(
-            name=name, value=as_float(value), low=low, high=high, no_interval=no_interval, meaning=figures[name].told
+        estimated[name] = Estimate(
+            name=name,
+            value=as_float(value),
+            low=low,
+            high=high,
+            no_interval=no_interval,
+            meaning=figures[name].description,
         )
-    return found
+    return estimated
 
 
 def _steps(
-    figures: Mapping[str, Figure], updates: list[tuple[int, int]], totals: Mapping[str, Array], carried: Carried | None
+    figures: Mapping[str, FigureFormula],
+    updates: list[tuple[int, int]],
+    totals: Mapping[str, Array],
+    carried: Carried | None,
 ) -> Rows:
     """One row an update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
@@ -143,10 +159,10 @@ def _steps(
         *([as_float(value) for value in column] for column in values.values()),
     ]
     if carried is not None and carried.of_run is not None:
-        found = [carried.of_update.get(update) for update in updates]
+        of_updates = [carried.of_update.get(update) for update in updates]
         for name, label in CARRIED.items():
             names.append(label)
-            columns.append([None if each is None else getattr(each, name) for each in found])
+            columns.append([None if of_update is None else getattr(of_update, name) for of_update in of_updates])
     return Rows(tuple(names), list(zip(*columns, strict=True)) if updates else [])
 
 
@@ -156,41 +172,31 @@ def _num_sequences(database: Database) -> int:
     return int(row[0])
 
 
-def _notes(loss: Loss, counts: Mapping[str, int], sums: Sums, num_recorded: int) -> list[str]:
-    notes = []
+def _notes(loss: Loss, counts: Mapping[str, int], sums: SequenceSums, num_recorded: int) -> Iterator[Statement]:
     is_first_U = np.array([iteration == 0 for _, iteration in sums.updates], bool)
     num_read = int(is_first_U[sums.update_N].sum())
     if num_read < num_recorded:
-        notes.append(
-            f"{num_recorded - num_read:,} of {num_recorded:,} sequences have no logprobs in one of the passes: they are left out"
-        )
+        values = {"num_left_out": num_recorded - num_read, "num_sequences": num_recorded}
+        yield Statement(code="sequences_left_out", values=values)
     if counts["num_nan"] or counts["num_inf"]:
-        notes.append(
-            f"{counts['num_nan']:,} tokens have a NaN and {counts['num_inf']:,} an infinite logprob under a pass: they are in no figure"
-        )
+        yield Statement(code="not_finite", values={"num_nan": counts["num_nan"], "num_inf": counts["num_inf"]})
     lacking = int(((sums.columns["num_tokens"] > 0) & (sums.columns["terms_known"] == 0)).sum())
     if 0 < lacking < counts["num_sequences"]:
-        notes.append(
-            f"{lacking:,} of {counts['num_sequences']:,} sequences have no advantage: they add nothing to a bias"
-        )
+        values = {"num_lacking": lacking, "num_sequences": counts["num_sequences"]}
+        yield Statement(code="some_without_advantage", values=values)
     num_rows = int(sums.num_rows_U.sum())
     if counts["num_sequences"] < num_rows and loss.aggregation not in TOKEN_MEANS:
-        notes.append(
-            f"{num_rows - counts['num_sequences']:,} of {num_rows:,} sequences that went through the loss have no token to "
-            "compare: they add nothing to a sum, and the loss's mean counts them"
-        )
+        values = {"num_empty": num_rows - counts["num_sequences"], "num_rows": num_rows}
+        yield Statement(code="rows_without_tokens", values=values)
     if loss.kind in (SAPO, VESPO):
-        notes.append(f"{loss.kind} has no clip: its weight falls without a bound, so that nothing counts as clipped")
+        yield Statement(code="no_clip", values={"kind": loss.kind})
     if loss.unknown:
-        notes.append(f"settings of the loss that no figure knows of: {', '.join(loss.unknown)}")
+        yield Statement(code="unknown_settings", values={"settings": ", ".join(loss.unknown)})
     if loss.aggregation == "micro_token_mean" and not sums.micro_batches_known:
-        notes.append("the trace does not say which rows were one micro-batch: tokens are weighed over the whole update")
+        yield Statement(code="micro_batches_unknown")
     if loss.aggregation == "constant" and loss.max_tokens is None:
-        notes.append(
-            "the divisor of the aggregation is not recorded (max_tokens): sizes are as if it were 1, shares are right"
-        )
+        yield Statement(code="divisor_unknown")
     if loss.kl_coefficient:
-        notes.append(f"the KL term (coefficient {loss.kl_coefficient:g}) is in no figure")
-    if loss.level != TOKEN and (np.abs(sums.columns["sum_d"] + sums.columns["sum_drift"]) > 20).any():
-        notes.append("ratios of some sequences are beyond exp(20) and count as that")
-    return notes
+        yield Statement(code="kl_left_out", values={"coefficient": loss.kl_coefficient})
+    if loss.level != TOKEN and (np.abs(sums.columns["sum_d"] + sums.columns["sum_drift"]) > SAFETY_BOUND).any():
+        yield Statement(code="ratios_clamped", values={"bound": SAFETY_BOUND})

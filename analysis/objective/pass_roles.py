@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...schemas.loss import CURRENT, ROLLOUT, TRAIN, Loss
+from ..statement import Statement
 from ..trace.database import Database, quoted
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
@@ -22,44 +23,39 @@ class PassRoles:
     loss: Loss
     known: frozenset[str]
     """Of MISMATCH, DRIFT and ADVANTAGE those that the trace answers."""
-    notes: tuple[str, ...]
-    cannot: tuple[str, ...]
-    """What cannot be answered, and what would have to be recorded, a sentence each."""
+    notes: tuple[Statement, ...]
+    """Of text.NOTES."""
+    cannot: tuple[Statement, ...]
+    """What cannot be answered, of text.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
     """The passes to read, one standing in for another where that one was not recorded; None where no pass can be read."""
-    there = {name for name in (TRAIN, ROLLOUT, CURRENT) if _is_scored(database, name)}
-    if not there or there == {ROLLOUT}:
+    scored = {name for name in (TRAIN, ROLLOUT, CURRENT) if _is_scored(database, name)}
+    if not scored or scored == {ROLLOUT}:
         return None
     notes, cannot, known = [], [], {MISMATCH, DRIFT}
-    train = TRAIN if TRAIN in there else CURRENT
-    current = CURRENT if CURRENT in there else TRAIN
+    train = TRAIN if TRAIN in scored else CURRENT
+    current = CURRENT if CURRENT in scored else TRAIN
     rollout = ROLLOUT
-    if ROLLOUT not in there:
+    if ROLLOUT not in scored:
         rollout = train
         known.discard(MISMATCH)
-        cannot.append(f"what the mismatch does: the trace has no logprobs of the pass {ROLLOUT!r}")
-    if TRAIN not in there:
+        cannot.append(Statement(code="no_rollout"))
+    if TRAIN not in scored:
         known.discard(DRIFT)
-        notes.append(
-            f"the trace has no pass {TRAIN!r}: {CURRENT!r} stands for it, so that what the updates since sampling moved counts "
-            "as mismatch here"
-        )
-        cannot.append("what of the ratio is mismatch and what is policy drift: record the pass 'train' for that")
+        notes.append(Statement(code="current_for_train"))
+        cannot.append(Statement(code="no_train"))
         if loss.denominator == TRAIN:
             loss = replace(loss, denominator=CURRENT)
-    if CURRENT not in there:
+    if CURRENT not in scored:
         known.discard(DRIFT)
-        notes.append(
-            f"the trace has no pass {CURRENT!r}: figures are of a batch's first update, where the policy inside the loss is "
-            "the trainer's own and the used ratio is 1 unless the loss divides by the rollout's"
-        )
-        cannot.append("what later updates on the same batch do, and policy drift: record the pass 'current' for that")
+        notes.append(Statement(code="first_update_only"))
+        cannot.append(Statement(code="no_current"))
     if _has_advantages(database):
         known.add(ADVANTAGE)
     else:
-        cannot.append("everything that an advantage enters: record them with Recorder.add_sequences(advantage=...)")
+        cannot.append(Statement(code="no_advantages"))
     return PassRoles(
         train=train, rollout=rollout, current=current, loss=loss, known=frozenset(known), notes=tuple(notes),
         cannot=tuple(cannot),

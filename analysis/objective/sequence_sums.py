@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
-from .loss_terms import SIDES, Differences, Terms, terms_of
+from .loss_terms import SIDES, Differences, LossTerms, terms_of
 from .tokens import Tokens
 
 TOKEN_COLUMNS = (
@@ -30,14 +30,14 @@ size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used
 clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
 
 MOMENT_COLUMNS = (
-    "terms_known", "sum_weighed_gap", "mean_weighed", "mean_gap", "spread_weighed", "spread_gap", "spread_weighed_gap",
+    "terms_known", "sum_weighed_term_d", "mean_weighed", "mean_term_d", "spread_weighed", "spread_term_d", "spread_weighed_term_d",
 )  # fmt: skip
-"""Over terms with an advantage: weighed = A rho*, gap = d of the term; spread: sums of squares and products around the means."""
+"""Over terms with an advantage: weighed = A rho*, term_d = d of the term; spread: sums of squares and products around the means."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), *MOMENT_COLUMNS)
 
 
-def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]:
+def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTerms]:
     """[C, N] sums of COLUMNS; and [K] |bias| of the terms as the loss applied it, with the terms."""
     found, parts = compared(tokens)
     found |= {

@@ -31,7 +31,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class SequenceSums:
     """[N] arrays, an element a sequence and inner iteration, in a fixed order."""
 
     unit_N: np.ndarray
@@ -73,7 +73,7 @@ class _Batch:
     num_read: int
 
 
-def read_sums(database: Database, sides: PassRoles, progress: Progress) -> Sums:
+def read_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
     """Read every token once."""
     batches: list[_Batch] = []
     carried = Carried()
@@ -102,7 +102,7 @@ def read_sums(database: Database, sides: PassRoles, progress: Progress) -> Sums:
     share_N = shares(sides.loss, rows)[whole_N]
     if sides.loss.aggregation == "sequence":  # its one term stands for the tokens that are compared
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
-    return Sums(
+    return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
         num_rows_U=rows.num_rows_U[[places[update] for update in updates]],
         micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns, carried=carried,

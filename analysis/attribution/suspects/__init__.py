@@ -1,11 +1,11 @@
-"""One file a suspect: what speaks for it and against it."""
+"""One file for each suspect: its evidence, for and against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..attribution import Suspect
 from ..facts import Facts
+from ..suspect import Suspect
 from .entropy import entropy
 from .length import length
 from .mismatch import mismatch

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import replace
 
-from ...advice import Advice
 from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
-from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
+from ..next_steps import query_lengths
+from ..suspect import Suspect
 from .timing import AFTER, order
 
 
 def length(facts: Facts) -> Suspect:
-    """What speaks for the length of responses."""
+    """The evidence for the length of responses as the cause."""
     return Suspect(
         code="length",
         evidence=(
@@ -24,10 +23,7 @@ def length(facts: Facts) -> Suspect:
             *_pays(facts),
             t.prior("length"),
         ),
-        next=Advice(
-            f"tim-trace query by-length {shlex.quote(facts.trace)}",
-            "then rerun with a penalty for overlong responses or a larger max_tokens",
-        ),
+        next=query_lengths(facts),
     )
 
 
@@ -42,7 +38,7 @@ def pays(facts: Facts) -> bool:
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
     """The first change after which lengths are that factor away from what they were at first; they may take several."""
-    changes = facts.changes.get("length", [])
+    changes = facts.changes.get("length", ())
     return next(
         (
             change
@@ -56,21 +52,17 @@ def _first_move(facts: Facts, least: float) -> ChangePoint | None:
 def _moves(facts: Facts, least: float) -> list[Evidence]:
     first = _first_move(facts, least)
     if first is None:
-        return [Evidence(sentence="the length of responses stays what it was", points=-t.STRONG)]
-    said = f"responses go from {first.before:.3g} to {first.after:.3g} tokens from step {first.step} on"
+        return [Evidence(code="length_steady", points=-t.STRONG)]
+    values = {"before": first.before, "after": first.after, "step": first.step}
     if order(facts, first) == AFTER:
-        return [Evidence(sentence=f"{said}, after the fall began", points=-t.MEDIUM)]
-    return [Evidence(sentence=f"{said}, not after the fall", points=t.WEAK)]
+        return [Evidence(code="length_changes_after_fall", values=values, points=-t.MEDIUM)]
+    return [Evidence(code="length_changes", values=values, points=t.WEAK)]
 
 
 def _pays(facts: Facts) -> list[Evidence]:
     if not pays(facts):
         return []
-    clearly = facts.pays_length > t.LENGTH_PAYS
-    return [
-        Evidence(
-            sentence=f"within groups longer responses earn more (correlation {facts.pays_length:.2f})"
-            + ("" if clearly else ", and the reward stays up while they grow and the evaluation falls"),
-            points=t.DECISIVE if clearly else t.STRONG,
-        )
-    ]
+    values = {"correlation": facts.pays_length}
+    if facts.pays_length > t.LENGTH_PAYS:
+        return [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
+    return [Evidence(code="length_pays_while_hidden", values=values, points=t.STRONG)]

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...advice import Advice
+from ...statement import Measured
 from .. import thresholds as t
-from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
+from ..next_steps import LOWER_LEARNING_RATE
+from ..suspect import Suspect
 from .timing import AFTER, FIRST, order, rises
 
 
 def optimizer(facts: Facts) -> Suspect:
-    """What speaks for the optimizer."""
+    """The evidence for the optimizer as the cause."""
     evidence = [*_spike(facts), *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts)]
     return Suspect(
         code="optimizer",
         evidence=(*evidence, t.prior("optimizer")),
-        next=Advice(
-            remark="rerun from the last version before the fall with a tenth of the learning rate, all else alike"
-        ),
+        next=LOWER_LEARNING_RATE,
     )
 
 
@@ -34,16 +33,12 @@ def _spike(facts: Facts) -> list[Evidence]:
     if place is None:
         return []
     first = int(steps[place])
-    factor = values[place:].max() / np.median(values[:place])
-    said = f"the learning rate is {factor:.3g} times what it was from step {first} on"
+    measured = {"factor": float(values[place:].max() / np.median(values[:place])), "step": first}
     if first > max(facts.fall.high, facts.fall.fallen):
-        return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK)]
-    near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
-    return [
-        Evidence(
-            sentence=f"{said}, {'where' if near else 'before'} the fall begins", points=t.DECISIVE if near else t.MEDIUM
-        )
-    ]
+        return [Evidence(code="learning_rate_spike_after_fall", values=measured, points=-t.WEAK)]
+    if first >= facts.fall.low - max(len(facts.steps) // 10, 5):
+        return [Evidence(code="learning_rate_spike_at_fall", values=measured, points=t.DECISIVE)]
+    return [Evidence(code="learning_rate_spike_before_fall", values=measured, points=t.MEDIUM)]
 
 
 def _jump(values: np.ndarray) -> int | None:
@@ -55,12 +50,18 @@ def _jump(values: np.ndarray) -> int | None:
 
 
 def _settings(facts: Facts) -> list[Evidence]:
-    found = []
-    for name, (low, high, reason) in t.CUSTOMARY.items():
+    evidence = []
+    for name, (low, high, *customary) in t.CUSTOMARY.items():
         value = facts.settings.get(name)
         if isinstance(value, float) and not low <= value <= high:
-            found.append(Evidence(sentence=f"{name} is {value:g}; {reason}", points=t.STRONG))
-    return found
+            values: dict[str, Measured] = {
+                "setting": name,
+                "value": value,
+                "customary_low": customary[0],
+                "customary_high": customary[1],
+            }
+            evidence.append(Evidence(code="setting_unusual", values=values, points=t.STRONG))
+    return evidence
 
 
 def _steps(facts: Facts) -> list[Evidence]:
@@ -73,40 +74,30 @@ def _steps(facts: Facts) -> list[Evidence]:
     size = float(np.median(known[: max(end, 1)]))
     points = -t.WEAK if size < t.LARGE_UPDATE else t.MEDIUM if size < t.HUGE_UPDATE else t.STRONG
     return [
-        Evidence(sentence=f"an update moves the weights by {size:.2g} of their size", points=points),
+        Evidence(code="update_size", values={"update_to_weight": size}, points=points),
         *_bursts(known[: int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.fallen, side="right"))]),
     ]
 
 
 def _bursts(sizes: np.ndarray) -> list[Evidence]:
-    """Updates now and then that are a multiple of the others."""
+    """Single updates that are a multiple of the median one."""
     if len(sizes) < 10:
         return []
     usual = float(np.median(sizes))
-    many = sizes > t.BURST * usual
-    if many.sum() < 2:
+    num_bursts = int((sizes > t.BURST * usual).sum())
+    if num_bursts < 2:
         return []
-    return [
-        Evidence(
-            sentence=f"{int(many.sum())} updates until then are more than {t.BURST:g} times as large as the median one, up "
-            f"to {sizes.max() / usual:.3g} times",
-            points=t.MEDIUM,
-        )
-    ]
+    values = {"num_updates": num_bursts, "burst_factor": t.BURST, "max_factor": float(sizes.max() / usual)}
+    return [Evidence(code="update_bursts", values=values, points=t.MEDIUM)]
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """A policy that becomes another one from one step to the next was moved too far by it."""
+    """A policy that becomes another one within a few updates: they were too large."""
     drop = facts.drop
     if drop is None or not drop.is_of_policy:
         return []
-    return [
-        Evidence(
-            sentence=f"the reward loses {min(drop.share, 1.0):.0%} of the fall at step {drop.step}, and the policy is another "
-            "one from then on: so much in so few updates",
-            points=t.STRONG if drop.is_early else t.MEDIUM,
-        )
-    ]
+    points = t.STRONG if drop.is_early else t.MEDIUM
+    return [Evidence(code="reward_drops_with_policy", values=drop.values, points=points)]
 
 
 def _norm(facts: Facts) -> list[Evidence]:
@@ -115,10 +106,10 @@ def _norm(facts: Facts) -> list[Evidence]:
         return []
     first = changes[0]
     factor = first.after / max(first.before, 1e-12)
-    said = f"the gradient norm grows {factor:.3g}-fold from step {first.step} on"
+    values = {"factor": factor, "step": first.step}
     when = order(facts, first)
     if factor > t.NORM_JUMPS and when == FIRST:
-        return [Evidence(sentence=f"{said}, before the fall", points=t.WEAK)]
+        return [Evidence(code="grad_norm_grows_before_fall", values=values, points=t.WEAK)]
     if when == AFTER:
-        return [Evidence(sentence=f"{said}, after the fall began", points=-t.WEAK / 2)]
+        return [Evidence(code="grad_norm_grows_after_fall", values=values, points=-t.WEAK / 2)]
     return []

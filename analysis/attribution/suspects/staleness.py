@@ -2,75 +2,50 @@
 
 from __future__ import annotations
 
-import shlex
-
-from ...advice import Advice
 from .. import thresholds as t
-from ..attribution import Suspect
 from ..evidence import Evidence
 from ..facts import Facts
 from ..mismatch import FROM_START, FROM_UPDATES
-from ..staleness import StaleWeights
-from .lag import declared_lag, heard, missed
+from ..next_steps import replay_versions
+from ..suspect import Suspect
+from .lag import declared_lag
 
 
 def staleness(facts: Facts) -> Suspect:
-    """What speaks for staleness."""
+    """The evidence for staleness as the cause."""
     lag = declared_lag(facts)
-    evidence = [*_declared(facts, lag), *_seen(facts, lag)]
+    evidence = [*_declared(facts, lag), *_measured(facts, lag)]
     return Suspect(
         code="staleness",
         evidence=(*evidence, t.prior("staleness")),
-        next=Advice(
-            f"tim-trace replay {shlex.quote(facts.trace)} --steps {facts.fall.step if facts.fall else 'all'} --weights-version V-1",
-            "or rerun synchronously: one policy version a step",
-        ),
+        next=replay_versions(facts),
     )
 
 
 def _declared(facts: Facts, lag: float) -> list[Evidence]:
     if lag < 1:
-        return [Evidence(sentence="the trace declares no lag between sampling and scoring weights", points=-t.WEAK)]
-    size = facts.gap.size if facts.gap else 0.0
-    return [
-        Evidence(
-            sentence=f"sequences were sampled by weights {lag:g} updates older than those that scored them, "
-            f"{size:.2g} nats away (mean |d|)",
-            points=t.STRONG + t.of_size(size),
-        )
-    ]
+        return [Evidence(code="no_declared_lag", points=-t.WEAK)]
+    size = facts.mismatch.size if facts.mismatch else 0.0
+    values = {"lag": lag, "mean_abs_d": size}
+    return [Evidence(code="declared_lag", values=values, points=t.STRONG + t.of_size(size))]
 
 
-def _seen(facts: Facts, lag: float) -> list[Evidence]:
-    gap = facts.gap
-    if gap is None:
+def _measured(facts: Facts, lag: float) -> list[Evidence]:
+    run, stale = facts.mismatch, facts.stale_weights
+    if run is None:
         return []
-    if facts.echo is not None and lag < 1:
-        if facts.echo.is_heard:
-            return [_echo(facts.echo, t.of_size(gap.size))]
-        if facts.echo.is_missed:
-            return [Evidence(sentence=f"{missed(facts.echo)}: no weights that are behind", points=-t.STRONG)]
-    if gap.begins == FROM_START:
-        return [
-            Evidence(
-                sentence="the gap is there at the first recorded step already"
-                + ("" if lag else ", where no weights can be behind unless the run was resumed"),
-                points=-t.MEDIUM,
-            )
-        ]
-    found = [finding.numbers.get("cause") for finding in facts.checked.findings] if facts.checked else []
-    if gap.begins == FROM_UPDATES and t.of_size(gap.size) >= 0 and not gap.grows and lag < 1:
-        seen = " (check finds stale weights)" if "stale_weights" in found else ""
-        return [
-            Evidence(
-                sentence=f"the gap is not there at first, comes with the first updates and then stays what it is{seen}, "
-                "as weights do that are some updates behind",
-                points=t.STRONG + max(t.of_size(gap.size), 0.0),
-            )
-        ]
+    of_size = t.of_size(run.size)
+    if stale is not None and lag < 1:
+        if stale.explains:
+            return [Evidence(code="stale_weights_match", values=stale.values, points=t.DECISIVE + of_size)]
+        if stale.is_excluded:
+            values = {"max_distance": stale.farthest, "left_share": stale.left}
+            return [Evidence(code="stale_weights_excluded", values=values, points=-t.STRONG)]
+    if run.begins == FROM_START:
+        code = "mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag"
+        return [Evidence(code=code, points=-t.MEDIUM)]
+    if run.begins == FROM_UPDATES and of_size >= 0 and not run.grows and lag < 1:
+        codes = [finding.code for finding in facts.checked.findings[:3]] if facts.checked else []
+        code = "mismatch_steady_and_check" if "stale_weights" in codes else "mismatch_steady"
+        return [Evidence(code=code, points=t.STRONG + of_size)]
     return []
-
-
-def _echo(echo: StaleWeights, of_size: float) -> Evidence:
-    """What was seen token by token, as far as the gap is large enough to matter."""
-    return Evidence(sentence=heard(echo), points=t.DECISIVE + of_size)

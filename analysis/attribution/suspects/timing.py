@@ -1,4 +1,4 @@
-"""When a series changed, against the step at which the outcome began to fall."""
+"""The order of a change and the fall."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FIRST, WITH, AFTER = "first", "with", "after"
 def order(facts: Facts, change: ChangePoint) -> str:
     """Whether a change came before the fall, with it, or after it.
 
-    By intervals that lie apart; and what came while the outcome still was what it had been did not come after. With it,
-    where nothing fell.
+    Decided where the intervals do not overlap; a change before a good part was lost is not after the fall. `with` where
+    nothing fell.
     """
     fall = facts.fall
     if fall is None:
@@ -24,4 +24,4 @@ def order(facts: Facts, change: ChangePoint) -> str:
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
     """The changes of a series that went up."""
-    return [change for change in facts.changes.get(name, []) if change.size_in_sd > least_sd]
+    return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]

@@ -1,4 +1,4 @@
-"""Whether a run fell: its reward, or better its evaluation, rose or stood and then went down for good."""
+"""Whether a run fell: its evaluation or its reward went down for good."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..dynamics.noise import long_run_variance, robust_sd, running_median
-from . import thresholds as t
+from .noise import long_run_variance, robust_sd, running_median
+
+FALL_SHARE = 0.09
+"""Least lost share of the level before that is called a fall: a twentieth is what sound runs give back and regain."""
+FALL_STAYS = 0.6
+"""Least share of what follows the first window below the middle that must lie there, too: a fall is for good, a dip is not."""
+FALL_SD = 3.0
+"""Least size of a fall in standard errors, beyond what choosing the best window explains."""
+FALLEN = 0.35
+"""Share of a fall that is lost when what happens then comes after it."""
+
+COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -41,18 +51,20 @@ class Fall:
     """A fall of an outcome."""
 
     outcome: str
+    onset_of: str
+    """The outcome whose values give the onset: `outcome`, or the reward where that has it more exactly."""
     kind: str
-    """`collapse`: most of it within a tenth of the run; else `rot`."""
+    """`collapse`: most of it within a tenth of the run; else `slow_decline`."""
     step: int
     """Where it begins: the last step before the values leave what they were for good."""
     low: int
     high: int
-    """Steps of which what was before and since the fall is told: breaks from `before` to `after` that fit about as well as
-    the best one, up to the value after it. Too narrow for an interval."""
+    """Range of steps that splits the run into before and after the fall: breaks from `before` to `after` that fit about as
+    well as the best one. Narrower than a confidence interval."""
     interval: tuple[int, int]
-    """The 95 % interval of the step at which it begins, both levels free and autocorrelation counted in: docs/intervals.md."""
+    """95 % interval of the onset, both levels free, autocorrelation included: docs/intervals.md."""
     fallen: int
-    """The first step at which a good part of it is lost: what comes later can be no cause."""
+    """First step at which FALLEN of it is lost: what changes later is no cause."""
     before: float
     """The level that it fell from."""
     after: float
@@ -65,7 +77,7 @@ class Fall:
     @property
     def verb(self) -> str:
         """What the outcome does, in words."""
-        return "collapses" if self.kind == "collapse" else "rots slowly"
+        return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property
     def share(self) -> float:
@@ -100,8 +112,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
-    sure = excess > t.FALL_SD * math.sqrt(2.0) or _slope_in_sd(values[best:], noise) > t.FALL_SD * math.sqrt(2.0)
-    least = t.FALL_SHARE * max(abs(before - outcome.floor), 1e-12)
+    sure = excess > FALL_SD * math.sqrt(2.0) or _slope_in_sd(values[best:], noise) > FALL_SD * math.sqrt(2.0)
+    least = FALL_SHARE * max(abs(before - outcome.floor), 1e-12)
     if before - after < least:
         return None
     if (not sure or _settled_above(means, best, before, after)) and not (
@@ -111,15 +123,16 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     low, step, high = _onset(values, best, before, after)
     first, last = _interval(values, best)
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
-    quick = lost_at - step <= max(width, len(values) // 10)
+    is_quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
         outcome=outcome.name,
-        kind="collapse" if quick else "rot",
+        onset_of=outcome.name,
+        kind=COLLAPSE if is_quick else SLOW_DECLINE,
         step=int(steps[step]),
         low=int(steps[low]),
         high=int(steps[min(high + 1, len(steps) - 1)]),
         interval=(int(steps[min(first, low)]), int(steps[min(max(last, high) + 1, len(steps) - 1)])),
-        fallen=int(steps[_first_lost(values, step, before - t.FALLEN * (before - after))]),
+        fallen=int(steps[_first_lost(values, step, before - FALLEN * (before - after))]),
         before=before,
         after=after,
         size_in_sd=float((before - after) / error),
@@ -129,13 +142,13 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
     """Whether an outcome ends by `least` below a control's, in its last fifth, beyond the noise of their difference."""
-    _, own, other = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
-    lacks = beside.values[other] - outcome.values[own]
+    _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
+    lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
     if len(lacks) < 3 * width or np.ptp(lacks) == 0:
         return False
     lacking = float(lacks[-width:].mean())
-    return lacking > least and lacking > t.FALL_SD * math.sqrt(2.0) * _noise(lacks) / math.sqrt(width)
+    return lacking > least and lacking > FALL_SD * math.sqrt(2.0) * _noise(lacks) / math.sqrt(width)
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
@@ -159,7 +172,10 @@ def refined(fall: Fall, finer: Fall | None) -> Fall:
         return fall
     if finer.high - finer.low >= fall.high - fall.low:
         return fall
-    return replace(fall, step=finer.step, low=finer.low, high=finer.high, interval=finer.interval, fallen=finer.fallen)
+    return replace(
+        fall, onset_of=finer.onset_of, step=finer.step, low=finer.low, high=finer.high, interval=finer.interval,
+        fallen=finer.fallen,
+    )  # fmt: skip
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
@@ -172,9 +188,9 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
     """Whether the windows go back for long above the middle of both, and above what counts as fallen: a passing dip."""
-    for share in (0.5, t.FALLEN):
+    for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
-        if lower[int(np.argmax(lower)) :].mean() >= t.FALL_STAYS:
+        if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
             return False
     return True
 
@@ -215,8 +231,8 @@ def _onset(values: np.ndarray, start: int, before: float, after: float) -> tuple
             costs[i] = min(costs[i], float(np.square(part - line).sum()))
     first = int(np.argmin(costs))
     allowed = costs[first] * (1 + 2.71 / max(n - 3, 1))
-    held = np.flatnonzero(costs <= allowed)
-    return start + int(held[0]), start + first, start + int(held[-1])
+    inside = np.flatnonzero(costs <= allowed)
+    return start + int(inside[0]), start + first, start + int(inside[-1])
 
 
 _REACH = 7.35
@@ -242,8 +258,8 @@ def _interval(values: np.ndarray, start: int) -> tuple[int, int]:
         if costs[i] <= costs.min():
             left = part - size_E[best] * fallen_EN[best]
     variance = max(long_run_variance(left, 3), float(left @ left) / max(n - 4, 1), _noise(values) ** 2)
-    held = np.flatnonzero(costs <= costs.min() + _REACH * variance)
-    return start + int(held[0]), start + int(held[-1])
+    inside = np.flatnonzero(costs <= costs.min() + _REACH * variance)
+    return start + int(inside[0]), start + int(inside[-1])
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
