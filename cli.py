@@ -935,11 +935,22 @@ def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="FILE.html", help="File to write: one page that opens from disk.")
 @click.option("--png", metavar="DIR", help="Folder for a picture and a CSV file of each figure.")
-@click.option("--pdf", metavar="FILE", help="File for a page a figure, with a folder of CSV files beside it.")
+@click.option("--svg", metavar="DIR", help="The same folder with SVG for pictures.")
+@click.option(
+    "--pdf", metavar="FILE.pdf|DIR", help="File with a page a figure, or folder with one PDF a figure; with CSV."
+)
+@click.option(
+    "--width", default="column", show_default=True, metavar="INCHES|NAME",
+    help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+)  # fmt: skip
+@click.option("--font", default="DejaVu Sans", show_default=True, metavar="NAME", help="Font of those figures.")
+@click.option("--title", is_flag=True, default=False, help="Put a title above each of those figures.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
-def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str | None, **options: Any) -> None:
+def report(
+    traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
+) -> None:
     """Put everything that is known of a run into one file of HTML, or into figures for papers.
 
     The first RUN is reported; series of the others lie over its own. The page needs no network: verdict, series, mismatch,
@@ -947,11 +958,12 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
     """
     from .analysis.report.report import report as put_together
 
-    if output is None and png is None and pdf is None:
-        raise click.UsageError("name what to write: -o FILE.html, --png DIR or --pdf FILE")
-    made = put_together(list(traces), output=output, png=png, pdf=pdf, progress=_progress, **options)
+    paths = (output, png, svg, pdf)
+    if not any(paths):
+        raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
+    made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
     _say(_one_line(made.verdicts[0].sentence))
-    for path in (output, png, pdf):
+    for path in paths:
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")
 

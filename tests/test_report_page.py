@@ -48,12 +48,13 @@ def files(tmp_path_factory):
 class Opened:
     """A page, and everything that it said, threw or asked for."""
 
-    def __init__(self, browser, path, *, size=(1280, 800), scheme="light", link=""):
+    def __init__(self, browser, path, *, size=(1280, 800), scheme="light", link="", init=""):
         self.context = browser.new_context(
             viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, offline=True
         )
         self.page = self.context.new_page()
         self.troubles, self.requests = [], []
+        self.page.add_init_script(init)
         self.page.on(
             "console", lambda said: self.troubles.append(said.text) if said.type in ("error", "warning") else None
         )
@@ -202,7 +203,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     facts = shown.ask(
         "Object.fromEntries([...document.querySelectorAll('#token-facts dt')].map((each) => [each.textContent, each.nextSibling.textContent]))"
     )
-    assert facts["position"] == "2 of 6, from 0"
+    assert facts["position"] == "2 (0 to 5)"
     one = shown.ask(
         "({d: timTrace.state.open.d[2], id: timTrace.state.open.ids[2], train: timTrace.state.open.p.train[2]})"
     )
@@ -211,7 +212,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     assert one["d"] == pytest.approx(-1 - NUM_STEPS / 100, abs=1e-5)
     assert facts["id"] == str(one["id"])
     shown.page.locator("#tokens-text .token[data-i='4']").hover()
-    shown.wait("document.querySelector('#token-facts dd').textContent === '4 of 6, from 0'")
+    shown.wait("document.querySelector('#token-facts dd').textContent === '4 (0 to 5)'")
     for mode in ("bias", "ratio", "p:train", "p:rollout", "d"):
         shown.page.select_option("#mode", mode)
         assert shown.ask("document.querySelectorAll('#tokens-text .token.up, #tokens-text .token.down').length") > 0
@@ -257,6 +258,103 @@ def test_the_table_is_sorted_and_filtered(opened):
     ) == {True}
     shown.page.fill("#filter-text", "no such thing")
     assert shown.ask("!document.querySelector('#none-shown').hidden")
+
+
+def test_the_first_screen_has_the_answers_and_a_curve(opened):
+    shown = opened(size=(1280, 800))
+    curve = shown.page.locator("#run figure.chart .plot").first.bounding_box()
+    assert curve["y"] > 0
+    assert curve["y"] + curve["height"] <= 800
+
+
+def test_an_opened_answer_stretches_no_other_and_covers_nothing(opened):
+    shown = opened(size=(1280, 800))
+    boxes = "[...document.querySelectorAll('.answers li')].map((each) => each.getBoundingClientRect().height)"
+    before = shown.ask(boxes)
+    for place in range(5):
+        shown.page.locator(".answers summary").nth(place).click()
+        shown.wait(
+            f"document.querySelectorAll('.answers details')[{place}].open && document.querySelector('.answers').style.marginBottom"
+        )
+        assert shown.ask(boxes) == before
+        panel, below = shown.ask(
+            f"[document.querySelectorAll('.why')[{place}].getBoundingClientRect().bottom, document.querySelector('.next').getBoundingClientRect().top]"
+        )
+        assert panel <= below
+        assert shown.ask("document.querySelectorAll('.answers details[open]').length") == 1
+    shown.page.locator(".answers summary").nth(4).click()
+    shown.wait("!document.querySelector('.answers').style.marginBottom")
+
+
+def test_tokens_are_shown_without_a_click_and_follow_the_chosen_step(opened):
+    shown = opened()
+    first = "document.querySelector('#sequences tbody tr').dataset.step"
+    shown.wait(f"document.querySelector('#tokens-view h3').textContent.startsWith('Step ' + {first} + ',')")
+    assert shown.ask("document.querySelectorAll('#tokens-text .token[data-i]').length") == 6
+    assert shown.ask("scrollY") == 0
+    shown.ask("timTrace.choose(7)")
+    shown.wait("document.querySelector('#tokens-view h3').textContent.startsWith('Step 7,')")
+    assert shown.ask("document.querySelector('#sequences tr[aria-selected=true]').dataset.step") == "7"
+    assert shown.ask("scrollY") == 0
+
+
+def test_a_step_is_shown_before_any_figure_is_drawn(browser, files):
+    page = browser.new_page()
+    without = (files / "run.html").read_text(encoding="utf-8")
+    without = re.sub(r'(id="pack-bokeh">)[^<]*', r"\1", without)
+    (files / "undrawn.html").write_text(without, encoding="utf-8")
+    page.goto(f"file://{files / 'undrawn.html'}#step=21")
+    page.wait_for_function("document.body.dataset.drawn === 'no'")
+    page.wait_for_function("document.querySelector('#tokens-view h3').textContent.startsWith('Step 21,')")
+    assert page.evaluate("document.querySelector('#chosen').textContent") == "step 21"
+    assert page.evaluate("document.querySelector('#step').value") == "20"
+    page.close()
+
+
+def test_bins_that_hold_what_is_beyond_are_marked(opened):
+    shown = opened()
+    labels = """Object.fromEntries(['ratio-positive', 'ratio-negative', 'd-by-probability'].map((key) => [key,
+        timTrace.state.views[key].model.center.filter((each) => each.type === "Label").map((each) => each.text)]))"""
+    assert shown.ask(labels) == {
+        "ratio-positive": ["beyond", "beyond"],
+        "ratio-negative": ["beyond", "beyond"],
+        "d-by-probability": ["above and beyond", "below and beyond"],
+    }
+    bins = "timTrace.state.views['ratio-positive'].model.renderers[0].data_source.data.bin"
+    assert shown.ask(f"{bins}[0]").startswith("below -")
+    assert shown.ask(f"{bins}.at(-1)").startswith("above ")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_no_figure_is_ever_drawn_in_another_theme(opened, scheme):
+    shown = opened(scheme=scheme, init=WATCH_COLOURS)
+    drawn = shown.ask("window.inks")
+    assert len(drawn) == shown.ask("document.querySelectorAll('figure.chart .plot').length")
+    assert set(drawn) == {shown.ask("getComputedStyle(document.documentElement).getPropertyValue('--ink-soft').trim()")}
+
+
+WATCH_COLOURS = """
+window.inks = [];
+new MutationObserver((changes) => {
+    for (const added of changes.flatMap((change) => [...change.addedNodes])) {
+        if (!added.parentElement?.classList?.contains("plot")) continue;
+        const view = Object.values(Bokeh.index).flatMap((view) => view.roots ?? [view])
+            .find((view) => view.el === added);
+        window.inks.push(view?.model.left[0].major_label_text_color ?? "none");
+    }
+}).observe(document, {childList: true, subtree: true});
+"""
+"""Notes what colour the labels of each figure have when it enters the page."""
+
+
+def test_the_theme_that_was_chosen_is_kept(opened):
+    light = opened(scheme="light")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    before = light.ask(paper)
+    light.page.click("#theme")
+    light.page.reload(wait_until="commit")
+    light.wait("document.body")
+    assert light.ask(paper) != before
 
 
 def test_dark_and_light_are_told_apart_and_can_be_changed(opened):

@@ -6,19 +6,20 @@ import shlex
 
 import numpy as np
 
+from ..advice import Advice
 from .pair_data import PairData
 
 
-def sql(data: PairData, query: str) -> str:
+def sql(data: PairData, query: str) -> Advice:
     """`tim-trace sql` with a query; `{pair}` in it becomes the tokens of both passes."""
     a, b = data.sample.a.name, data.sample.b.name
     text = query.format(pair=f"pair('{a}', '{b}')", sequences=f"pair_sequences('{a}', '{b}')")
     for special in ("\\", '"', "$", "`"):
         text = text.replace(special, f"\\{special}")
-    return f'tim-trace sql {_trace(data)} "{text}"'
+    return Advice(f'tim-trace sql {_trace(data)} "{text}"')
 
 
-def row(data: PairData, number: int) -> str:
+def row(data: PairData, number: int) -> Advice:
     """`tim-trace sql` with the tokens of one sequence of the sample."""
     name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
     step = int(data.sample.steps[number])
@@ -29,17 +30,17 @@ def row(data: PairData, number: int) -> str:
     )
 
 
-def query(data: PairData, name: str) -> str:
+def query(data: PairData, name: str) -> Advice:
     """`tim-trace query` over both passes."""
-    return f"tim-trace query {name} {_trace(data)}{_pair(data)}"
+    return Advice(f"tim-trace query {name} {_trace(data)}{_pair(data)}")
 
 
-def stats(data: PairData, by: str) -> str:
+def stats(data: PairData, by: str) -> Advice:
     """`tim-trace stats` over both passes."""
-    return f"tim-trace stats {_trace(data)}{_pair(data)} --by {by}"
+    return Advice(f"tim-trace stats {_trace(data)}{_pair(data)} --by {by}")
 
 
-def replay(data: PairData, options: str, name: str, step: int | None = None) -> str:
+def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
     """`tim-trace replay` of one step, and how far the replay lies from pass b; what to record first without weights."""
     step = int(data.sample.steps[0]) if step is None else step
     trace = _trace(data) if data.has_weights else "RUN"
@@ -48,7 +49,7 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
     return _with_weights(data, asked)
 
 
-def weights_replay(data: PairData) -> str:
+def weights_replay(data: PairData) -> Advice:
     """`tim-trace replay` with the weights before and with quantised ones, and what each removes; what to record first without
     weights."""
     sample = data.sample
@@ -61,24 +62,26 @@ def weights_replay(data: PairData) -> str:
     return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}")
 
 
-def weights(data: PairData) -> str:
+def weights(data: PairData) -> Advice:
     """`tim-trace weights` by module; what to record first without weights."""
-    return f"tim-trace weights {_trace(data)} --by module" if data.has_weights else f"{RECORD}  # keeps weights"
+    if not data.has_weights:
+        return Advice(RECORD, "keeps weights")
+    return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
-def triangulate(data: PairData) -> str:
+def triangulate(data: PairData) -> Advice:
     """`tim-trace triangulate` of one step: how the mismatch splits between the two sides."""
     step = int(data.sample.steps[-1])
-    return f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32"
+    return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
 """Records with what a replay needs."""
 
 
-def _with_weights(data: PairData, asked: str) -> str:
+def _with_weights(data: PairData, asked: str) -> Advice:
     """A command that needs weights; before it what records them, where the trace has none."""
-    return asked if data.has_weights else f"{RECORD}  # this trace has no weights; then: {asked}"
+    return Advice(asked) if data.has_weights else Advice(RECORD, f"this trace has no weights; then: {asked}")
 
 
 def _trace(data: PairData) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..advice import NOTHING, Advice
+
 FAULTS = {
     "temperature": "temperature on one side only",
     "truncation": "top-p, top-k or min-p renormalised on one side only",
@@ -75,7 +77,7 @@ class Finding:
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
     """Share of the mismatch that the fault explains, or 1 where it was seen bit for bit."""
-    next: str = ""
+    next: Advice = NOTHING
     """The command that would confirm it; empty where nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
     """What was fitted or counted, and the passes that it was seen in."""

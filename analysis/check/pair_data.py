@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...schemas.contract import Contract
+from ..advice import NOTHING, Advice
 from ..info import AttemptInfo
 from .finding import Finding, Number
 from .sample import Sample
@@ -136,7 +137,7 @@ class PairData:
         affected: np.ndarray | None = None,
         *,
         weight: float = 1.0,
-        next: str = "",
+        next: Advice = NOTHING,
         numbers: Mapping[str, Number],
     ) -> Finding:
         """A finding about some of the kept tokens, [K] bool, or about all of them."""

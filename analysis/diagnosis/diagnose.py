@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from ...tracer.progress import Progress, no_progress
+from ..advice import Advice
 from ..check import commands
 from ..check.check import gather, judge
 from ..check.commands import RECORD
@@ -108,11 +109,11 @@ def size_comparison(
     return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)
 
 
-def _next(data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...]) -> tuple[str, ...]:
+def _next(data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
     """Commands for what is open, and nothing for what a replay has settled."""
     if any(replay.code == "settles" for replay in replays) or checked.findings[0].code == "equal":
         return ()
     found = [finding.next for finding in checked.findings if finding.next]
     if not data.has_weights:
-        return (*found, f"{RECORD}   (this trace has no weights to replay with)")
+        return (*found, Advice(RECORD, "this trace has no weights to replay with"))
     return (*found, commands.triangulate(data)) if checked.is_valid else tuple(found)

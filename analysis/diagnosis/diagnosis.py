@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..advice import Advice
 from ..check.result import CheckResult
 from .alarms import Alarm
 from .figures import PublishedFigure
@@ -103,7 +104,7 @@ class Diagnosis:
     figures: tuple[FigureComparison, ...]
     alarms: tuple[AlarmReading, ...]
     replays: tuple[ReplayEffect, ...]
-    next: tuple[str, ...]
+    next: tuple[Advice, ...]
     """Commands that would settle what is open."""
 
     @property

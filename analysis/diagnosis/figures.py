@@ -19,6 +19,8 @@ class PublishedFigure:
     model: str
     setting: str
     source: str
+    is_mixture: bool = False
+    """Whether the model is a mixture of experts."""
     is_fault: bool = False
     """Whether the run that it was measured in was broken."""
 
@@ -101,11 +103,11 @@ FIGURES = (
         setting="tensor parallel 16 across hosts: a fault", is_fault=True, source="vime#66",
     ),
     PublishedFigure(
-        metric="mean_abs_d", low=0.0165, high=0.0165, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture",
+        metric="mean_abs_d", low=0.0165, high=0.0165, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture", is_mixture=True,
         setting="engines as they are", source="IsoExec, vllm.ai 2026-08-21",
     ),
     PublishedFigure(
-        metric="mean_abs_d", low=6.7e-7, high=6.7e-7, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture",
+        metric="mean_abs_d", low=6.7e-7, high=6.7e-7, dtypes=_same(_BF16), engines="SkyRL, vLLM", model="35B-A3B mixture", is_mixture=True,
         setting="one execution contract on both sides", source="IsoExec, vllm.ai 2026-08-21",
     ),
     PublishedFigure(

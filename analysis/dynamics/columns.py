@@ -23,6 +23,8 @@ class Column:
     source: str
     not_finite: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Steps at which NaN or an infinity was recorded."""
+    logged: str = ""
+    """Name that the trainer logged it under; empty where it was computed."""
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:

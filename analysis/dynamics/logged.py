@@ -67,4 +67,6 @@ def _chosen(database: Database, run: str) -> dict[str, str]:
 def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Column:
     steps = np.array([step for step, _, _ in rows], np.int64)
     broken = np.array([count > 0 for _, _, count in rows], bool)
-    return Column(series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken])
+    return Column(
+        series, steps, np.array([value for _, value, _ in rows], float), f"logged as {name}", steps[broken], name
+    )

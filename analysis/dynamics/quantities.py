@@ -65,6 +65,8 @@ class Series:
     """What the values are of, in words."""
     not_finite: Array = field(default_factory=_no_steps)
     """Steps at which NaN or an infinity was recorded in its place."""
+    logged: str = ""
+    """Name that the trainer logged it under; empty where it was computed."""
 
     @property
     def known(self) -> Array:
@@ -98,9 +100,11 @@ def _off_zero(values: Array) -> Array:
     return np.asarray(np.maximum(values, max(above.min() / 2, 1e-9 * float(np.median(above)))))
 
 
-def named(name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None) -> Series:
+def named(
+    name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
+) -> Series:
     """A series of the catalogue above, its infinities noted and taken out."""
     kind, scale = KINDS[name]
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
-    return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value)
+    return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)

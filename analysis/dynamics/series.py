@@ -71,7 +71,7 @@ def _on(steps: np.ndarray, column: Column) -> Series:
     """A column over all steps of the run."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
-    return named(column.name, steps, values, column.source, column.not_finite)
+    return named(column.name, steps, values, column.source, column.not_finite, column.logged)
 
 
 def _run(database: Database, run: str | None) -> str:

@@ -14,6 +14,18 @@ Array = np.ndarray
 
 LINEAR, LOG = "linear", "log"
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A00", "#888888")
+"""Okabe and Ito's, the yellow darkened so that it is seen on white: told apart with any kind of colour vision."""
+
+MARK = "#D55E00"
+"""Of places at which something happened, and of the envelope over a density."""
+
+BAND = "#009E73"
+"""Of ranges that were published."""
+
+_FEW = 40
+"""Points of a line up to which each is marked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -26,6 +38,14 @@ class Line:
     """[n] float64; NaN where there is no value."""
     is_side: bool = False
     """Whether it only stands beside the others, and is drawn thin and broken."""
+
+    @property
+    def dots(self) -> Array:
+        """[n] bool points that are drawn as dots: all of a short line, else those without a neighbour, which a line hides."""
+        known = np.isfinite(self.y)
+        if len(self.x) <= _FEW:
+            return np.asarray(known)
+        return np.asarray(known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +91,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines(Chart):
+class LineChart(Chart):
     """Values over an axis."""
 
     lines: tuple[Line, ...]
@@ -85,7 +105,7 @@ class Lines(Chart):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Density(Chart):
+class Heatmap(Chart):
     """Counts over two axes."""
 
     x_label: str
@@ -97,6 +117,8 @@ class Density(Chart):
     counts: Array
     """[Y, X]"""
     curves: tuple[Line, ...] = ()
+    is_open: bool = False
+    """Whether the outermost rows hold everything beyond the y axis as well."""
     by_step: Mapping[int, Array] = field(default_factory=dict)
     """Step -> [Y, X] at this step alone."""
 
@@ -110,12 +132,14 @@ class Histogram(Chart):
     """[B + 1]"""
     counts: Mapping[str, Array]
     """Name -> [B]"""
+    is_open: bool = False
+    """Whether the outermost bins hold everything beyond the axis as well."""
     by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
     """Step -> the counts at this step alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Bar:
     """A named value with its interval."""
 
     name: str
@@ -127,11 +151,16 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares(Chart):
+class BarChart(Chart):
     """Named values side by side, in groups: one a colour."""
 
-    groups: Mapping[str, tuple[Share, ...]]
+    groups: Mapping[str, tuple[Bar, ...]]
     x_label: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the bars, each once, in order."""
+        return tuple(dict.fromkeys(bar.name for bars in self.groups.values() for bar in bars))
 
     @property
     def is_empty(self) -> bool:

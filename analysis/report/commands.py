@@ -1,9 +1,11 @@
-"""Commands of a report, as a shell takes them when they are copied."""
+"""Commands and queries of a report, to copy: those that say more, and those that give the values of a figure."""
 
 from __future__ import annotations
 
 import shlex
 
+from ..trace.database import quoted
+from ..trace.pairs import quoted_pair
 from .subject import Subject
 
 _TAKES_PAIR = frozenset({"check", "diagnose", "attribute", "corrections", "gate", "dynamics"})
@@ -18,3 +20,52 @@ def command(subject: Subject, verb: str, *options: str) -> str:
     if verb == "attribute" and "--control" not in options and found is not None and found.control is not None:
         own += ["--control", found.control]
     return shlex.join(["tim-trace", verb, subject.trace, *own, *options])
+
+
+_STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
+"""Series -> its column in pair_steps."""
+
+_OF_SEQUENCES = {
+    "reward": "avg(reward) FILTER (isfinite(reward))",
+    "length": "avg(num_response_tokens)",
+    "share_length_limited": "avg((finish_reason = 'length')::INTEGER)",
+}
+
+_OF_GROUPS = {
+    "reward_std_within_groups": "avg(spread)",
+    "share_groups_without_spread": "avg((spread = 0)::INTEGER)",
+}
+
+_GROUPS = """SELECT step, {value} AS {name}
+FROM (
+    SELECT step, CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward) END AS spread
+    FROM sequences
+    WHERE group_id IS NOT NULL AND isfinite(reward)
+    GROUP BY step, group_id
+    HAVING count(*) > 1
+)
+GROUP BY step ORDER BY step"""
+
+
+def query_of_series(name: str, subject: Subject) -> str:
+    """A query over the trace that gives a series by step, or the command that prints it where no query does."""
+    if name in _STEPS:
+        return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}) ORDER BY step"
+    if name in _OF_SEQUENCES:
+        return f"SELECT step, {_OF_SEQUENCES[name]} AS {name} FROM sequences GROUP BY step ORDER BY step"
+    if name in _OF_GROUPS:
+        return _GROUPS.format(value=_OF_GROUPS[name], name=name)
+    series = subject.series.get(name)
+    if series is not None and series.logged:
+        return query_of_metric(series.logged)
+    if name == "changed_weights":
+        return command(subject, "weights")
+    return command(subject, "dynamics", "--json")
+
+
+def query_of_metric(name: str, first_step: int = 1) -> str:
+    """A query that gives what was logged under a name, by step."""
+    return (
+        f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
+        f"AND step >= {first_step} GROUP BY step ORDER BY step"
+    )

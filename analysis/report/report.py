@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...schemas.errors import InvalidOption
@@ -13,18 +15,46 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..trace.database import Traces
 from ..trace.pairs import parse_pair
-from .contents import Contents
+from .answers import RunSummary, summarise
+from .chart import Chart, LineChart
 from .mismatch_charts import mismatch_charts
-from .provenance import provenance
+from .provenance import Provenance, provenance
 from .run_charts import constants, run_charts
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
-from .verdict import verdict
+
+if TYPE_CHECKING:
+    from .paper.style import PaperStyle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Contents):
-    """What is known of a run, ready to be written. In a notebook it shows itself."""
+class Report:
+    """Everything that is known of a run, ready to be written. In a notebook it shows itself."""
+
+    subjects: tuple[Subject, ...]
+    """The runs; the first is the one that is reported, the others stand beside it."""
+    verdicts: tuple[RunSummary, ...]
+    """One a run."""
+    run: tuple[LineChart, ...]
+    """Charts of the series by step."""
+    constants: dict[str, float]
+    """Series of the first run that never move -> their value."""
+    mismatch: tuple[Chart, ...]
+    """Charts of the first run's mismatch."""
+    provenance: tuple[Provenance, ...]
+    """One a run."""
+    made_with: str
+    """Version of tim-trace."""
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        """Every chart, in order."""
+        return (*self.run, *self.mismatch)
+
+    @property
+    def title(self) -> str:
+        """The run and its verdict in a line."""
+        return f"{self.subjects[0].name}: {self.verdicts[0].sentence}"
 
     def html(self) -> str:
         """The report as one self-contained file of HTML."""
@@ -42,7 +72,11 @@ def report(
     *,
     output: str | os.PathLike[str] | None = None,
     png: str | os.PathLike[str] | None = None,
+    svg: str | os.PathLike[str] | None = None,
     pdf: str | os.PathLike[str] | None = None,
+    width: str | float = "column",
+    font: str = "DejaVu Sans",
+    title: bool = False,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
     force: bool = False,
@@ -52,43 +86,63 @@ def report(
 
     The first trace is the one that is reported; series of the others lie over its own. d = logprob(a) - logprob(b) of
     `pair`, nats. `control` is a run with the same seeds that differs in one thing (see attribute). What a trace cannot
-    answer is said in the verdict, and the rest is answered. `output` is the file of HTML to write; `png` a folder for a
-    picture and a CSV file of each figure; `pdf` a file with a page a figure, and a folder of CSV files beside it. What lies
-    there is replaced with `force` alone. In a notebook what is returned shows itself.
+    answer is said in the verdict, and the rest is answered. `output` is the file of HTML to write. What lies there is replaced
+    with `force` alone. In a notebook what is returned shows itself.
 
-    Raises FileThere, StorageError, TraceNotFound, NewerTrace or DamagedTrace.
+    Figures for papers: `png` and `svg` are folders for a picture and a CSV file of each figure; `pdf` is a file (NAME.pdf) with
+    a page a figure and a folder of CSV files beside it, or a folder for one PDF a figure. `width` is inches, or a name that
+    gives single figures the width of a column and the overview that of the text: column (3.4 and 7), aaai, acl, acm, iclr,
+    icml, ieee, jmlr, nature or neurips. `font` is one of this machine. A figure has a title above it with `title` alone.
+
+    Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
-    refuse([local(path) for path in (output, pdf) if path is not None], force)
+    pdf_file = pdf if pdf is not None and _is_file(pdf) else None
+    refuse([local(path) for path in (output, pdf_file) if path is not None], force)
+    style = _style(width, font, title) if any(path is not None for path in (png, svg, pdf)) else None
     made = _report(_subjects(given, names, control, progress))
     if output is not None:
         with explained(output), whole_file(local(output)) as path:
             path.write_text(made.html(), encoding="utf-8", errors="replace")
-    if png is not None or pdf is not None:
-        _write_figures(made, png, pdf, force)
+    if style is not None:
+        _write_figures(made, {"png": png, "svg": svg, "pdf": pdf}, style, force)
     return made
 
 
+def _style(width: str | float, font: str, title: bool) -> PaperStyle:
+    from .paper.style import paper_style  # matplotlib takes a second to load
+
+    return paper_style(width, font, title)
+
+
+def _is_file(pdf: str | os.PathLike[str]) -> bool:
+    return os.path.splitext(pdf)[1].lower() == ".pdf"
+
+
 def _write_figures(
-    made: Report, png: str | os.PathLike[str] | None, pdf: str | os.PathLike[str] | None, force: bool
+    made: Report, places: Mapping[str, str | os.PathLike[str] | None], style: PaperStyle, force: bool
 ) -> None:
-    from .paper.files import figures_of, write_pdf, write_png
+    from .paper.files import figures_of, write_figures, write_pdf
 
     figures = figures_of(made.charts, made.run)
-    if png is not None:
-        write_png(figures, png, force=force)
-    if pdf is not None:
-        write_pdf(figures, pdf, title=made.title, force=force)
+    folders: dict[Path, list[str]] = {}
+    for kind, place in places.items():
+        if place is not None and kind == "pdf" and _is_file(place):
+            write_pdf(figures, place, title=made.title, style=style, force=force)
+        elif place is not None:
+            folders.setdefault(local(place), []).append(kind)
+    for folder, kinds in folders.items():
+        write_figures(figures, folder, *kinds, style=style, force=force)
 
 
 def _report(subjects: tuple[Subject, ...]) -> Report:
     first = subjects[0]
     return Report(
         subjects=subjects,
-        verdicts=tuple(verdict(subject) for subject in subjects),
+        verdicts=tuple(summarise(subject) for subject in subjects),
         run=tuple(run_charts(subjects)),
         constants=constants(first),
         mismatch=tuple(mismatch_charts(first)),

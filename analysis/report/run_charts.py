@@ -7,19 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..dynamics.quantities import KINDS, LOG, Series
-from . import chart, sources
-from .chart import Band, Line, Lines, Mark
+from . import chart, text
+from .chart import Band, Line, LineChart, Mark
+from .commands import query_of_metric, query_of_series
 from .subject import Subject
 from .terms import EVALUATION, SERIES, Term
 
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
-_MOST_STEPS = 12
-"""Steps that are named one by one."""
 
 
-def run_charts(subjects: Sequence[Subject]) -> list[Lines]:
-    """One chart a series that moves in any run, with the other runs and the replays beside it. The first run has the marks."""
+def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
+    """One chart a series that moves in any run, with the other runs and the replays beside it; marks are of the first run."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -38,7 +37,7 @@ def constants(subject: Subject) -> dict[str, float]:
     }
 
 
-def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> Lines | None:
+def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | None:
     lines = [
         Line(name=subject.name, x=series.steps, y=series.values)
         for subject in subjects
@@ -51,11 +50,11 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> Lines | None:
     if name in _OF_MISMATCH:
         lines += _arms(name, subjects, is_log)
     first = subjects[0]
-    return Lines(
+    return LineChart(
         key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
-        sql=sources.of_series(name, first), lines=tuple(lines), x_label="step",
+        sql=query_of_series(name, first), lines=tuple(lines), x_label="step",
         y_scale=chart.LOG if is_log else chart.LINEAR,
-        marks=_marks(name, first), remark=_not_finite(name, first), bands=_floor(name, first),
+        marks=_marks(name, first), remark=text.not_finite(first.series[name].not_finite.tolist()) if name in first.series else "", bands=_floor(name, first),
     )  # fmt: skip
 
 
@@ -95,23 +94,10 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
     return tuple(
         Mark(
             x=change.step, low=change.low, high=change.high,
-            text=f"{'jumps' if change.kind == 'shift' else 'bends'} at step {change.step} ({change.low} to {change.high}): "
-            f"{change.before:.3g} to {change.after:.3g}",
+            text=text.change(change),
         )
         for change in sorted(largest, key=lambda change: change.step)
     )  # fmt: skip
-
-
-def _not_finite(name: str, subject: Subject) -> str:
-    """Steps at which NaN or an infinity was recorded: a line has no place for them."""
-    series = subject.series.get(name)
-    steps = [] if series is None else [str(step) for step in series.not_finite]
-    if not steps:
-        return ""
-    told = ", ".join(steps[:_MOST_STEPS]) + (
-        f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
-    )
-    return f"NaN or infinite at step{'s' if len(steps) > 1 else ''} {told}."
 
 
 _FLOOR = {"k3": "k3"}
@@ -129,14 +115,13 @@ def _floor(name: str, subject: Subject) -> tuple[Band, ...]:
         if each.fits
         and each.figure.metric == _FLOOR[name]
         and not each.figure.is_fault
-        and ("mixture" in each.figure.model) == _is_mixture(subject)
+        and each.figure.is_mixture == _is_mixture(subject)
     ]
     low = min((figure.low for figure in healthy), default=0.0)
     high = max((figure.high for figure in healthy), default=0.0)
     if not low < high:
         return ()
-    who = ", ".join(dict.fromkeys(figure.source for figure in healthy))
-    return (Band(low=low, high=high, text=f"published for these dtypes: {low:g} to {high:g} ({who})"),)
+    return (Band(low=low, high=high, text=text.published(low, high, [figure.source for figure in healthy])),)
 
 
 def _is_mixture(subject: Subject) -> bool:
@@ -144,7 +129,7 @@ def _is_mixture(subject: Subject) -> bool:
     return any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
 
 
-def _evaluation(subjects: Sequence[Subject]) -> Lines | None:
+def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
     lines = [
         Line(name=subject.name, x=subject.evaluation.steps, y=subject.evaluation.values)
         for subject in subjects
@@ -155,7 +140,7 @@ def _evaluation(subjects: Sequence[Subject]) -> Lines | None:
     first = next(subject for subject in subjects if subject.evaluation is not None)
     assert first.evaluation is not None
     name = first.evaluation.name
-    return Lines(
-        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=sources.of_metric(name, 0),
+    return LineChart(
+        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, 0),
         lines=tuple(lines), x_label="step",
     )  # fmt: skip

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..trace.database import Database
 from ..trace.sampling import evenly_spaced, tokens_by_step
+from .text import steps_read
 
 WHOLE = 30_000_000
 """Tokens up to which a run is read whole."""
@@ -18,11 +19,11 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
-        return database, f"all {len(tokens):,} steps" if len(tokens) > 1 else "its one step"
+        return database, steps_read(len(tokens), len(tokens))
     kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
     part = Database(database.sources[0])
     part.keep_steps(kept)
-    return part, f"{len(kept)} of {len(tokens)} steps, evenly spread"
+    return part, steps_read(len(kept), len(tokens))
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

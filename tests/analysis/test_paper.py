@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import os
 import re
@@ -11,14 +12,12 @@ import pytest
 from builders import ROOT
 from matplotlib.cbook import is_math_text
 from PIL import Image
-from tim_trace.analysis.report.chart import LOG, Band, Density, Histogram, Line, Lines, Mark, Share, Shares
-from tim_trace.analysis.report.paper.figures import draw
-from tim_trace.analysis.report.paper.files import figures_of, write_pdf, write_png
-from tim_trace.analysis.report.paper.stack import stack_of
-from tim_trace.analysis.report.paper.text import plain, wrapped
-from tim_trace.analysis.report.paper.values import rows_of
+from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, Histogram, Line, LineChart, Mark
+from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures, write_pdf
+from tim_trace.analysis.report.paper.marks import draw, stack_of
+from tim_trace.analysis.report.paper.style import WIDTHS, PaperStyle, paper_style, plain, wrapped
 from tim_trace.analysis.rows import to_csv
-from tim_trace.schemas.errors import FileThere, StorageError
+from tim_trace.schemas.errors import FileThere, InvalidOption, StorageError
 
 NAN, INF = float("nan"), float("inf")
 HOSTILE = (
@@ -39,12 +38,12 @@ def line(y, *, x=None, name="run", is_side=False):
 
 
 def series(*lines, key="k3", title="Mismatch k3", **more):
-    return Lines(key=key, title=title, unit="nats", note="", sql="", lines=lines, x_label="step", **more)
+    return LineChart(key=key, title=title, unit="nats", note="", sql="", lines=lines, x_label="step", **more)
 
 
 def density(counts, curves=()):
     counts = np.asarray(counts)
-    return Density(
+    return Heatmap(
         key="d-by-probability", title="d", unit="tokens", note="", sql="", x_label="p", y_label="d, nats", counts=counts,
         x_edges=np.linspace(0, 1, counts.shape[1] + 1), y_edges=np.linspace(-0.3, 0.3, counts.shape[0] + 1), curves=curves,
     )  # fmt: skip
@@ -59,7 +58,7 @@ def histogram(**counts):
 
 
 def shares(**groups):
-    return Shares(key="arms", title="Removed", unit="share", note="", sql="", x_label="share removed", groups=groups)
+    return BarChart(key="arms", title="Removed", unit="share", note="", sql="", x_label="share removed", groups=groups)
 
 
 def read(one):
@@ -83,7 +82,7 @@ def examples():
     marks = (Mark(x=3, low=2, high=4, text="jumps at step 3 (2 to 4): 0 to 1"),)
     k3 = series(ramp, line([1e-5] * 5, name="bf16", is_side=True), y_scale=LOG, marks=marks, bands=(Band(low=1e-5, high=1e-3, text="published"),))  # fmt: skip
     loss = series(line([1.5]), key="loss", title="Loss")
-    bars = shares(removed=(Share(name="bf16", value=0.9, low=0.8, high=0.95), Share(name="fp64", value=-0.1)))
+    bars = shares(removed=(Bar(name="bf16", value=0.9, low=0.8, high=0.95), Bar(name="fp64", value=-0.1)))
     cells = density([[0, 3], [1, 900]], (line([0.2, 0.0], x=[0.0, 1.0], name="99 % within"),))
     return figures_of((k3, loss, cells, histogram(before=[0, 9, 4], after=[0, 13, 0]), bars), (k3, loss))
 
@@ -115,7 +114,7 @@ def test_the_table_of_a_density_has_every_cell_with_tokens():
 
 
 def test_ticks_that_differ_far_behind_the_point_are_told_apart():
-    one = Lines(
+    one = LineChart(
         key="ess", title="ESS", unit="", note="", sql="", x_label="step", lines=(line(1 - np.arange(9) * 1e-12),)
     )
     figure = draw(one)
@@ -131,7 +130,7 @@ def test_the_tables_of_histograms_shares_and_the_run_have_every_number():
     ]  # fmt: skip
     assert bits(row["low"] for row in read(one)) == bits([*one.edges[:-1], *one.edges[:-1]])
     assert bits(row["high"] for row in read(one)) == bits([*one.edges[1:], *one.edges[1:]])
-    (bar,) = read(shares(cut=(Share(name="tis", value=1 / 3, low=0.1 + 0.2, text="says"),)))
+    (bar,) = read(shares(cut=(Bar(name="tis", value=1 / 3, low=0.1 + 0.2, text="says"),)))
     assert bar == {
         "group": "cut",
         "name": "tis",
@@ -148,7 +147,8 @@ def test_the_tables_of_histograms_shares_and_the_run_have_every_number():
 def written(tmp_path_factory):
     """A folder with the examples as pictures and as a PDF."""
     folder = tmp_path_factory.mktemp("written")
-    write_png(examples(), folder / "png")
+    for kind in ("png", "svg"):
+        write_figures(examples(), folder / kind, kind)
     write_pdf(examples(), folder / "pdf" / "all.pdf", title="a $run_1$")
     return folder
 
@@ -176,12 +176,73 @@ def test_a_pdf_has_its_tables_beside_it(written):
     assert {path.name: path.read_text().splitlines() for path in (written / "pdf" / "all-data").iterdir()} == tables
 
 
+def test_an_svg_has_no_pixels_and_its_numbers_beside_it(written):
+    assert not (written / "svg" / "k3.png").exists()
+    names = {path.name for path in (written / "svg").iterdir()}
+    assert names == {f"{one.key}.{kind}" for one in examples() for kind in ("csv", "svg")}
+    for one in examples():
+        assert (written / "svg" / f"{one.key}.csv").read_bytes() == (written / "png" / f"{one.key}.csv").read_bytes()
+        content = (written / "svg" / f"{one.key}.svg").read_text()
+        assert "<image" not in content
+
+
+@pytest.mark.parametrize(("width", "column", "page"), [("icml", 3.25, 6.75), ("4.5", 4.5, 4.5), (5, 5.0, 5.0)])
+def test_figures_have_the_width_that_is_asked_for(tmp_path, width, column, page):
+    style = paper_style(width)
+    k3, run = series(line([1.0, 2.0])), stack_of([series(line([1.0, 2.0]))])
+    assert (draw(k3, style).get_figwidth(), draw(run, style).get_figwidth()) == (column, page)
+    write_figures([k3], tmp_path, "pdf", style=style)
+    box = re.search(rb"/MediaBox \[ 0 0 ([\d.]+) ", (tmp_path / "k3.pdf").read_bytes())
+    assert float(box[1]) == pytest.approx(column * 72)
+
+
+@pytest.mark.parametrize("width", ["", "wide", "nan", 1.99, 20.01, -3.4, None])
+def test_a_width_that_is_none_is_refused_with_those_there_are(width):
+    with pytest.raises(InvalidOption, match=r"width: got .*inches from 2 to 20.*neurips"):
+        paper_style(width)
+
+
+def test_widths_stay_within_what_a_number_may_be():
+    for column, page in WIDTHS.values():
+        assert 2 <= column <= page <= 20
+    assert paper_style("2.0").column == 2.0
+    assert paper_style(20).page == 20.0
+
+
+def test_a_font_is_used_and_one_that_is_not_there_is_refused():
+    one = series(line([1.0, 2.0]))
+    serif = draw(one, paper_style(font="DejaVu Serif"))
+    assert serif.axes[0].xaxis.label.get_fontfamily() == ["DejaVu Serif", "DejaVu Sans"]
+    assert draw(one).axes[0].xaxis.label.get_fontfamily() == ["DejaVu Sans"]
+    with pytest.raises(InvalidOption, match="font: got 'No Such Font'"):
+        paper_style(font="No Such Font")
+
+
+def test_a_title_stands_above_a_figure_only_when_it_is_asked_for():
+    for one in examples():
+        assert not any(axes.get_title("left") for axes in draw(one).axes)
+        assert draw(one, PaperStyle(title=True)).axes[0].get_title("left")
+
+
+def test_bins_that_hold_what_is_beyond_say_so():
+    counts = {"before": np.array([1, 0, 9, 4])}
+    closed = histogram(**counts)
+    one = dataclasses.replace(closed, is_open=True)
+    assert [row["beyond"] for row in read(one)] == ["below", "", "", "above"]
+    assert {row["beyond"] for row in read(closed)} == {""}
+    assert [text.get_text() for text in draw(one).axes[0].texts] == ["beyond", "beyond"]
+    assert not draw(closed).axes[0].texts
+    cells = dataclasses.replace(density([[0, 3], [1, 900], [2, 2]]), is_open=True)
+    assert [text.get_text() for text in draw(cells).axes[0].texts] == ["beyond, above", "beyond, below"]
+
+
 PROGRAM = """
 import sys
 sys.path[:0] = {folders!r}
 import test_paper
-from tim_trace.analysis.report.paper.files import write_pdf, write_png
-write_png(test_paper.examples(), sys.argv[1] + "/png")
+from tim_trace.analysis.report.paper.files import write_figures, write_pdf
+for kind in ("png", "svg"):
+    write_figures(test_paper.examples(), sys.argv[1] + "/" + kind, kind)
 write_pdf(test_paper.examples(), sys.argv[1] + "/pdf/all.pdf", title="a $run_1$")
 print("matplotlib.pyplot" in sys.modules)
 """
@@ -197,14 +258,14 @@ def test_the_same_report_has_the_same_bytes_in_another_process_at_another_time(w
     there, here = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")} for folder in (tmp_path, written)
     )
-    assert len(there) == 6 * 3 + 1
+    assert len(there) == 6 * 5 + 1
     assert there == here
 
 
 def test_the_settings_of_the_reader_neither_change_a_figure_nor_are_changed(written, tmp_path):
     mine = {"font.size": 20.0, "axes.grid": False, "lines.linewidth": 9.0, "savefig.dpi": 30.0}
     with matplotlib.rc_context(mine):
-        (_, image) = write_png([one for one in examples() if one.key == "k3"], tmp_path)
+        (_, image) = write_figures([one for one in examples() if one.key == "k3"], tmp_path, "png")
         assert {name: matplotlib.rcParams[name] for name in mine} == mine
     assert image.read_bytes() == (written / "png" / "k3.png").read_bytes()
 
@@ -226,7 +287,7 @@ def test_a_name_that_can_be_drawn_is_drawn_as_it_is():
 
 def test_hostile_names_are_drawn_and_written_everywhere(tmp_path):
     lines = [line([1.0, 2.0], name=name) for name in HOSTILE]
-    bars = tuple(Share(name=name, value=0.5) for name in HOSTILE)
+    bars = tuple(Bar(name=name, value=0.5) for name in HOSTILE)
     one = series(*lines, title=HOSTILE[1], marks=(Mark(x=1, low=1, high=1, text=HOSTILE[0]),))
     given = (one, shares(**{HOSTILE[0]: bars, HOSTILE[2]: bars}), histogram(**{name: [1, 2] for name in HOSTILE}))
     write_pdf(figures_of(given, (one,)), tmp_path / "a.pdf", title=HOSTILE[-1])
@@ -251,9 +312,9 @@ def test_what_cannot_be_drawn_is_left_out_and_the_rest_is_drawn():
         histogram(before=[0, 0], after=[0, 0]),
         shares(),
         shares(cut=()),
-        shares(cut=(Share(name="a", value=NAN, low=NAN, high=1.0), Share(name="b", value=INF, low=0.1, high=0.2))),
+        shares(cut=(Bar(name="a", value=NAN, low=NAN, high=1.0), Bar(name="b", value=INF, low=0.1, high=0.2))),
     ]  # fmt: skip
-    for one in (*odd, stack_of([one for one in odd if isinstance(one, Lines)])):
+    for one in (*odd, stack_of([one for one in odd if isinstance(one, LineChart)])):
         assert drawn(one).shape[1] == (1400 if one.key == "run" else 680)
 
 
@@ -287,9 +348,9 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
     charts = (series(line([1.0, 2.0])),)
     (tmp_path / "k3.csv").write_text("mine")
     with pytest.raises(FileThere, match=r"k3\.csv: is there already; .*--force"):
-        write_png(charts, tmp_path)
+        write_figures(charts, tmp_path, "png")
     assert [path.name for path in tmp_path.iterdir()] == ["k3.csv"]
-    write_png(charts, tmp_path, force=True)
+    write_figures(charts, tmp_path, "png", force=True)
     assert (tmp_path / "k3.csv").read_text() != "mine"
     (tmp_path / "all.pdf").write_text("mine")
     with pytest.raises(FileThere, match=r"all\.pdf: is there already"):
@@ -302,6 +363,6 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
-        write_png((series(line([1.0])),), tmp_path / "file" / "figures")
+        write_figures((series(line([1.0])),), tmp_path / "file" / "figures", "svg")
     with pytest.raises(StorageError, match="local folder"):
         write_pdf((), "s3://bucket/a.pdf")

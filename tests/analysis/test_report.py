@@ -1,10 +1,14 @@
 """The values of a report, and the page as a text; how it behaves in a browser is in tests/test_report_page.py."""
 
+import copy
+import json
+import pickle
 import re
 import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +16,17 @@ import tim_trace.analysis
 from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
-from tim_trace.analysis.report.chart import Density, Histogram, Lines
-from tim_trace.analysis.report.mismatch_charts import headings
-from tim_trace.analysis.report.page.packing import pack
+from tim_trace.analysis.advice import Advice
+from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
+from tim_trace.analysis.objective.judged import Estimate
+from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
+from tim_trace.analysis.report.chart import Heatmap, Histogram, LineChart
+from tim_trace.analysis.report.mismatch_charts import grouped
+from tim_trace.analysis.report.page.data import pack
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.sample import num_steps_within, without_most_steps
 from tim_trace.analysis.report.terms import SERIES
-from tim_trace.analysis.report.verdict import split
+from tim_trace.analysis.report.text import QUESTIONS
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
@@ -73,19 +81,19 @@ def test_commands_run_as_a_shell_takes_them_whatever_the_trace_is_called(tmp_pat
     assert asked["attribute"][3:] == ["--pair", "current:rollout", "--control", str(path)]
 
 
-def test_an_advice_is_split_into_what_is_copied_and_what_is_said():
-    assert split("tim-trace info run") == ("tim-trace info run", "")
-    assert split("tim-trace record -- X  # then: tim-trace replay RUN") == (
-        "tim-trace record -- X",
-        "then: tim-trace replay RUN",
-    )
-    assert split("tim-trace attribute run --control RUN2   (RUN2: a rerun)")[1] == "RUN2: a rerun"
-    assert split("compare seq_id") == ("", "compare seq_id")
+def test_an_advice_keeps_its_command_and_its_remark_apart():
+    advice = Advice("tim-trace record -- X", "then: tim-trace replay RUN")
+    assert advice == "tim-trace record -- X  # then: tim-trace replay RUN"
+    for copied in (copy.deepcopy(advice), pickle.loads(pickle.dumps(advice))):
+        assert (copied.command, copied.remark) == (advice.command, advice.remark)
+    assert json.dumps([advice]) == json.dumps([str(advice)])
+    assert (Advice("tim-trace info run"), Advice(remark="compare seq_id")) == ("tim-trace info run", "compare seq_id")
+    assert not Advice()
 
 
 def test_the_steps_of_a_figure_add_up_to_the_whole_run(made):
     for one in made.mismatch:
-        if isinstance(one, Density):
+        if isinstance(one, Heatmap):
             assert np.array_equal(sum(one.by_step.values()), one.counts)
             assert len(one.by_step) == NUM_STEPS
         if isinstance(one, Histogram):
@@ -97,12 +105,70 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
     subject, verdict = made.subjects[0], made.verdicts[0]
     answers = {answer.question: answer for answer in verdict.answers}
     checked = subject.diagnosis.checked
-    assert answers["Is the comparison valid?"].sounds == ("good" if checked.is_valid else "bad")
-    assert f"{checked.rms_d:.3g} nats rms" in answers["Is the comparison valid?"].figure
-    assert answers["Did it bend the objective?"].detail == " ".join(subject.objective.verdict)
-    assert answers["Did the run fall, and why?"].detail == subject.attribution.sentence
+    assert list(answers) == list(QUESTIONS)
+    assert answers["validity"].severity == ("good" if checked.is_valid else "bad")
+    assert f"{checked.rms_d:.3g} nats rms" in answers["validity"].text.figure
+    assert answers["objective"].text.detail == " ".join(subject.objective.verdict)
+    assert answers["fall"].text.detail == subject.attribution.sentence
     assert verdict.next[0] in subject.diagnosis.next
     assert set(subject.info.missing) <= set(verdict.not_recorded)
+
+
+def asked_run(**results):
+    return SimpleNamespace(trace="run", pair=("train", "rollout"), part="all 9 steps", attribution=None, **results)
+
+
+def estimate(value, low, high):
+    return Estimate(name="", value=value, low=low, high=high, no_interval=None, meaning="")
+
+
+@pytest.mark.parametrize(
+    ("push", "interval", "size", "code", "severity"),
+    [
+        (0.00099, (0.0009, 0.0011), 0.00099, "negligible", GOOD),
+        (0.001, (0.0009, 0.0011), 0.001, "small_push", NOTICE),
+        (-0.001, (-0.0011, -0.0009), 0.001, "small_push", NOTICE),
+        (0.049, (0.04, 0.06), 0.0499, "small_push", NOTICE),
+        (0.049, (0.04, 0.06), 0.05, "small_push_large_noise", BAD),
+        (0.05, (0.04, 0.06), 0.05, "large_push", BAD),
+        (0.00099, (0.0009, 0.0011), 0.05, "large_noise", BAD),
+        (0.01, (0.0, 0.02), 0.0499, "noise", GOOD),
+        (0.01, (-0.01, 0.03), 0.05, "large_noise", BAD),
+        (0.01, (1e-9, 0.03), 0.0499, "small_push", NOTICE),
+        (0.01, (None, None), 0.0499, "undecided", GOOD),
+        (0.01, (None, None), 0.05, "undecided", BAD),
+    ],
+)
+def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interval, size, code, severity):
+    figures = {"relative_bias": estimate(push, *interval), "relative_abs_bias": estimate(size, None, None)}
+    found = SimpleNamespace(figures=figures, verdict=(), confidence=0.95, value=lambda name: figures[name].value)
+    answer = objective_answer(asked_run(objective=found))
+    assert (answer.code, answer.severity) == (code, severity)
+
+
+@pytest.mark.parametrize(
+    ("level", "is_valid", "sounds", "code", "severity"),
+    [
+        ("within", True, False, "within", GOOD),
+        ("below", True, False, "below", GOOD),
+        ("equal", True, False, "equal", GOOD),
+        ("above", True, False, "above", NOTICE),
+        ("within", True, True, "within", NOTICE),
+        ("unpublished", True, False, "unpublished", OPEN),
+        ("unpublished", True, True, "unpublished", OPEN),
+        ("within", False, False, "not_valid", OPEN),
+        ("above", False, False, "not_valid", NOTICE),
+    ],
+)
+def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sounds, code, severity):
+    alarm = SimpleNamespace(is_raised=sounds, own=1.0, alarm=SimpleNamespace(who="verl", definition="k3"))
+    found = SimpleNamespace(
+        size=SizeComparison(code=level, own=0.1, coarser="bfloat16", low=0.1, high=0.1),
+        alarms=(alarm,),
+        checked=SimpleNamespace(is_valid=is_valid),
+    )
+    answer = size_answer(asked_run(diagnosis=found))
+    assert (answer.code, answer.severity) == (code, severity)
 
 
 def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
@@ -122,7 +188,7 @@ def test_a_fall_is_named_with_its_cause_and_what_would_decide(tmp_path):
             )
     made = report(tmp_path / "run")
     fell = made.verdicts[0].answers[-1]
-    assert fell.sounds == "bad"
+    assert fell.severity == "bad"
     assert "reward collapses from step" in made.verdicts[0].sentence
     assert any("--control" in each for each in made.verdicts[0].next)
 
@@ -236,14 +302,15 @@ def test_charts_have_a_word_for_everyone(made):
         assert len(one.note) > 20, one.key
         assert one.sql
     assert len({one.key for one in made.charts}) == len(made.charts)
-    assert all(isinstance(one, Lines) for one in made.run)
+    assert all(isinstance(one, LineChart) for one in made.run)
 
 
-def test_a_heading_stands_over_the_first_figure_that_there_is(made):
+def test_a_heading_stands_over_the_figures_that_there_are(made):
     keys = [one.key for one in made.mismatch]
+    assert [one.key for charts in grouped(made.mismatch).values() for one in charts] == keys
     without = [one for one in made.mismatch if not one.key.startswith("ratio-p")]
-    assert headings(made.mismatch)["ratio-positive"] == headings(without)["ratio-negative"]
-    assert next(iter(headings(made.mismatch))) == keys[0]
+    assert list(grouped(without)) == list(grouped(made.mismatch))
+    assert "What the loss sees of it" not in grouped(one for one in made.mismatch if one.key.startswith("d-by-"))
 
 
 def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...advice import Advice
 from .. import commands
 from ..finding import Finding, Number
 from ..pair_data import PairData, declared, once
@@ -116,7 +117,7 @@ def find_other_weights(data: PairData) -> list[Finding]:
     return []
 
 
-def _finding(data: PairData, code: str, signal: str, weight: float, command: str, **more: str) -> Finding:
+def _finding(data: PairData, code: str, signal: str, weight: float, command: Advice, **more: str) -> Finding:
     """With every score that was measured."""
     size, structure = logit_mismatch(data), error_structure(data)
     dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}

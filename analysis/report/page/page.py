@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from functools import cache
 from importlib.resources import files
@@ -11,22 +12,20 @@ from typing import Any
 from bokeh.document import Document
 from bokeh.resources import Resources
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from .. import mismatch_charts
-from ..chart import Lines
-from ..colours import COLOURS
-from ..contents import Contents
-from ..terms import SERIES
-from ..verdict import split
-from .explained import explained, term
-from .figures import single, stacked
-from .frames import frames_of
-from .packing import pack, pack_text
-from .sequences import sequences_of
+from ..chart import COLOURS, LineChart
+from ..mismatch_charts import grouped
+from ..report import Report
+from ..terms import SERIES, WORDS
+from ..text import QUESTIONS
+from .data import frames_of, pack, pack_text, sequences_of
+from .figures import THEME, single, stacked
+
+_WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True)) + r")(?![\w/-])")
 
 
-def page(report: Contents) -> str:
+def page(report: Report) -> str:
     """Write a report as HTML. Every text is escaped where it is put in; nothing is fetched when it is opened."""
     groups = [
         _embedded(stacked(report.run)),
@@ -36,7 +35,6 @@ def page(report: Contents) -> str:
     figures = {
         "groups": [group for group in groups if group["items"][0]["roots"]],
         "frames": frames_of(report.mismatch),
-        "steps": [int(step) for step in first.steps],
     }
     return str(
         _template().render(
@@ -45,8 +43,11 @@ def page(report: Contents) -> str:
             element_of=element_of,
             colours=COLOURS,
             series=SERIES,
+            questions=QUESTIONS,
             names=_names(report.run),
-            headings=mismatch_charts.headings(report.mismatch),
+            theme=THEME,
+            groups=grouped(report.mismatch),
+            steps=[int(step) for step in first.steps],
             style=Markup(_own("report.css")),  # our own file
             script=Markup(_own("report.js")),
             packs={
@@ -82,7 +83,7 @@ def element_of(key: str) -> str:
     return f"plot-{key}"
 
 
-def _names(charts: tuple[Lines, ...]) -> list[tuple[str, bool]]:
+def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
     """The lines that any stacked figure has, in the order of their colours, and whether each is a side line."""
     longest: dict[str, bool] = {}
     for one in charts:
@@ -96,7 +97,6 @@ def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
     environment.filters["sorted_by"] = _sorted_by
-    environment.filters["split_command"] = split
     environment.filters["shell"] = shlex.quote
     environment.filters["explained"] = explained
     environment.globals["term"] = term
@@ -118,3 +118,24 @@ def _sorted_by(value: float | None) -> str:
 
 def _own(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def explained(text: str) -> Markup:
+    """A text, escaped, in which the first use of each word of `terms.WORDS` shows its note."""
+    seen: set[str] = set()
+    parts: list[Markup] = []
+    end = 0
+    for match in _WORDS.finditer(text):
+        word = match[1]
+        if word not in seen:
+            seen.add(word)
+            parts += [escape(text[end : match.start()]), term(word, word)]
+            end = match.end()
+    return Markup("").join([*parts, escape(text[end:])])
+
+
+def term(word: str, shown: str) -> Markup:
+    """A word with its note, which a mouse and a keyboard reach."""
+    return Markup('<span class="term" tabindex="0">{}<span class="tip" role="tooltip">{}</span></span>').format(
+        shown, WORDS[word]
+    )

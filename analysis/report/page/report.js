@@ -37,49 +37,57 @@ const timTrace = (() => {
   // --- figures ------------------------------------------------------------------------------------------------------
   async function draw() {
     const script = document.createElement("script");
-    script.textContent = await unpacked("pack-bokeh");
+    let [bokeh, figures] = await Promise.all([unpacked("pack-bokeh"), unpacked("pack-figures")]);
+    script.textContent = bokeh;
     document.head.append(script);
     await later();
-    const packed = JSON.parse(await unpacked("pack-figures"));
+    const theme = JSON.parse($("#run").dataset.colours), drawn = themed();
+    for (const [name, placeholder] of Object.entries(theme)) figures = figures.replaceAll(placeholder, colour(name));
+    const packed = JSON.parse(figures);
     state.frames = packed.frames;
-    state.axis = packed.steps;
     for (const group of packed.groups) {
       const views = await Bokeh.embed.embed_items(group.docs, group.items);
       for (const one of views) for (const view of one.roots) state.views[view.model.name] = view;
+      if (!state.rows) stackDrawn();
+      for (const one of views) for (const view of one.roots) update(view.model.name);
       await later();
     }
+    if (drawn !== themed()) await recolour();
+    document.body.dataset.drawn = "yes";
+  }
+
+  // The series of the run are drawn first: what was chosen is told at once, and each figure below as soon as it is drawn.
+  function stackDrawn() {
     lines();
-    await recolour();
     state.rows = rowsByStep();
     const first = state.views[$("#run figure.chart")?.dataset.key];
     first?.model.x_range.properties.end.change.connect(place);
     window.addEventListener("resize", () => setTimeout(place, 100));
     place();
-    document.body.dataset.drawn = "yes";
-    const wanted = /(?:^|[#&])step=(-?\d+)/.exec(location.hash);
-    if (wanted) choose(Number(wanted[1]));
+    if (state.step !== null) readout(state.step);
   }
 
   const plots = () => Object.values(state.views).map((view) => view.model);
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // Colours of the page that a figure has under either theme -> their names.
+  const COLOURS = ["axis_label_text_color", "major_label_text_color", "axis_line_color", "major_tick_line_color",
+    "grid_line_color", "label_text_color", "title_text_color", "bar_line_color", "text_color", "border_fill_color"];
+  const names = new Map();
+  function themed() {
+    for (const name of Object.keys(JSON.parse($("#run").dataset.colours))) names.set(colour(name), name);
+    return colour("--paper");
+  }
 
   async function recolour() {
+    themed();
     await painted();
-    const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--ink-soft").trim(), line = style.getPropertyValue("--line").trim();
-    const paper = style.getPropertyValue("--paper").trim();
     for (const plot of plots()) {
       for (const model of plot.references()) {
-        const kind = model.type;
-        if (/Axis$/.test(kind)) {
-          model.setv({axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: line,
-            major_tick_line_color: line, axis_label_text_font_style: "normal", axis_label_text_font_size: "12px"});
-        } else if (kind === "Grid") model.grid_line_color = line;
-        else if (kind === "Legend") model.label_text_color = ink;
-        else if (kind === "ColorBar") model.setv({major_label_text_color: ink, title_text_color: ink, bar_line_color: line});
-        else if (kind === "Label") model.text_color = ink;
+        const own = COLOURS.filter((property) => property in model && names.has(model[property]));
+        if (own.length) model.setv(Object.fromEntries(own.map((property) => [property, colour(names.get(model[property]))])));
       }
-      plot.border_fill_color = paper;
       await later();
     }
   }
@@ -168,19 +176,23 @@ const timTrace = (() => {
     place();
     // What was asked for is seen at once; the figures below follow one by one, unless another step is asked for.
     await painted();
+    if (turn !== state.turn) return;
     if (!inFrame) history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
     rows();
-    for (const [key, view] of Object.entries(state.views)) {
+    if (state.step !== null) openStep();
+    for (const key of Object.keys(state.views)) {
       if (turn !== state.turn) return;
-      mark(view.model);
-      if (state.frames[key]) show(key, state.frames[key]);
+      update(key);
       await later();
     }
   }
 
-  function mark(plot) {
-    const span = (plot.center ?? []).find((each) => each.name === "chosen");
+  // A figure shows the chosen step: its values, or a line where that is.
+  function update(key) {
+    const span = (state.views[key].model.center ?? []).find((each) => each.name === "chosen");
     if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
+    const frame = state.frames[key];
+    if (frame && (state.step !== null || frame.fields[0].whole)) show(key, frame);
   }
 
   // The values of a figure at one step, or of the whole run again.
@@ -201,7 +213,7 @@ const timTrace = (() => {
   function columns(field, held, own) {
     field.whole ??= {...held};
     if (own === null) return field.whole;
-    if (field.kind === "density") {
+    if (field.kind === "heatmap") {
       const of = (values) => new field.whole.counts[0].constructor(values, field.whole.counts[0].shape);
       return {counts: [of(own)], image: [of(own.map((n) => n > 0 ? Math.log10(n) : NaN))]};
     }
@@ -269,12 +281,25 @@ const timTrace = (() => {
     ratio: {title: "ln ratio", of: (one, i) => one.ratio[i], both: true, unit: "nats"},
   };
 
+  // What lies furthest off in the chosen step is open without a click, unless a sequence of that step is open already.
+  function openStep() {
+    if (state.open?.step === state.step) return;
+    const row = $$("#sequences tbody tr").find((each) => each.dataset.step === String(state.step));
+    if (row) showTokens(row);
+  }
+
   async function open(row) {
+    await showTokens(row);
+    $("#tokens-view").scrollIntoView({block: "nearest"});
+    $("#tokens-text").focus({preventScroll: true});
+  }
+
+  async function showTokens(row) {
     $$("#sequences tr[aria-selected=true]").forEach((each) => each.setAttribute("aria-selected", "false"));
     row.setAttribute("aria-selected", "true");
     reachable(row);
-    await painted();
     state.sequences ??= JSON.parse(await unpacked("pack-sequences"));
+    if (row.getAttribute("aria-selected") !== "true") return;  // another one was opened meanwhile
     const one = prepared(state.sequences.sequences[Number(row.dataset.place)]);
     state.open = one;
     const box = $("#tokens-view");
@@ -282,8 +307,6 @@ const timTrace = (() => {
     $("h3", box).textContent = `Step ${one.step}, sequence ${one.seq_id}`;
     $(".facts", box).textContent = one.facts;
     paint();
-    box.scrollIntoView({block: "nearest"});
-    $("#tokens-text").focus({preventScroll: true});
   }
 
   function prepared(one) {
@@ -305,7 +328,7 @@ const timTrace = (() => {
     const both = !mode.startsWith("p:");
     const sizes = one.texts.map((_, i) => Math.abs(of(i))).filter(Number.isFinite).sort((x, y) => x - y);
     const full = both ? (mode === "bias" ? Math.max(sizes.at(-1) ?? 1, 1e-12) : state.sequences.full) : 1;
-    $("#scale").textContent = both ? `full colour from ${number(full, 3)} ${MODES[mode].unit} on` : "dark: improbable";
+    $("#scale").textContent = both ? `Full colour from ${number(full, 3)} ${MODES[mode].unit} on.` : "Dark: improbable.";
     const [up, down] = mode === "bias" ? ["adds to the objective", "takes from it"] :
       mode === "ratio" ? ["likelier than when sampled", "less likely"] :
       [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
@@ -343,7 +366,7 @@ const timTrace = (() => {
     all[place].classList.add("at");
     if (focus) all[place].scrollIntoView({block: "nearest"});
     state.place = place;
-    const facts = [["position", `${one.first_token + place} of ${one.num_tokens}, from 0`], ["id", one.ids[place]], ["text", one.texts[place]]];
+    const facts = [["position", `${one.first_token + place} (0 to ${one.num_tokens - 1})`], ["id", one.ids[place]], ["text", one.texts[place]]];
     for (const [name, values] of Object.entries(one.p)) {
       const hole = STATES[one.states[name]?.[place] ?? 0];
       facts.push([`logprob ${name}`, hole || exact(values[place])], [`p ${name}`, hole ? "" : number(Math.exp(values[place]), 6)]);
@@ -398,9 +421,17 @@ const timTrace = (() => {
   }
 
   function theme() {
-    const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-    document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+    const root = document.documentElement.dataset;
+    const now = root.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    root.theme = now === "dark" ? "light" : "dark";
+    try { localStorage.setItem("tim-trace-theme", root.theme); } catch { /* no storage: until the page is closed */ }
     recolour();
+  }
+
+  // An opened answer takes the room that it needs below the row of answers: no answer is stretched, nothing is covered.
+  function makeRoom() {
+    const panel = $$(".answers details[open] .why").find((each) => getComputedStyle(each).position === "absolute");
+    $(".answers").style.marginBottom = panel ? `${panel.offsetHeight + 16}px` : "";
   }
 
   function listen() {
@@ -419,6 +450,8 @@ const timTrace = (() => {
       else if (on("#sequences tbody tr")) open(on("tr"));
       else if (on(".token[data-i]")) tell(Number(on(".token").dataset.i), false);
     });
+    for (const each of $$(".answers details")) each.addEventListener("toggle", makeRoom);
+    window.addEventListener("resize", makeRoom);
     $("#theme").addEventListener("click", theme);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => recolour());
     $("#whole")?.addEventListener("click", () => choose(null));
@@ -445,7 +478,11 @@ const timTrace = (() => {
   }
 
   function start() {
+    state.axis = JSON.parse($("#step").dataset.steps);
     listen();
+    const wanted = /(?:^|[#&])step=(-?\d+)/.exec(location.hash);
+    if (wanted) choose(Number(wanted[1]));
+    else if ($("#sequences tbody tr")) showTokens($("#sequences tbody tr"));
     const go = () => draw().catch((error) => {
       document.body.dataset.drawn = "no";
       $("#trouble").hidden = false;
