@@ -437,7 +437,7 @@ def test_a_run_is_told_from_its_first_move_to_its_schedule(tmp_path):
     assert {row.kappa: row.surge_step for row in found.schedule.sensitivity if row.window == 20 and row.of == 1} == {
         1.5: 40, 2.0: 40, 3.0: next(row.surge_step for row in found.schedule.sensitivity if row.kappa == 3 and row.of == 1)
     }  # fmt: skip
-    text = dynamics_text(found, 100)
+    text = dynamics_text(found)
     assert "Responses surged at step 42" in text
     assert "this is description, not causation" in text
     shown = tim_trace("dynamics", trace, "--json").json()
