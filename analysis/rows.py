@@ -11,16 +11,23 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
+from ..schemas.results import Table
+
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Table):
     """A table of results."""
+
+    _text = "tim_trace.analysis.rows:to_text"
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
         """Each row as column -> value."""

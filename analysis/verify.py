@@ -11,6 +11,7 @@ from typing import Any
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.results import Result
 from ..tracer.dense_group import open_dense, sealed_root
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import Snapshot
@@ -18,7 +19,7 @@ from ..tracer.store import first_line
 from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
-from .rows import Rows
+from .rows import Rows, printable, to_text
 from .trace.database import Database
 from .trace.source import Source, open_source
 
@@ -26,8 +27,10 @@ COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Result):
     """What of a trace is as it was written."""
+
+    _text = "tim_trace.analysis.verify:verification_text"
 
     trace: str
     folders: Rows
@@ -51,6 +54,13 @@ class _Count:
     num_bytes: int = 0
     num_checked: int = 0
     num_damaged: int = 0
+
+
+def verification_text(found: Verification, width: int | None = None) -> str:
+    """Write what of a trace is as it was written, for reading: a row a folder, then what is not."""
+    damaged = [f"damaged: {printable(sentence)}" for sentence in found.damaged]
+    ignored = [f"passed over: {printable(sentence)}" for sentence in found.ignored]
+    return "\n".join([to_text(found.folders, width), *damaged, *ignored])
 
 
 def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:

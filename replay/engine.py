@@ -20,7 +20,7 @@ from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
 from .recorded import RecordedRow, RecordedRun
-from .results import ReplayedStep
+from .results import ReplayedStep, ReplayedSteps
 from .scored import Scored
 from .scorers import Scorer, scorer_of
 from .steps import parse_steps
@@ -51,7 +51,7 @@ def replay(
     force: bool = False,
     progress: Progress = no_progress,
     **changes: Any,
-) -> list[ReplayedStep]:
+) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
     `changes` are one arm's, by the names of `Arm`; `arm` holds further ones (as text, `dtype=fp16,batch-size=1`), and so
@@ -78,7 +78,7 @@ def replay(
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
-    results: list[ReplayedStep] = []
+    results = ReplayedSteps()
     held: dict[int, bool] = {}
     try:
         with progress("replaying", sum(len(entry.steps) for entry in wanted)) as advance:

@@ -66,6 +66,14 @@ class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""
 
 
+class WrongType(TimTraceError, TypeError):
+    """An argument is of a type that cannot be taken."""
+
+
+class NotInstalled(TimTraceError, ImportError):
+    """A library that is asked for is not installed."""
+
+
 class TimTraceWarning(UserWarning):
     """Something went another way than asked; the message says which."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from ..check.finding import TITLES
 from .evidence import Evidence
 from .fall import Fall
@@ -63,8 +64,10 @@ class Onset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
+class Attribution(Result):
     """Whether a run fell, and why."""
+
+    _text = "tim_trace.analysis.attribution.text:attribution_text"
 
     trace: str
     control: str | None

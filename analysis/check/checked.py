@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from .finding import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Checked(Result):
     """What a check of two passes found."""
+
+    _text = "tim_trace.analysis.check.text:checked_text"
 
     trace: str
     pair: str

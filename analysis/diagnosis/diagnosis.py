@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from ..check.checked import Checked
 from .alarms import Alarm
 from .figures import Figure
@@ -63,8 +64,10 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Result):
     """The answer to: valid, which factor, normal?"""
+
+    _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: Checked
     numerics: Numerics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from .changes import ChangePoint
 from .laws import EntropyLaw, Growth
 from .lead_lag import LeadLag
@@ -33,8 +34,10 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dynamics:
+class Dynamics(Result):
     """The answer to: is anything moving, what moved first, and what would a schedule have done?"""
+
+    _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
     trace: str
     run: str

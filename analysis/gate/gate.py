@@ -6,11 +6,14 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...schemas.errors import InvalidOption
+from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ..check.check import check
 from ..check.checked import Checked
+from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
@@ -42,8 +45,10 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gated:
+class Gated(Table):
     """What became of every condition, in their order."""
+
+    _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
 
@@ -51,6 +56,15 @@ class Gated:
     def fails(self) -> bool:
         """Whether a value violates its condition."""
         return any(verdict.fails for verdict in self.verdicts)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        rows = table(self.verdicts)
+        return rows.columns, rows.rows
+
+
+def gated_text(gated: Gated, width: int | None = None) -> str:
+    """Write what became of every condition for reading, a row each."""
+    return to_text(table(gated.verdicts), width)
 
 
 def gate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schemas.loss import Loss
+from ...schemas.results import Result
 from ..rows import Rows
 from .concentration import Concentration
 
@@ -25,8 +26,10 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(Result):
     """What the mismatch does to a run's objective."""
+
+    _text = "tim_trace.analysis.objective.text:objective_text"
 
     trace: str
     loss: Loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from ..dynamics.changes import ChangePoint
 from ..dynamics.quantities import Series
 
@@ -51,8 +52,10 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Watched:
+class Watched(Result):
     """A run, as far as it is recorded."""
+
+    _text = "tim_trace.analysis.watch.text:watched_text"
 
     trace: str
     run: str
