@@ -154,7 +154,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
     """
-    from .tracer.launch import record as run
+    from .analysis import record as run
 
     _tell(f"recording to {os.path.abspath(output)}")
     recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, **options)
@@ -186,10 +186,10 @@ def import_(format: str, path: str, output: str, map: Sequence[str], force: bool
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
     PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
     """
+    from .analysis import import_parquet
     from .analysis.stats import comparable_pair
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
-    from .tracer.importers.neutral import import_parquet
 
     imported = import_parquet(path, output=output, map=parse_map(map), force=force, progress=_progress)
     summarize(imported.folder, progress=_progress)
@@ -204,7 +204,7 @@ def info(traces: Sequence[str], as_json: bool) -> None:
     """Say what a trace holds, who wrote it, what is missing and what is damaged."""
     from dataclasses import asdict
 
-    from .analysis.info import info as look
+    from .analysis import info as look
     from .analysis.info_text import info_text
 
     found = [look(trace) for trace in traces]
@@ -226,8 +226,8 @@ def verify(trace: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
+    from .analysis import verify as read_all
     from .analysis.rows import to_text
-    from .analysis.verify import verify as read_all
 
     found = read_all(trace, progress=_progress)
     if as_json:
@@ -291,7 +291,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 
     Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
     """
-    from .analysis.queries.catalogue import listed, named_query, query
+    from .analysis import query
+    from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.pairs import parse_pair
 
     _check_format(as_json, as_csv)
@@ -395,8 +396,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
 @_csv
 def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis import stats as compare
     from .analysis.stats import likeness
-    from .analysis.stats import stats as compare
     from .analysis.trace.database import Database
 
     _check_format(as_json, as_csv)
@@ -418,7 +419,7 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
     against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay would
     settle the rest. The exit code is 1 when the comparison is not valid.
     """
-    from .analysis.diagnosis.diagnose import diagnose as look
+    from .analysis import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
     found = look(trace, pair=pair, progress=_progress)
@@ -440,7 +441,7 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
-    from .analysis.check.check import check as look
+    from .analysis import check as look
     from .analysis.check.text import checked_json, checked_text
 
     found = look(trace, pair=pair, partial=partial, progress=_progress)
@@ -481,7 +482,7 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
     The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
     the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
     """
-    from .analysis.corrections import corrections as would_have
+    from .analysis import corrections as would_have
 
     _check_format(as_json, as_csv)
     _print(would_have(list(traces), **options), as_json, as_csv)
@@ -531,7 +532,7 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
     read from the trace; options take the place of what it says.
     """
-    from .analysis.objective.objective import objective as bend
+    from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_text
 
     found = bend(trace, progress=_progress, **options)
@@ -551,7 +552,7 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
     length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
     """
-    from .analysis.dynamics.dynamics import dynamics as look
+    from .analysis import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
@@ -627,8 +628,8 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
     """
     from dataclasses import asdict
 
+    from .analysis import replay as score_again
     from .analysis.rows import table as table_of
-    from .replay.engine import replay as score_again
     from .replay.results import by_arm
 
     results = score_again(trace, progress=_progress, **options)
@@ -658,7 +659,7 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
     from dataclasses import asdict
 
-    from .analysis.triangulate import triangulate as who
+    from .analysis import triangulate as who
     from .analysis.triangulate_text import triangulation_text
 
     found = who(trace, progress=_progress, **options)
@@ -709,8 +710,8 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     """
     from dataclasses import asdict
 
+    from .analysis import gradient as take
     from .analysis.gradient_text import gradient_text
-    from .replay.gradients.engine import gradient as take
 
     found = take(trace, progress=_progress, **options)
     if as_json:
@@ -746,8 +747,9 @@ def weights(
     exported: tuple[int, str] | None, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
-    from .analysis.weights import OK, engine_dtype, export
-    from .analysis.weights import weights as versions
+    from .analysis import export
+    from .analysis import weights as versions
+    from .analysis.weights import OK, engine_dtype
 
     _check_format(as_json, as_csv)
     if exported is not None:
@@ -779,7 +781,7 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
     """
     from dataclasses import asdict
 
-    from .analysis.attribution.attribute import attribute as who
+    from .analysis import attribute as who
     from .analysis.attribution.text import attribution_text
 
     found = who(trace, control=control, pair=pair, progress=_progress)
@@ -804,7 +806,7 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
     The first RUN is reported; series of the others lie over its own. The page needs no network: verdict, series, mismatch,
     tokens and provenance are inside, with the query behind each figure.
     """
-    from .analysis.report.report import report as put_together
+    from .analysis import report as put_together
 
     if output is None and png is None and pdf is None:
         raise click.UsageError("name what to write: -o FILE.html, --png DIR or --pdf FILE")
@@ -832,9 +834,9 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     has the step at which it sounded first: published levels under their own definitions, and this project's own rule
     (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
     """
+    from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.text import watched_json
-    from .analysis.watch.watch import watch as look
 
     again = not (once or as_json) and can_redraw()
     views = look(trace, every=every, steps=steps, once=not again, pair=pair, progress=_progress)
@@ -865,7 +867,7 @@ def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> N
     --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
     both sides of the bound, or where there is none.
     """
-    from .analysis.gate.gate import gate as judge
+    from .analysis import gate as judge
     from .analysis.rows import table as table_of
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)

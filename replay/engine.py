@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..schemas.arguments import check_arguments
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption
@@ -93,6 +94,7 @@ def replay(
 
 
 def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, changes: dict[str, Any]) -> list[Arm]:
+    check_arguments(Arm, changes, name="replay")
     own = Arm(**{key: value for key, value in changes.items() if value is not None})
     arms = [single if isinstance(single, Arm) else parse_arm(single) for single in given]
     arms += read_arms(arm_file) if arm_file is not None else []

@@ -14,8 +14,8 @@ from .errors import WrongType
 
 _Public = TypeVar("_Public", bound=Callable[..., Any])
 
-_NAMES = {str: "text", os.PathLike: "a path", bool: "True or False", int: "a whole number", float: "a number"}
-_NAMES |= {type(None): "None", Mapping: "a dict"}
+_NAMES = {str: "a str", os.PathLike: "a path", bool: "True or False", int: "an int", float: "a number"}
+_NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
@@ -42,7 +42,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
             raise WrongType(
-                f"{name or owner.__name__}: {option}: got {_shown(value)}; give {' or '.join(_wanted(hints[option]))}"
+                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}; give {' or '.join(_wanted(hints[option]))}"
             )
 
 
@@ -55,7 +55,7 @@ def fits(value: Any, hint: Any) -> bool:
         return _holds(value, origin, arguments)
     if origin in (int, float):
         return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
-    if not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+    if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
         return True
     return isinstance(value, origin)
 
@@ -88,4 +88,4 @@ def _shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:37] + "...")
-    return f"a {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"

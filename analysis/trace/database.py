@@ -309,7 +309,10 @@ def sql_file(name: str) -> str:
 
 
 def _urls(traces: Traces) -> list[str]:
-    return [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+    urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+    if not urls:
+        raise InvalidOption("traces: got none; name one folder or several")
+    return urls
 
 
 def _open(traces: Traces) -> list[Source]:
