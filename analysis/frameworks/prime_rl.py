@@ -45,3 +45,6 @@ class PrimeRl:
             "prime-rl's trainer is the policy inside the loss: with several updates a step, ask --pair current:rollout",
             *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]
+
+
+FRAMEWORK = PrimeRl

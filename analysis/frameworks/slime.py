@@ -127,3 +127,6 @@ class Slime:
         if not self.tis_batch_normalize:
             names.add("mis_batch_norm_factor")
         return names
+
+
+FRAMEWORK = Slime

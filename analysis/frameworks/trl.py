@@ -122,3 +122,6 @@ class Trl:
         if self.trainer == "rloo":
             del options["loss_type"], options["importance_sampling_level"]
         return options
+
+
+FRAMEWORK = Trl

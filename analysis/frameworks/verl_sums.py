@@ -1,4 +1,4 @@
-"""What verl's off-policy numbers need of each sequence: the sums behind the macros of sql/verl.sql.
+"""What verl's off-policy numbers need of each sequence: the sums behind the macros of verl.sql.
 
 Shapes: T tokens of several sequences, one after the other; N sequences. Each sequence's sums depend on its own tokens
 alone, so that they have the same digits whatever is computed beside them, and by how many threads.
@@ -47,18 +47,18 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 def computed(connection: duckdb.DuckDBPyConnection, verl_rows: str) -> Iterator[None]:
     """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
 
-    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read. `verl_summed` has
-    to be defined anew afterwards.
+    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read.
     """
     connection.execute("RESET threads")
     rows = connection.sql(verl_rows).to_arrow_reader(BATCH_ROWS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         batches = list(mapped(pool, _summed, rows)) or [_summed(pa.RecordBatch.from_pylist([], rows.schema))]
     connection.register("verl_computed", pa.Table.from_batches(batches))
-    connection.execute("CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
+    connection.execute("CREATE TEMP MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
     try:
         yield
     finally:
+        connection.execute("DROP MACRO TABLE temp.verl_summed")
         connection.unregister("verl_computed")
 
 

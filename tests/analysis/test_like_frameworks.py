@@ -20,7 +20,7 @@ from builders import make_trace
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import likeness, stats
-from tim_trace.analysis.trace.database import FRAMEWORK_MACROS, Database, connect
+from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer.recorder import Recorder
 
@@ -629,14 +629,13 @@ def test_an_open_database_answers_of_one_pair_after_the_other(steps):
 def test_the_macros_give_the_same(steps):
     path, _ = steps
     connection = connect(path, like=list(FRAMEWORKS))
-    for name in FRAMEWORK_MACROS:
+    for name in FRAMEWORKS:
         query = f"SELECT * FROM {name.replace('-', '_')}_steps('train', 'rollout')"
         shown = stats(path, by="step", like=name)
         whole = sql(path, query)  # with what the options do not ask for
         assert whole.without(set(whole.columns) - set(shown.columns)).columns == shown.columns
         assert len(connection.execute(query).fetchall()) == len(shown)
-    assert set(FRAMEWORK_MACROS) == set(FRAMEWORKS)
-    with pytest.raises(InvalidOption, match="like: got 'other'; use verl"):
+    with pytest.raises(InvalidOption, match="like: got 'other'; use nemo-rl"):
         connect(path, like=["other"])
 
 

@@ -12,6 +12,7 @@ import tim_trace.analysis
 from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
+from tim_trace.analysis.report import sample
 from tim_trace.analysis.report.chart import Density, Histogram, Lines
 from tim_trace.analysis.report.mismatch_charts import headings
 from tim_trace.analysis.report.page.packing import pack
@@ -215,8 +216,8 @@ def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
 
 
 def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
-    monkeypatch.setattr("tim_trace.analysis.report.sample.WHOLE", 100)
-    monkeypatch.setattr("tim_trace.analysis.report.sample.MOST_TOKENS", 48 * 5)
+    monkeypatch.setattr(sample, "WHOLE", 100)
+    monkeypatch.setattr(sample, "MOST_TOKENS", 48 * 5)
     part, told = without_most_steps(Database(run))
     steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
     assert len(steps) == 5
