@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning, tell_damage
+from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning, speaking_options, tell_damage
 
 SECTIONS = {
     "get a trace": ("record", "import"),
@@ -76,7 +76,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _plain_warnings():
+            with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
         except TimTraceError as error:
             failure = _Failure(error)

@@ -12,7 +12,7 @@ import numpy as np
 from ..schemas.arguments import check_arguments
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay, InvalidOption
+from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
 from ..tracer.progress import Progress, no_progress
 from .arm_pass import ArmPass
@@ -126,7 +126,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
         done = set() if force and not serves_others else set(target.steps)
         if done and target.has_other_changes:
             raise InvalidOption(
-                f"{target.name} is there already with other changes; choose a name (--name), or replace it with --force"
+                f"{target.name} is there already with other changes; choose a name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
         left = [step for step in steps if step not in done]
         if not serves_others:
@@ -137,7 +137,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
         name = asked[0][0].name
         raise InvalidOption(
             f"{name} has all of these steps already; look at it (tim-trace stats RUN --pair {name}:train), or replace it with "
-            "--force"
+            f"{option('force')}"
         )
     for entry in wanted:
         if force and not entry.done:
@@ -160,7 +160,7 @@ def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contra
         if found:
             raise CannotReplay(
                 f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                "replay such steps apart, with --steps"
+                f"replay such steps apart, with {option('steps', 'FIRST:LAST')}"
             )
 
 

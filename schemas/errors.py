@@ -1,7 +1,39 @@
 """Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_speaks_options = False
+"""Whether errors are read by somebody who wrote a command."""
+
+
+@contextmanager
+def speaking_options() -> Iterator[None]:
+    """Let errors, warnings and notes name options as the command line has them."""
+    global _speaks_options
+    before, _speaks_options = _speaks_options, True
+    try:
+        yield
+    finally:
+        _speaks_options = before
+
+
+def option(name: str, value: object = True) -> str:
+    """An option as the caller writes it: as a keyword in Python, as a flag on the command line.
+
+    >>> option("force"), option("by", "step")
+    ('force=True', "by='step'")
+    >>> with speaking_options():
+    ...     option("force"), option("by", "step"), option("use_rs", False)
+    ('--force', '--by step', '--no-use-rs')
+    """
+    if not _speaks_options:
+        return f"{name}={value!r}"
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
 
 
 class TimTraceError(Exception):

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.arguments import check_arguments
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, option
 
 if TYPE_CHECKING:
     from ..trace.connection import Connection
@@ -44,21 +44,21 @@ FRAMEWORKS = _Frameworks()
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
     """A framework with those of its options that are given: not None, and of another framework's not False."""
     check_name(name)
-    given = {option: value for option, value in options.items() if value is not None}
+    given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
-    for option, value in given.items():
-        if option not in own and value is not False:
-            raise InvalidOption(f"{option}: {name} has no such option; {_whose(option)}")
-    chosen = {option: value for option, value in given.items() if option in own}
+    for key, value in given.items():
+        if key not in own and value is not False:
+            raise InvalidOption(f"{key}: {name} has no such option; {_whose(key)}")
+    chosen = {key: value for key, value in given.items() if key in own}
     check_arguments(FRAMEWORKS[name], chosen, name=name)
     return FRAMEWORKS[name](**chosen)
 
 
 def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
-    for option, value in options.items():
+    for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"{option}: without a framework there is none; {_whose(option)}")
+            raise InvalidOption(f"{key}: without a framework there is none; {_whose(key)}")
 
 
 def check_name(name: str) -> None:
@@ -103,6 +103,8 @@ def _module(name: str) -> ModuleType:
     return import_module(f".{_files()[name].stem}", __package__)
 
 
-def _whose(option: str) -> str:
-    owners = [name for name in FRAMEWORKS if option in options_of(name)]
-    return f"it belongs to {' and '.join(owners)}: leave it away, or ask --like {owners[0]}" if owners else "see --help"
+def _whose(name: str) -> str:
+    owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
+    if not owners:
+        return "no framework has it"
+    return f"it belongs to {' and '.join(owners)}: leave it away, or ask {option('like', owners[0])}"

@@ -96,7 +96,7 @@ def gate(
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
     if not fail_on:
-        raise InvalidOption("fail-on: no condition was given; try --fail-on check --fail-on 'tim.k3>1e-3'")
+        raise InvalidOption("fail-on: no condition was given; use check, or a number and its bound, as tim.k3>1e-3")
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
     Database(trace, lean=True).check_whole(partial=partial)

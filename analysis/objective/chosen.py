@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ...schemas.errors import InvalidOption, InvalidRecord
+from ...schemas.errors import InvalidOption, InvalidRecord, option
 from ...schemas.loss import (
     CISPO,
     PPO,
@@ -45,7 +45,11 @@ def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, s
     given = {name: value for name, value in options.items() if value is not None}
     _check(given)
     loss = recorded or Loss()
-    how = "as the trace records it" if recorded else f"assumed, since {problem}: say it with --loss and its bounds"
+    how = (
+        "as the trace records it"
+        if recorded
+        else f"assumed, since {problem}: say it with {option('loss', 'KIND')} and its bounds"
+    )
     if (name := given.pop("loss", None)) is not None:
         known = LOSSES[name]
         same = recorded is not None and all(getattr(recorded, key) == known[key] for key in ("kind", "level"))

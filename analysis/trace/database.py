@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, tell_damage
+from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import TABLES
 from ...schemas.sums import KINDS, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
@@ -90,8 +90,8 @@ class Database:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; --partial "
-                "(partial=True) answers from the rest"
+                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; "
+                f"{option('partial')} answers from the rest"
             )
 
     @property

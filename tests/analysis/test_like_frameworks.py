@@ -649,7 +649,7 @@ def test_the_macros_give_the_same(steps):
         ),
         ("verl", {"tis_clip": 3.0}, "tis_clip: verl has no such option; it belongs to slime"),
         ("openrlhf", {"ipo_threshold": 0.1}, "ipo_threshold: openrlhf has no such option"),
-        ("verl", {"typo": 1}, "typo: verl has no such option; see --help"),
+        ("verl", {"typo": 1}, "typo: verl has no such option; no framework has it"),
         (None, {"tis_clip": 3.0}, "tis_clip: without a framework there is none; it belongs to slime"),
         ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it lies between 0 and tis_clip, 2"),
         ("nemo-rl", {"reference_policy_kl_type": "k4"}, "got 'k4'; nemo-rl has k1, k2, k3"),

@@ -182,7 +182,7 @@ def test_runs_of_one_folder_name_are_told_apart(tmp_path):
 def test_a_file_that_lies_there_is_replaced_with_force_alone(run, tmp_path):
     target = tmp_path / "report.html"
     target.write_text("mine")
-    with pytest.raises(FileThere, match="--force"):
+    with pytest.raises(FileThere, match="force=True"):
         report(run, output=target)
     assert target.read_text() == "mine"
     report(run, output=target, force=True)
