@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import tim_trace
-from builders import ROOT, run
-from tim_trace import analysis
+from builders import ROOT, TIM_TRACE, run
+from click.testing import CliRunner
+from tim_trace import analysis, cli
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.errors import InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
@@ -239,18 +240,18 @@ def test_a_recorder_s_options_are_taken_or_a_sentence(tmp_path, name):
 )
 def test_a_result_prints_as_what_the_command_prints(trace, verb):
     found = getattr(tim_trace, verb)(trace)
-    assert str(found).strip() == run(sys.executable, "-m", "tim_trace", verb, trace).stdout.strip()
+    assert str(found).strip() == CliRunner().invoke(cli.main, [verb, trace]).stdout.strip()
     assert found._repr_html_().startswith(("<pre>", "<table>"))
     assert type(found).__name__ in repr(found)
 
 
 def test_a_gate_and_a_view_print_as_what_the_command_prints(trace):
     found = tim_trace.gate(trace, fail_on=["tim.k3>1"])
-    command = (sys.executable, "-m", "tim_trace")
-    assert str(found).strip() == run(*command, "gate", trace, "--fail-on", "tim.k3>1").stdout.strip()
+    printed = CliRunner().invoke(cli.main, ["gate", trace, "--fail-on", "tim.k3>1"]).stdout
+    assert str(found).strip() == printed.strip()
     assert found.arrow().column_names[:2] == ["condition", "metric"]
     (view,) = tim_trace.watch(trace, once=True)
-    assert str(view).split()[:3] == run(*command, "watch", trace, "--once").stdout.split()[:3]
+    assert str(view).split()[:3] == run(TIM_TRACE, "watch", trace, "--once").stdout.split()[:3]
 
 
 def test_a_table_goes_to_pandas_and_arrow(trace):

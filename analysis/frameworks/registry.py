@@ -94,9 +94,8 @@ def macros(name: str) -> str:
 def _files() -> dict[str, Path]:
     """Framework -> its file of SQL."""
     folders = [Path(folder) for folder in import_module(__package__).__path__]
-    modules = [name for _, name, _ in pkgutil.iter_modules([str(folder) for folder in folders])]
-    files = {name: folder / f"{name}.sql" for folder in folders for name in modules}
-    return {name.replace("_", "-"): file for name, file in files.items() if file.exists()}
+    files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
+    return {file.stem.replace("_", "-"): file for file in files if file.exists()}
 
 
 def _module(name: str) -> ModuleType:
