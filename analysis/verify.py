@@ -191,7 +191,10 @@ class _Verifier:
             num_bytes = sum(part.num_bytes for part in reader.parts[version])
             for attempt in reader.attempts(version):
                 read = partial(reader.load, version, attempt)
+                before = self.counts[WEIGHTS].num_damaged
                 yield self._read(WEIGHTS, f"{WEIGHTS}: version {version}", num_bytes, True, read)
+                if self.counts[WEIGHTS].num_damaged > before:  # by one writer's part: others may be, too
+                    self.damaged += reader.damaged_parts(version, attempt)
 
     def _read(self, folder: str, relative: str, num_bytes: int, is_checked: bool, read: Callable[[], Any]) -> int:
         count = self.counts[folder]

@@ -10,6 +10,7 @@ none, only this is asked: no traceback, no crash, no hang, no flood of memory, n
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -246,7 +247,9 @@ class Fuzzer:
             case.outcome = "hostile"
         elif case.arguments[0] == "verify":
             self.judge_verify(case, trace)
-        elif ended.code == 2 and not ("--verify" in case.arguments and ended.stdout):  # that prints what it found, too
+        elif ended.code == 2 and "--verify" in case.arguments and ended.stdout:
+            self.judge_versions(case)
+        elif ended.code == 2:
             judge_error(ended)
             case.outcome = "refused"
         else:
@@ -297,6 +300,20 @@ class Fuzzer:
         if unnamed:
             raise Failed(f"verify does not name {unnamed[0]}")
         case.outcome = "said" if lost else "right"
+
+    def judge_versions(self, case):
+        """weights --verify lists every version: those that it calls right are those of the whole trace, the others named."""
+        ended = case.ended
+        if "Error: " in ended.stderr or not subjects(ended.stdout + ended.stderr):
+            raise Failed(
+                f"weights --verify: exit code 2 with a table and no file named: {ended.stderr.strip()[-300:]!r}"
+            )
+        if "--json" in case.arguments:
+            whole = self.reference(case, frozenset(), ())["rows"]
+            rows = parse(case.arguments, ended)[0]["rows"]
+            if other := [row for row in rows if row["verified"] == "ok" and row not in whole]:
+                raise Failed(f"weights --verify: calls right what is not that of the whole trace: {other[0]}")
+        case.outcome = "said"
 
     def judge_answer(self, case, trace):
         """An answer is the full one, or exactly that of the rest, and then it says so."""
@@ -362,6 +379,7 @@ class Fuzzer:
     def rests(self, case, trace, told, cuts):
         """What may be left of a trace without the files that are told: (paths removed, journals cut), likely ones first."""
         known = self.files[case.base]
+        yield frozenset(path for path in known if path in told and kind_of(path) not in ("reserve", "sums")), cuts
         choices = []
         for path in known:
             if not any(covers(name, path) for name in told) or kind_of(path) in ("reserve", "sums"):
@@ -648,8 +666,9 @@ def show_case(fuzzer, case):
     print(f"\n{case.says()}\nexit code {ended.code}, {ended.seconds:.2f} s, {ended.peak_bytes >> 20} MiB")
     print(ended.stdout[:3000], ended.stderr[-4000:], f"{case.outcome} {case.reason}", sep="\n")
     if ended.code in (0, 1) and "--json" in case.arguments and not case.hostile:
-        full = fuzzer.reference(case, frozenset(), ())
-        print("against the undamaged trace:", *differences(full, parse(case.arguments, ended)[0]), sep="\n  ")
+        with contextlib.suppress(Failed):
+            full, answer = fuzzer.reference(case, frozenset(), ()), parse(case.arguments, ended)[0]
+            print("against the undamaged trace:", *differences(full, answer), sep="\n  ")
     return case.outcome == "FAILED"
 
 

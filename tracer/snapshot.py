@@ -182,7 +182,7 @@ def _read_table(
             if table not in journals.get(segment, ()):  # otherwise it was killed while it sealed: the journal counts
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
-                    f"{store.shown(relative)}: its writer did not write it, and its rows do not count; remove it"
+                    f"{store.shown(relative)}: not in its writer's account, and its rows do not count; remove it"
                 )
             continue
         sealed.add(segment)
@@ -307,6 +307,7 @@ def _torn(where: str, num_bytes: int) -> str:
 
 def _read_contracts(snapshot: Snapshot) -> None:
     store = snapshot.store
+    accounted = {name for state in snapshot.writers if not state.is_removed for name in state.files or ()}
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
@@ -315,6 +316,12 @@ def _read_contracts(snapshot: Snapshot) -> None:
             )
             continue
         digest = file.removesuffix(".json")
+        if snapshot.manifest.is_checked and f"{PASSES}/{name}" not in accounted:
+            if not any(found.is_alive for found in snapshot.liveness.values()):  # one may be about to name it
+                snapshot.ignored.append(
+                    f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
+                )
+            continue
         try:
             snapshot.contracts.append((pass_name, digest, read_contract(store, pass_name, digest)))
         except DamagedTrace as error:
@@ -339,6 +346,12 @@ def _find_missing(snapshot: Snapshot) -> None:
             is_sealed = found is not None and found[1] in TABLES and found[0].parquet(found[1]) in state.files
             if journal not in there and not is_sealed:
                 snapshot._suspects.add(state.writer)
+                if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
+                    snapshot.damaged.append(
+                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer sealed since, "
+                        "and whose rows are in no answer; restore it from a copy"
+                    )
+                    continue
                 snapshot.damaged.append(f"{store.shown(journal)}: is missing, with what was not sealed yet; {_RESTORE}")
 
 

@@ -62,6 +62,11 @@ class VerifiedFile:
 
     def verify(self) -> str:
         """Read all of it and return XXH3-128 of that, 32 hexadecimal digits. Raises DamagedTrace."""
+        if (size := self.store.file_size(self.relative)) > self.num_bytes:
+            raise DamagedTrace(
+                f"{self.store.shown(self.relative)}: has {size - self.num_bytes:,} bytes more than were written; restore it from a "
+                "copy"
+            )
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
             whole.update(self.read(start, min(start + 16 * BLOCK_BYTES, self._end)))

@@ -1,4 +1,4 @@
--- missing_steps: the steps in which a pair's kept sums and the scores do not name the same rows.
+-- missing_steps: the steps in which a pair's kept sums and the scores do not name the same rows, or that lack quantiles.
 CREATE OR REPLACE TEMP TABLE keys AS
     SELECT run, step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, NULL, NULL, NULL);
 
@@ -7,7 +7,13 @@ CREATE OR REPLACE TEMP TABLE kept_keys AS
 
 CREATE OR REPLACE TEMP TABLE missing_steps AS
     SELECT DISTINCT run, step
-    FROM ((FROM keys EXCEPT FROM kept_keys) UNION ALL (FROM kept_keys EXCEPT FROM keys));
+    FROM ((FROM keys EXCEPT FROM kept_keys) UNION ALL (FROM kept_keys EXCEPT FROM keys))
+    UNION
+    SELECT run, step FROM sequence_sums AS kept
+    WHERE pass_a = {a} AND pass_b = {b} AND num_tokens > 0 AND NOT EXISTS (
+        FROM step_quantiles AS cuts
+        WHERE cuts.pass_a = {a} AND cuts.pass_b = {b} AND cuts.run = kept.run AND cuts.step = kept.step
+    );
 
 -- What is kept of the other steps stays right.
 INSERT INTO computed_sequence_sums

@@ -6,15 +6,15 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet
 
 import duckdb
 import pyarrow as pa
 
 from ...schemas.errors import TimTraceError
 
-Explain = Callable[[Exception], TimTraceError | None]
-"""What an error says of the traces; None for one that says nothing of them, and is a bug."""
+Explain = Callable[[Exception], TimTraceError]
+"""What an error says of the traces."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
@@ -31,7 +31,7 @@ class Connection:
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
-        self._explain = WeakMethod(explain)  # it is a method of who holds this
+        self._explain = explain
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -50,13 +50,9 @@ class Connection:
         try:
             yield
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if isinstance(error, _NOT_OF_FILES) or (told := self._told(error)) is None:
+            if isinstance(error, _NOT_OF_FILES):
                 raise
-            raise told from error
-
-    def _told(self, error: Exception) -> TimTraceError | None:
-        explain = self._explain()
-        return None if explain is None else explain(error)
+            raise self._explain(error) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -56,7 +57,10 @@ class Database:
         """The traces as they were named, for commands to copy."""
         self.sources = [traces] if isinstance(traces, Source) else _open(traces)
         self.files = TraceFiles()
-        self.connection = Connection(duckdb.connect(), self._explained)
+        self.distributions = ComparedDistributions(self.sources)
+        self.connection = Connection(
+            duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
+        )
         self._superseded: set[Pair] = set()
         self.is_whole = True
         """Whether the views hold every sequence."""
@@ -74,7 +78,6 @@ class Database:
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
-        self.distributions = ComparedDistributions(self.sources)
         if not lean:
             self._define_macros()
         if not isinstance(traces, Source):  # who looked at one knows
@@ -201,17 +204,6 @@ class Database:
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
-    def _explained(self, error: Exception) -> TimTraceError | None:
-        """What an error of DuckDB's says of the traces."""
-        if (told := self.files.error or self.distributions.error) is not None:
-            return told
-        if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
-            return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
-        if (where := _unreadable(self.sources)) is not None:
-            return DamagedTrace(f"{where}: cannot be read ({first_line(error)}); restore the file from a copy")
-        runs = ", ".join(source.store.url for source in self.sources)
-        return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
-
     def define(self, name: str) -> None:
         """Make the macros of one of this package's .sql files known, once."""
         if name not in self._defined:
@@ -320,7 +312,21 @@ def _open(traces: Traces) -> list[Source]:
     return sources
 
 
-def _unreadable(sources: list[Source]) -> str | None:
+def _explained(
+    sources: Sequence[Source], files: TraceFiles, distributions: ComparedDistributions, error: Exception
+) -> TimTraceError:
+    """What an error of DuckDB's says of the traces."""
+    if (told := files.error or distributions.error) is not None:
+        return told
+    if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
+        return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
+    if (where := _unreadable(sources)) is not None:
+        return DamagedTrace(f"{where}: cannot be read ({first_line(error)}); restore the file from a copy")
+    runs = ", ".join(source.store.url for source in sources)
+    return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
+
+
+def _unreadable(sources: Sequence[Source]) -> str | None:
     """The first file that cannot be read, of those that have no checksums to tell."""
     for source in sources:
         for entries in source.snapshot.files.values():

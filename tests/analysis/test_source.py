@@ -12,6 +12,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, NewerTrace, TraceNotFound
+from tim_trace.tracer.dense import Logits
 from tim_trace.tracer.recorder import Recorder
 
 
@@ -154,6 +155,60 @@ def test_damaged_sums_are_passed_over_and_made_anew(trace):
     assert info(str(trace)).ignored == ()
 
 
+@pytest.mark.parametrize("kind", ["sequence_sums", "step_quantiles", "run_quantiles"])
+@pytest.mark.parametrize("by", ["run", "step"])
+def test_one_kind_of_damaged_sums_is_made_anew(trace, kind, by):
+    wanted = tim_trace("stats", trace, "--by", by, "--json").json()
+    tim_trace("stats", trace)  # keeps every kind
+    (file,) = (trace / "sums").glob(f"{kind}-*")
+    file.write_bytes(file.read_bytes()[:-30])
+    assert tim_trace("stats", trace, "--by", by, "--json").json() == wanted
+
+
+def test_a_contract_that_no_writer_accounts_for_does_not_count(trace, tmp_path):
+    with Recorder(tmp_path / "other") as recorder:
+        recorder.add_contract("replay/fp64", {"engine": "hf"})
+    shutil.copytree(tmp_path / "other" / "passes", trace / "passes", dirs_exist_ok=True)
+    found = info(str(trace))
+    assert [one.name for one in found.passes] == ["rollout", "train"]
+    assert "no writer accounts for it" in found.ignored[0]
+
+
+def test_a_writer_s_state_of_an_earlier_moment_is_named(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        add_step(recorder, 1, make_batch())
+        recorder.flush()
+        (state,) = (tmp_path / "run" / "writers").iterdir()
+        earlier = state.read_bytes()
+    state.write_bytes(earlier)
+    told = tim_trace("verify", tmp_path / "run", "--json")
+    assert told.code == 2
+    assert all(f"writers/{state.name}: is older than" in one for one in json.loads(told.stdout)["damaged"])
+
+
+def test_verify_names_the_scores_that_tell_which_distributions_there_are(trace):
+    file = file_of(trace, "scores", 2)
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    done = tim_trace("verify", trace, "--json")
+    assert done.code == 2
+    assert all(file.name in sentence for sentence in json.loads(done.stdout)["damaged"])
+    assert "Traceback" not in done.stderr
+
+
+def test_verify_names_a_captured_chunk_with_bytes_behind_its_end(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
+        kept = Logits(logits=torch.zeros(3, 8))
+        recorder.add_scores("train", batch, logprobs=[[-1.0] * 3], distribution=kept, captured_rows=[0])
+    (chunk,) = (path for path in (tmp_path / "run" / "dense").rglob("*") if path.is_file() and "/c/" in str(path))
+    chunk.write_bytes(chunk.read_bytes() * 2)
+    done = tim_trace("verify", tmp_path / "run", "--json")
+    assert done.code == 2
+    assert "bytes more than were written" in json.loads(done.stdout)["damaged"][0]
+
+
 def test_sums_of_files_that_are_gone_are_not_used(trace):
     tim_trace("stats", trace)
     file_of(trace, "scores", 3).unlink()
@@ -220,6 +275,33 @@ def test_weights_without_a_writer_s_part_say_so(tmp_path, lost, damage):
     assert [row["verified"] == "ok" for row in json.loads(done.stdout)["rows"]] == [False]
     plain = tim_trace("weights", tmp_path / "run", "--json")
     assert (plain.code, path.name in plain.stderr) == (0, True)
+
+
+def test_one_writer_s_broken_weights_do_not_hide_another_s(tmp_path):
+    with Recorder(tmp_path / "run", join=True) as one, Recorder(tmp_path / "run", join=True) as other:
+        for rank, recorder in enumerate((one, other)):
+            recorder.add_weights(0, {f"layers.{rank}": torch.ones(8)})
+            add_step(recorder, rank + 1, make_batch())
+    chunks = sorted(path for path in (tmp_path / "run" / "weights").rglob("c/0/0"))
+    assert len(chunks) == 2
+    for chunk in chunks:
+        chunk.write_bytes(b"x")
+    told = "".join(json.loads(tim_trace("verify", tmp_path / "run", "--json").stdout)["damaged"])
+    assert all(str(chunk.relative_to(tmp_path / "run")) in told for chunk in chunks)
+
+
+def test_a_version_that_is_a_broken_link_is_named(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_weights(0, {"layers.0": torch.ones(8)})
+        add_step(recorder, 1, make_batch())
+    (path,) = (tmp_path / "run" / "weights").glob("*.json")
+    path.unlink()
+    path.symlink_to("/nowhere")
+    for options in ((), ("--dtype", "bf16"), ("--verify",)):
+        done = tim_trace("weights", tmp_path / "run", *options)
+        assert done.code in (0, 2)
+        assert path.name in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("verb", [["info"], ["info", "--json"], ["watch", "--json"], ["watch", "--once"], ["verify"]])

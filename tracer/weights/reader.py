@@ -79,6 +79,10 @@ class WeightReader:
         except DamagedTrace as error:
             self._note_lost(name, str(error), known.get(segment.writer))
             return
+        except OSError as error:
+            told = f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
+            self._note_lost(name, told, known.get(segment.writer))
+            return
         if name != f"{record.segment}.{record.version}.json":
             self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
             return
@@ -151,6 +155,24 @@ class WeightReader:
                 f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not fit each other ({first_line(error)}); restore "
                 "the folder from a copy"
             ) from error
+
+    def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
+        """What is wrong with each writer's part of a version by itself."""
+        found = []
+        for record in self._parts(version, attempt):
+            try:
+                self._bits(record)
+            except (TimTraceError, ValueError, KeyError, IndexError, TypeError) as error:
+                found.append(str(error))
+            try:
+                self._read_row(record)
+            except TimTraceError as error:
+                found.append(str(error))
+        return found
+
+    def _read_row(self, record: WeightVersion) -> None:
+        """Decode what was kept of one version alone: those before it may be lost."""
+        self._apply(record, self._zeros(record))
 
     def _load(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
