@@ -1,5 +1,6 @@
 """Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -117,4 +118,13 @@ class DamageWarning(TimTraceWarning):
 def tell_damage(sentences: Iterable[str]) -> None:
     """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
     for sentence in sentences:
-        warnings.warn(sentence, DamageWarning, stacklevel=4)
+        warnings.warn(sentence, DamageWarning, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """Frames from the caller of this to the first one outside of this package, whose line a warning names."""
+    package, depth = __name__.partition(".")[0], 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, depth = frame.f_back, depth + 1
+    return depth

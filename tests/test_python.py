@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from tim_trace import analysis, cli
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
-from tim_trace.schemas.errors import InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
+from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
 
 VERBS = sorted(set(tim_trace.__all__) - {"Loss", "Recorder"})
 HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "matplotlib", "scipy")
@@ -348,3 +349,35 @@ def test_every_public_name_is_on_the_python_page():
     page = (ROOT / "docs" / "python.md").read_text()
     for name in tim_trace.__all__:
         assert f"### {name}\n" in page
+
+
+def test_an_error_names_keywords_in_python_and_flags_on_the_command_line(trace, tmp_path):
+    def told(*arguments):
+        return CliRunner().invoke(cli.main, [str(argument) for argument in arguments]).stderr
+
+    with pytest.raises(InvalidOption, match="use by='run' or by='step'"):
+        tim_trace.stats(trace, like="verl", by="sequence")
+    assert "use --by run or --by step" in told("stats", trace, "--like", "verl", "--by", "sequence")
+    with pytest.raises(InvalidOption, match="ask like='slime'"):
+        tim_trace.stats(trace, tis_clip=3.0)
+    assert "ask --like slime" in told("stats", trace, "--tis-clip", 3)
+    with pytest.raises(TimTraceError, match="replace it with force=True"):
+        tim_trace.Recorder(trace)
+    damaged = without_scores(trace, tmp_path)
+    with pytest.raises(TimTraceError, match="partial=True answers from the rest"), pytest.warns(DamageWarning):
+        tim_trace.check(damaged)
+    assert "--partial answers from the rest" in told("check", damaged)
+
+
+def test_what_is_damaged_is_said_of_the_line_that_asks(trace, tmp_path):
+    damaged = without_scores(trace, tmp_path)
+    with pytest.warns(DamageWarning) as caught:
+        tim_trace.connect(damaged).close()
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def without_scores(trace, folder):
+    """A copy of a trace that lacks a file of scores."""
+    copy = shutil.copytree(trace, folder / "damaged")
+    next((copy / "scores").rglob("*.parquet")).unlink()
+    return str(copy)
