@@ -11,35 +11,78 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from . import __version__
-from .schemas.errors import DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning, speaking_options, tell_damage
+from .analysis.frameworks.registry import FRAMEWORKS
+from .schemas.errors import (
+    ColumnsLeftOut,
+    DamageWarning,
+    InvalidQuery,
+    TimTraceError,
+    TimTraceWarning,
+    speaking_options,
+    tell_damage,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from .analysis.rows import Rows
 
 SECTIONS = {
-    "get a trace": ("record", "import"),
-    "look": ("info", "verify", "sql", "query", "stats"),
-    "judge": ("diagnose", "check", "corrections", "objective", "dynamics", "attribute"),
-    "replay": ("replay", "triangulate", "gradient", "weights"),
-    "share": ("report", "watch", "gate"),
+    "begin with": {
+        "record": "Run a command and record what its trainer and vLLM do.",
+        "import": "Make a trace of another tool's files.",
+        "diagnose": "Is the comparison valid, what differs, and is it normal?",
+        "report": "Write one HTML page with everything known of a run.",
+        "watch": "Show a run while it is recorded, and its first alarms.",
+        "replay": "Score recorded steps again under other numerics.",
+        "sql": "Query traces in DuckDB SQL.",
+        "stats": "Measure the mismatch by run, step or sequence.",
+        "gate": "Fail a run that violates conditions, for CI.",
+    },
+    "more to look at": {
+        "info": "What a trace holds, who wrote it, and what is missing.",
+        "verify": "Read every byte and compare it with what was written.",
+        "query": "Run a named query, or list them.",
+    },
+    "more to judge by": {
+        "check": "Find faults that make the comparison invalid.",
+        "corrections": "What each correction would have cut, and its cost.",
+        "objective": "What the mismatch does to the training objective.",
+        "dynamics": "When each series changed, and what moved first.",
+        "attribute": "Whether and when a run collapsed, and the likely cause.",
+    },
+    "more to replay": {
+        "triangulate": "Split the mismatch between trainer and engine.",
+        "gradient": "Recompute gradients, as recorded and under each arm.",
+        "weights": "List, verify and export recorded weights.",
+    },
 }
-"""The question that a verb answers -> the verbs."""
+"""Section of `--help` -> verb -> what it is for, in a line of 80 columns."""
 
 
 class _Failure(click.ClickException):
     """An error of ours, as click shows it."""
 
-    def __init__(self, error: TimTraceError):
-        super().__init__(_told(error))
+    def __init__(self, error: TimTraceError, options: Collection[str]):
+        """`options` are those of the command."""
+        told = _told(error)
+        option = "--" + told.partition(":")[0].replace("_", "-")
+        super().__init__(option + told[len(option) - 2 :] if option in options else told)
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
 _damage_told: list[str] = []
 """What of the traces of this command cannot be read or is missing, a sentence each."""
+
+_left_out: list[str] = []
+"""Which columns of the tables of a text are not shown."""
 
 
 @contextmanager
@@ -48,9 +91,12 @@ def _plain_warnings() -> Iterator[None]:
     others = warnings.showwarning
     told: set[str] = set()
     _damage_told.clear()
+    _left_out.clear()
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, TimTraceWarning):
+        if issubclass(category, ColumnsLeftOut):
+            _left_out.append(f"{message};")
+        elif issubclass(category, TimTraceWarning):
             if str(message) not in told:
                 _tell(_one_line(str(message)))
                 _damage_told.extend([str(message)] if issubclass(category, DamageWarning) else [])
@@ -71,29 +117,136 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+_QUIET = f"{__name__}.quiet"
+
+
 class Commands(click.Group):
     """Verbs grouped by the question that they answer; an error of ours becomes one line and its exit code."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a verb; each of them takes -q."""
+        cmd.params.append(
+            click.Option(
+                ["-q", "--quiet"], is_flag=True, default=False, expose_value=False, help="Draw no progress.",
+                callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
+            )
+        )  # fmt: skip
+        super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
         except TimTraceError as error:
-            failure = _Failure(error)
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            failure = _Failure(error, [] if command is None else [name for p in command.params for name in p.opts])
             _let_go(error)
         raise failure from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, names in SECTIONS.items():
-            commands = [(name, self.get_command(ctx, name)) for name in names]
+        width = max(len(name) for purposes in SECTIONS.values() for name in purposes)
+        for title, purposes in SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
+                formatter.write_dl([(f"{name:<{width}}", purpose) for name, purpose in purposes.items()])
 
 
-_csv = click.option(
+class _GroupedOptions(click.Command):
+    """A command whose `--help` lists options that begin with a framework's name in a section of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if record is not None:
+                owner, _, purpose = record[1].partition(": ")
+                framework = owner.removesuffix(_IN_MIS)
+                if framework in _FRAMEWORKS:
+                    told = purpose[0].upper() + purpose[1:] + (" (mis.py)" if owner != framework else "")
+                    sections.setdefault(f"with --like {framework}", []).append((record[0], told))
+                else:
+                    sections["Options"].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+_IN_MIS = ", mis.py"
+_FRAMEWORKS = tuple(FRAMEWORKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How an answer is printed: as text that fits the terminal, as JSON, or as CSV."""
+
+    as_json: bool = False
+    as_csv: bool = False
+    is_wide: bool = False
+
+    @property
+    def width(self) -> int | None:
+        """Columns that a text may take; None for as many as it needs, and where the output is no terminal."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
+
+    def answer(
+        self,
+        *,
+        json: Callable[[], Any],
+        text: Callable[[int | None], str],
+        rows: Callable[[], Rows] | None = None,
+    ) -> None:
+        """Print an answer in this form; `rows` is its table, for CSV."""
+        if self.as_json:
+            _print_json(json())
+        elif self.as_csv:
+            assert rows is not None
+            _print_csv(rows())
+        else:
+            _say(text(self.width))
+
+    def table(self, rows: Rows, name: str = "") -> None:
+        """Print a table; `name` is that of its main columns."""
+        from .analysis.main_columns import MAIN_COLUMNS
+        from .analysis.rows import to_text
+
+        self.answer(
+            json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
+        )
+
+
+_CSV = click.option(
     "--csv", "as_csv", is_flag=True, default=False,
     help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
 )  # fmt: skip
+_WIDE = click.option("--wide", "is_wide", is_flag=True, default=False, help="Show all columns, however wide.")
+
+
+def _prints(
+    *, csv: bool = True, wide: bool = True, json: str = "Print JSON, with every digit."
+) -> Callable[[Any], Any]:
+    """Let a command print text or JSON, a table as `csv` too, and in full width: it gets its `form`."""
+
+    def add(function: Any) -> Any:
+        @wraps(function)
+        def command(**options: Any) -> Any:
+            form = _Form(**{field.name: options.pop(field.name) for field in fields(_Form) if field.name in options})
+            if form.as_json and form.as_csv:
+                raise click.UsageError("--json and --csv exclude each other; choose one")
+            return function(form=form, **options)
+
+        for option, is_taken in ((_WIDE, wide), (_CSV, csv)):
+            command = option(command) if is_taken else command
+        return click.option("--json", "as_json", is_flag=True, default=False, help=json)(command)
+
+    return add
+
+
+_steps = click.option(
+    "--steps", default="all", show_default=True, metavar="STEPS",
+    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas.",
+)  # fmt: skip
+_pair = click.option(
+    "--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare, d = A - B."
+)
 _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
@@ -199,8 +352,8 @@ def import_(format: str, path: str, output: str, map: Sequence[str], force: bool
 @_example("tim-trace info runs/demo")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
-def info(traces: Sequence[str], as_json: bool) -> None:
+@_prints(csv=False)
+def info(traces: Sequence[str], form: _Form) -> None:
     """Say what a trace holds, who wrote it, what is missing and what is damaged."""
     from dataclasses import asdict
 
@@ -209,17 +362,17 @@ def info(traces: Sequence[str], as_json: bool) -> None:
 
     found = [look(trace) for trace in traces]
     tell_damage(sentence for trace in found for sentence in trace.damaged)
-    if as_json:
-        _print_json([asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]))
-    else:
-        _say("\n\n".join(info_text(trace, _width()) for trace in found))
+    form.answer(
+        json=lambda: [asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]),
+        text=lambda width: "\n\n".join(info_text(trace, width) for trace in found),
+    )
 
 
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
-def verify(trace: str, as_json: bool) -> None:
+@_prints()
+def verify(trace: str, form: _Form) -> None:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
     The exit code is 2 when something is damaged or missing. Other verbs compare what they read; this one reads everything.
@@ -227,22 +380,19 @@ def verify(trace: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from .analysis import verify as read_all
-    from .analysis.rows import to_text
+    from .analysis.verify import verification_text
 
     found = read_all(trace, progress=_progress)
-    if as_json:
-        _print_json(asdict(found) | {"folders": found.folders, "is_whole": found.is_whole})
-    else:
-        _say(to_text(found.folders, _width()))
-        for sentence in found.damaged:
-            _say(f"damaged: {_one_line(sentence)}")
-        for sentence in found.ignored:
-            _say(f"passed over: {_one_line(sentence)}")
-        if found.unchecked_writers:
-            _tell(
-                f"{len(found.unchecked_writers)} writers are of a release that wrote no checksums: that their files can be "
-                "read is all that is known of them"
-            )
+    form.answer(
+        json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
+        text=lambda width: verification_text(found, width),
+        rows=lambda: found.folders,
+    )
+    if found.unchecked_writers:
+        _tell(
+            f"{len(found.unchecked_writers)} writers are of a release that wrote no checksums: of their files it is only known "
+            "that they can be read"
+        )
     if not found.is_whole:
         _tell(f"damaged or missing: {len(found.damaged)} parts of {trace}, each named above")
         raise click.exceptions.Exit(2)
@@ -252,15 +402,8 @@ def verify(trace: str, as_json: bool) -> None:
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
 @click.option("--unsafe", is_flag=True, default=False, help="Let the query write, and read other files.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON.")
-@click.option(
-    "--csv",
-    "as_csv",
-    is_flag=True,
-    default=False,
-    help="Print CSV; text is as recorded, so a spreadsheet may take it for a formula.",
-)
-def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) -> None:
+@_prints()
+def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
     Views: sequences, scores, passes, metrics, steps, tokens. Table macros: pair('a', 'b'), pair_sequences, pair_steps,
@@ -269,24 +412,22 @@ def sql_(arguments: Sequence[str], unsafe: bool, as_json: bool, as_csv: bool) ->
     from .analysis.prompt import prompt, split_arguments
     from .analysis.query import Session
 
-    _check_format(as_json, as_csv)
     traces, query = split_arguments(arguments)
     session = Session(traces, unsafe=unsafe)
     if query is None and sys.stdin.isatty():
-        prompt(session, lambda rows: _print(rows, as_json, as_csv))
+        prompt(session, form.table)
     else:
-        _print(session.ask(sys.stdin.read() if query is None else query), as_json, as_csv)
+        form.table(session.ask(sys.stdin.read() if query is None else query))
 
 
 @_example("tim-trace query by-probability runs/demo")
 @main.command("query")
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option("--sql", "as_sql", is_flag=True, default=False, help="Print the query itself, to start from.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@_csv
-def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_json: bool, as_csv: bool) -> None:
+@_prints()
+def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one: its rows over one trace or several.
 
     Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
@@ -295,24 +436,23 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.pairs import parse_pair
 
-    _check_format(as_json, as_csv)
     if name is None:
-        _print(listed(), as_json, as_csv)
+        form.table(listed())
     elif as_sql:
         click.echo(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
         raise click.UsageError(f"query {name}: name a trace, or print it with --sql")
     else:
-        _print(query(name, list(traces), pair=pair), as_json, as_csv)
+        form.table(query(name, list(traces), pair=pair))
 
 
 @_example(
     "tim-trace stats runs/demo --by step\n"
     "tim-trace stats runs/demo --like verl --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.99_1.01"
 )
-@main.command()
+@main.command(cls=_GroupedOptions)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option(
     "--by",
     default="run",
@@ -321,8 +461,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     help="What a row stands for; layer: of router choices.",
 )
 @click.option(
-    "--like", type=click.Choice(["verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf"]),
-    help="The framework's own numbers, by its own definitions; the options below are the frameworks' own.",
+    "--like", type=click.Choice(_FRAMEWORKS),
+    help="The framework's own numbers, by its own definitions; its own options are below.",
 )  # fmt: skip
 @click.option("--rollout-is", type=click.Choice(["token", "sequence"]), help="verl: importance-sampling weights.")
 @click.option(
@@ -392,17 +532,15 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, as_
     help="openrlhf: ratios are clipped to 1 - E and 1 + E (0.2 0.2).",
 )  # fmt: skip
 @click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@_csv
-def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, **options: Any) -> None:
+@_prints()
+def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis import stats as compare
     from .analysis.stats import likeness
     from .analysis.trace.database import Database
 
-    _check_format(as_json, as_csv)
     database = Database(list(traces))
-    _print(compare(database, like=like, progress=_progress, **options), as_json, as_csv)
+    form.table(compare(database, like=like, progress=_progress, **options), "" if like else "stats")
     for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 
@@ -410,9 +548,9 @@ def stats(traces: Sequence[str], like: str | None, as_json: bool, as_csv: bool, 
 @_example("tim-trace diagnose runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def diagnose(trace: str, pair: str, as_json: bool) -> None:
+@_pair
+@_prints(csv=False, wide=False)
+def diagnose(trace: str, pair: str, form: _Form) -> None:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
 
     Begin here. It runs check, names what each side computed in, holds the trace's own figures against published ones and
@@ -423,7 +561,7 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
     found = look(trace, pair=pair, progress=_progress)
-    _print_json(diagnosis_json(found)) if as_json else _say(diagnosis_text(found, _width()))
+    form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -431,10 +569,10 @@ def diagnose(trace: str, pair: str, as_json: bool) -> None:
 @_example("tim-trace check runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
+@_prints(csv=False, wide=False)
+def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
 
     The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
@@ -445,7 +583,7 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     from .analysis.check.text import checked_json, checked_text
 
     found = look(trace, pair=pair, partial=partial, progress=_progress)
-    _print_json(checked_json(found)) if as_json else _say(checked_text(found, _width()))
+    form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -453,7 +591,7 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
 @_example("tim-trace corrections runs/demo --by length")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option(
     "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
     help="What the rows of one correction stand for; length: quarters of the sequences.",
@@ -474,9 +612,8 @@ def check(trace: str, pair: str, partial: bool, as_json: bool) -> None:
     "--veto", default=1e-4, show_default=True, type=float, metavar="R",
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@_csv
-def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: Any) -> None:
+@_prints()
+def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
 
     The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
@@ -484,8 +621,7 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
     """
     from .analysis import corrections as would_have
 
-    _check_format(as_json, as_csv)
-    _print(would_have(list(traces), **options), as_json, as_csv)
+    form.table(would_have(list(traces), **options), "corrections")
 
 
 @_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
@@ -524,8 +660,8 @@ def corrections(traces: Sequence[str], as_json: bool, as_csv: bool, **options: A
     "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
     help="What a row stands for; run adds the worst steps.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit and every step.")
-def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
+@_prints(json="Print JSON, with every digit and every step.")
+def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
 
     It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
@@ -533,19 +669,23 @@ def objective(trace: str, by: str, as_json: bool, **options: Any) -> None:
     read from the trace; options take the place of what it says.
     """
     from .analysis import objective as bend
-    from .analysis.objective.text import objective_json, objective_text
+    from .analysis.objective.text import objective_json, objective_rows, objective_text
 
     found = bend(trace, progress=_progress, **options)
-    _print_json(objective_json(found)) if as_json else _say(objective_text(found, _width(), by))
+    form.answer(
+        json=lambda: objective_json(found),
+        text=lambda width: objective_text(found, width, by),
+        rows=lambda: objective_rows(found, by),
+    )
 
 
 @_example("tim-trace dynamics runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
-@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="2:80, 2:80:2 or all.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
+@_pair
+@_steps
+@_prints()
+def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     """Say how a run moved: when each series changed, what moved first, and what leads what.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
@@ -553,10 +693,14 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
     """
     from .analysis import dynamics as look
-    from .analysis.dynamics.text import dynamics_json, dynamics_text
+    from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
-    _print_json(dynamics_json(found)) if as_json else _say(dynamics_text(found, _width()))
+    form.answer(
+        json=lambda: dynamics_json(found),
+        text=lambda width: dynamics_text(found, width),
+        rows=lambda: series_rows(found),
+    )
 
 
 @_example(
@@ -564,7 +708,7 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
 )
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@_steps
 @click.option("--as-recorded", is_flag=True, default=False, help="Change nothing: the default, said aloud.")
 @click.option(
     "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
@@ -619,24 +763,25 @@ def dynamics(trace: str, pair: str, steps: str, as_json: bool) -> None:
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, a row a step.")
-def replay(trace: str, as_json: bool, **options: Any) -> None:
+@_prints(json="Print JSON, a row a step.")
+def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
     Without a change, steps are replayed as recorded. That is done first in any case: it gives back the recorded bits,
     or says what differs here. Steps that an arm has already are not done again.
     """
-    from dataclasses import asdict
-
     from .analysis import replay as score_again
-    from .analysis.rows import table as table_of
+    from .analysis.main_columns import MAIN_COLUMNS
+    from .analysis.rows import table, to_text
     from .replay.results import by_arm
 
-    results = score_again(trace, progress=_progress, **options)
-    if as_json:
-        _print_json([asdict(result) for result in results])
-    else:
-        _print(table_of(by_arm(results)), False, False)
+    with _library_output_held_back():
+        results = score_again(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: table(results),
+        text=lambda width: to_text(table(by_arm(results)), width, MAIN_COLUMNS["replay"]),
+        rows=lambda: table(results),
+    )
     for line in _replayed(trace, results):
         _tell(line)
 
@@ -644,7 +789,7 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
 @_example("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@_steps
 @click.option(
     "--reference",
     default="fp64",
@@ -654,29 +799,35 @@ def replay(trace: str, as_json: bool, **options: Any) -> None:
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
 @_weights_from
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def triangulate(trace: str, as_json: bool, **options: Any) -> None:
+@click.option(
+    "--by", default="side", show_default=True, type=click.Choice(["side", "arm", "probability", "position"]),
+    help="What a row of --csv stands for.",
+)  # fmt: skip
+@_prints()
+def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
     from dataclasses import asdict
 
     from .analysis import triangulate as who
-    from .analysis.triangulate_text import triangulation_text
+    from .analysis.triangulate_text import triangulation_rows, triangulation_text
 
-    found = who(trace, progress=_progress, **options)
-    if as_json:
-        _print_json(asdict(found) | {"sentence": found.sentence})
-    else:
-        _say(triangulation_text(found, _width()))
+    with _library_output_held_back():
+        found = who(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: asdict(found) | {"sentence": found.sentence},
+        text=lambda width: triangulation_text(found, width),
+        rows=lambda: triangulation_rows(found, by),
+    )
 
 
 @_example(
-    "tim-trace gradient runs/demo --steps 10 --against correction=none --against dtype=bf16,batch-size=32,logprobs=current"
+    "tim-trace gradient runs/demo --steps 10 --arm correction=none --arm dtype=bf16,batch-size=32,logprobs=current"
 )
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="all", show_default=True, metavar="STEPS", help="3, 2:8, 2:8:2 or all.")
+@_steps
 @click.option(
-    "--against", multiple=True, metavar="ARM",
+    "--arm", multiple=True, metavar="CHANGES",
     help="Another gradient, as dtype=bf16,correction=none: see above; can be repeated.",
 )  # fmt: skip
 @click.option(
@@ -691,11 +842,11 @@ def triangulate(trace: str, as_json: bool, **options: Any) -> None:
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @_weights_from
 @click.option(
-    "--table", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
+    "--by", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
+@_prints()
+def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
 
     The gradient as recorded comes first, and its norm is held against the grad norm that the trainer logged. An arm is one
@@ -711,13 +862,15 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis import gradient as take
-    from .analysis.gradient_text import gradient_text
+    from .analysis.gradient_text import gradient_rows, gradient_text
 
-    found = take(trace, progress=_progress, **options)
-    if as_json:
-        _print_json(asdict(found) | {"sentence": found.sentence})
-    else:
-        _say(gradient_text(found, table, _width()))
+    with _library_output_held_back():
+        found = take(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: asdict(found) | {"sentence": found.sentence},
+        text=lambda width: gradient_text(found, by, width),
+        rows=lambda: gradient_rows(found, by),
+    )
 
 
 @_example("tim-trace weights runs/demo --by module")
@@ -740,23 +893,24 @@ def gradient(trace: str, table: str, as_json: bool, **options: Any) -> None:
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-@_csv
+@_prints()
 def weights(
     trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
-    exported: tuple[int, str] | None, as_json: bool, as_csv: bool,
+    exported: tuple[int, str] | None, form: _Form,
 ) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
     from .analysis import export
     from .analysis import weights as versions
     from .analysis.weights import OK, engine_dtype
 
-    _check_format(as_json, as_csv)
     if exported is not None:
-        _tell(f"wrote version {exported[0]} to {export(trace, *exported, dtype=dtype, weights_from=weights_from)}")
+        with _library_output_held_back():
+            folder = export(trace, *exported, dtype=dtype, weights_from=weights_from)
+        _tell(f"wrote version {exported[0]} to {folder}")
         return
-    rows = versions(trace, by=by, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress)
-    _print(rows, as_json, as_csv)
+    with _library_output_held_back():
+        rows = versions(trace, by=by, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress)
+    form.table(rows, "weights")
     if dtype is None and (engine := engine_dtype(trace)) is not None:
         _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -770,9 +924,9 @@ def weights(
     "--control", default=None, metavar="RUN2",
     help="A run with the same seeds that differs in one thing, best with an exact engine.",
 )  # fmt: skip
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes of the mismatch.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None:
+@_pair
+@_prints(csv=False, wide=False)
+def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
     """Say whether a run collapsed or rots slowly, where that begins, what moved first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
@@ -785,10 +939,7 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
     from .analysis.attribution.text import attribution_text
 
     found = who(trace, control=control, pair=pair, progress=_progress)
-    if as_json:
-        _print_json(asdict(found) | {"cause": found.cause})
-    else:
-        _say(attribution_text(found))
+    form.answer(json=lambda: asdict(found) | {"cause": found.cause}, text=lambda width: attribution_text(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -798,7 +949,7 @@ def attribute(trace: str, control: str | None, pair: str, as_json: bool) -> None
 @click.option("--png", metavar="DIR", help="Folder for a picture and a CSV file of each figure.")
 @click.option("--pdf", metavar="FILE", help="File for a page a figure, with a folder of CSV files beside it.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
 def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str | None, **options: Any) -> None:
     """Put everything that is known of a run into one file of HTML, or into figures for papers.
@@ -822,12 +973,13 @@ def report(traces: Sequence[str], output: str | None, png: str | None, pdf: str 
 @click.argument("trace", metavar="RUN")
 @click.option("--every", default=5.0, show_default=True, type=float, metavar="SECONDS", help="Look again so often.")
 @click.option(
-    "--steps", default=10, show_default=True, type=int, metavar="N", help="Latest steps to show, as they fit."
-)
+    "--steps", default="-10:", show_default=True, metavar="STEPS",
+    help="Steps to show, the latest as they fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, default=False, help="Print one view and end, as when the output is no terminal.")
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print one view as JSON, with every digit.")
-def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: bool) -> None:
+@_pair
+@_prints(wide=False, json="Print one view as JSON, with every digit.")
+def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
 
     It waits for a run that is not there yet, and ends when the recording does; Ctrl-C ends the view alone. Each alarm
@@ -836,14 +988,15 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     """
     from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show
-    from .analysis.watch.text import watched_json
+    from .analysis.watch.watched import latest_rows, watched_json
 
-    again = not (once or as_json) and can_redraw()
-    views = look(trace, every=every, steps=steps, once=not again, pair=pair, progress=_progress)
-    if as_json:
-        _print_json(watched_json(next(views)))
+    is_one = once or form.as_json or form.as_csv or not can_redraw()
+    views = look(trace, once=is_one, progress=_progress, **options)
+    if form.as_json or form.as_csv:
+        view = next(views)
+        form.answer(json=lambda: watched_json(view), text=str, rows=lambda: latest_rows(view))
     else:
-        show(views, again=again)
+        show(views, again=not is_one)
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
@@ -853,13 +1006,13 @@ def watch(trace: str, every: float, steps: int, once: bool, pair: str, as_json: 
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
     help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
 )  # fmt: skip
-@click.option("--pair", default="train:rollout", show_default=True, metavar="A:B", help="Passes to compare.")
+@_pair
 @click.option(
     "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
 )
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
-@click.option("--json", "as_json", is_flag=True, default=False, help="Print JSON, with every digit.")
-def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> None:
+@_prints()
+def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
 
     A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
@@ -871,30 +1024,13 @@ def gate(trace: str, fail_on: Sequence[str], as_json: bool, **options: Any) -> N
     from .analysis.rows import table as table_of
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)
-    _print(table_of(found.verdicts), as_json, False)
+    form.table(table_of(found.verdicts), "gate")
     if found.fails:
         raise click.exceptions.Exit(1)
 
 
 def _size(path: str) -> str:
     return f" ({os.path.getsize(path) / 1e6:.1f} MB), which a browser opens from disk" if path.endswith(".html") else ""
-
-
-def _check_format(as_json: bool, as_csv: bool) -> None:
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other; choose one")
-
-
-def _print(rows: Any, as_json: bool, as_csv: bool) -> None:
-    from .analysis.rows import to_csv, to_text
-
-    if as_json:
-        _print_json(rows)
-    elif as_csv:
-        for line in to_csv(rows):
-            click.echo(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
-    else:
-        _say(to_text(rows, _width()))
 
 
 def _print_json(value: Any) -> None:
@@ -905,15 +1041,17 @@ def _print_json(value: Any) -> None:
     click.echo(to_json({"damaged": list(_damage_told)} | found))
 
 
-def _width() -> int | None:
-    """Columns of the terminal; None when the output is no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def _print_csv(rows: Rows) -> None:
+    from .analysis.rows import to_csv
+
+    for line in to_csv(rows):
+        click.echo(_harmless(line), color=True)  # otherwise click takes escapes out of what was recorded
 
 
 def _tell(sentence: str) -> None:
     from .analysis.rows import printable_lines
 
-    click.echo(f"tim-trace: {printable_lines(sentence)}", err=True)
+    click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
@@ -928,6 +1066,9 @@ def _say(text: str) -> None:
     from .analysis.rows import printable_lines
 
     click.echo(printable_lines(text))
+    if _left_out:
+        _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
+        _left_out.clear()
 
 
 _MOST_TOLD = 4000
@@ -946,22 +1087,49 @@ def _told(error: TimTraceError) -> str:
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 
+_streams: list[TextIO] = []
+"""What is stderr while libraries' output is held back."""
+
+
+def _stderr() -> TextIO:
+    return _streams[-1] if _streams else sys.stderr
+
+
+@contextmanager
+def _library_output_held_back() -> Iterator[None]:
+    """Keep what libraries print from the terminal; progress and warnings of ours still reach it."""
+    from .replay.library_output import library_output_held_back
+
+    with library_output_held_back() as stream:
+        _streams.append(stream)
+        try:
+            yield
+        finally:
+            _streams.pop()
+
+
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Draw a bar on stderr when somebody watches."""
-    if not sys.stderr.isatty() or not total:
+    """Draw a bar on stderr when somebody watches, unless they asked for quiet."""
+    context = click.get_current_context(silent=True)
+    is_quiet = context is not None and context.meta.get(_QUIET, False)
+    if is_quiet or not _stderr().isatty() or not total:
         yield lambda units: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("done, left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(
+        *columns, console=Console(file=_stderr()), transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda units: bar.update(task, advance=units)
 

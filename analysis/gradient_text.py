@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
+from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
 TABLES = ("step", "module", "arm")
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
 
 
-def gradient_text(found: GradientReport, table: str = "step", width: int | None = None) -> str:
+def gradient_text(found: GradientReport, by: str = "step", width: int | None = None) -> str:
     """Write gradients for reading: a row a step and arm, a kind of module of these, or an arm over all steps."""
     found = shown(found)
-    rows = {"step": by_step, "module": by_module, "arm": by_arm}[table](found.steps)
+    rows = gradient_rows(found, by)
     loss = found.loss
     corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
     facts = f"loss {loss.kind} of {loss.level} ratios over {loss.denominator}, {loss.aggregation}{corrected}"
-    return "\n\n".join([found.sentence, facts, to_text(rows, width), *found.notes])
+    return "\n\n".join([found.sentence, facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
+
+
+def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
+    """A row a step and arm, a kind of module of these, or an arm over all steps."""
+    return {"step": by_step, "module": by_module, "arm": by_arm}[by](found.steps)
 
 
 def by_step(steps: Sequence[GradientStep]) -> Rows:

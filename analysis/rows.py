@@ -6,12 +6,19 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+import textwrap
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
+from ..schemas.errors import ColumnsLeftOut
 from ..schemas.results import Table
+from .main_columns import NO_NEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,61 +82,153 @@ def to_csv(rows: Rows) -> Iterator[str]:
         yield line.getvalue().removesuffix("\r\n")
 
 
-def to_text(rows: Rows, width: int | None = None) -> str:
-    """Write a table for reading: numbers with six digits, one row as a list of names and values, wide tables in blocks."""
+def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
+    """Write a table for reading: numbers with six digits, a line a row, a few long rows as lists of names and values.
+
+    Of a table wider than `width` the columns are kept that fit: first those of `main`, in that order, then the others in
+    their own. A ColumnsLeftOut warning names what is missing.
+    """
     if not rows.columns:
         return ""
-    rows = Rows(tuple(map(printable, rows.columns)), rows.rows)
-    if len(rows) == 1 and len(rows.columns) > 8:
-        return _vertical(rows)
     cells = [[_cell(value) for value in row] for row in rows.rows]
-    right = [
-        all(_is_number(row[i]) or row[i] is None for row in rows.rows) and len(rows) > 0
-        for i in range(len(rows.columns))
+    columns = [
+        _Column(name, place, [row[place] for row in cells], [row[place] for row in rows.rows])
+        for place, name in enumerate(map(printable, rows.columns))
     ]
-    widths = [max(len(name), *(len(row[i]) for row in cells), 1) for i, name in enumerate(rows.columns)]
-    blocks = _blocks(widths, width)
-    return "\n\n".join(_block(rows.columns, cells, widths, right, block) for block in blocks)
+    fits = width is None or _line_width(columns) <= width
+    if (len(rows) == 1 and (len(columns) > 8 or not fits)) or (not fits and _fits_as_lists(columns, width or 0)):
+        return _as_lists(columns, width)
+    if width is not None and not fits:
+        columns = _fitted(columns, width, main)
+    return "\n".join(_lines(columns))
 
 
-def _vertical(rows: Rows) -> str:
-    name_width = max(len(name) for name in rows.columns)
-    values = [_cell(value) for value in rows.rows[0]]
-    value_width = max(
-        len(value) for value, raw in zip(values, rows.rows[0], strict=True) if len(value) < 40 or _is_number(raw)
-    )
-    lines = [f"{name:<{name_width}}  {value:>{value_width}}" for name, value in zip(rows.columns, values, strict=True)]
+class _Column:
+    """A column of a table as text."""
+
+    def __init__(self, name: str, place: int, cells: list[str], values: Sequence[Any]):
+        self.name, self.place, self.cells = name, place, cells
+        self.is_text = not values or not all(value is None or _is_number(value) for value in values)
+        self.is_constant = len(values) > 1 and len(set(cells)) == 1
+        self.head = [name]
+        self._measure()
+
+    def _measure(self) -> None:
+        self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
+
+    def fold(self) -> None:
+        """Give a long name several lines, so that the values decide the width."""
+        self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
+        self._measure()
+
+    def cut(self, width: int) -> None:
+        """Cut texts at `width`."""
+        self.cells = [text if cell_len(text) <= width else set_cell_size(text, width - 1) + "~" for text in self.cells]
+        self._measure()
+
+    def padded(self, text: str) -> str:
+        """A cell of full width; numbers stand right."""
+        room = " " * (self.width - cell_len(text))
+        return text + room if self.is_text else room + text
+
+
+_SHORTEST_TEXT = 12
+"""Columns of the terminal below which no text and no name is cut."""
+_MOST_NAMED = 6
+"""Columns that are left out and named."""
+_LONG_TEXT = 40
+"""Columns of the terminal from which a text may be broken."""
+_MOST_LISTS = 4
+"""Rows that are written side by side as lists, where they are too long for lines."""
+
+
+def _line_width(columns: Sequence[_Column]) -> int:
+    return sum(column.width + 2 for column in columns) - 2
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """The name broken after `/` and `_` into lines of at most `width`, as far as it can be."""
+    lines = [""]
+    for part in re.findall(r"[^/_]*[/_]?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list[_Column]:
+    """The columns that fit, in their own order. Warns of the others."""
+    for column in columns:
+        column.fold()
+    rank = {name: place for place, name in enumerate(main)}
+    last = {column.name for column in columns if column.name in NO_NEWS and column.is_constant}
+    ranked = sorted(columns, key=lambda c: (c.name in last, rank.get(c.name, len(rank)), c.place))
+    kept: list[_Column] = []
+    cut: list[str] = []
+    left = width + 2
+    for column in ranked:
+        if column.width + 2 > left and column.is_text and left - 2 >= _SHORTEST_TEXT:
+            column.cut(left - 2)
+            cut.append(column.name)
+        if column.width + 2 <= left or not kept:
+            kept.append(column)
+            left -= column.width + 2
+        elif column.name not in rank:
+            break
+    kept.sort(key=lambda column: column.place)
+    left_out = [column.name for column in ranked if column not in kept]
+    told = [f"{len(left_out)} of {len(columns)} columns left out ({_listed(left_out)})"] if left_out else []
+    told += [f"texts of {', '.join(cut)} cut"] if cut else []
+    if told:
+        warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
+    return kept
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
+
+
+def _lines(columns: Sequence[_Column]) -> Iterator[str]:
+    high = max(len(column.head) for column in columns)
+    heads = [[""] * (high - len(column.head)) + column.head for column in columns]
+    for cells in zip(*heads, strict=True):
+        yield _line(columns, cells)
+    yield "  ".join("-" * column.width for column in columns)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        yield _line(columns, cells)
+
+
+def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
+    return "  ".join(column.padded(text) for column, text in zip(columns, cells, strict=True)).rstrip()
+
+
+def _list_widths(columns: Sequence[_Column]) -> tuple[int, list[int]]:
+    """The width of the names, and of each row's values; long texts do not count."""
+    rows = zip(*(column.cells for column in columns), strict=True)
+    values = [max((cell_len(text) for text in row if len(text) < _LONG_TEXT), default=1) for row in rows]
+    return max(cell_len(column.name) for column in columns), values
+
+
+def _fits_as_lists(columns: Sequence[_Column], width: int) -> bool:
+    names, values = _list_widths(columns)
+    long = any(cell_len(text) >= _LONG_TEXT for column in columns for text in column.cells)
+    return 1 < len(values) <= _MOST_LISTS and names + sum(values) + 2 * len(values) <= width and not long
+
+
+def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
+    """Names and values below each other, the rows side by side; a long text goes on below itself."""
+    names, values = _list_widths(columns)
+    lines = []
+    for column in columns:
+        head = column.name + " " * (names - cell_len(column.name))
+        cells = [" " * (room - cell_len(text)) + text for text, room in zip(column.cells, values, strict=True)]
+        line = "  ".join([head, *cells])
+        if width is not None and cell_len(line) > width:
+            indent = " " * (names + 2)
+            line = textwrap.fill(column.cells[0], width, initial_indent=head + "  ", subsequent_indent=indent)
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _blocks(widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """Cut columns into blocks that fit the width; the first two columns lead each."""
-    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
-        return [list(range(len(widths)))]
-    lead = [0, 1] if len(widths) > 3 and widths[0] + widths[1] < width // 2 else [0]
-    blocks: list[list[int]] = []
-    used = width + 1
-    for column in range(len(lead), len(widths)):
-        if used + 2 + widths[column] > width and (not blocks or len(blocks[-1]) > len(lead)):
-            blocks.append(list(lead))
-            used = sum(widths[i] for i in lead) + 2 * (len(lead) - 1)
-        blocks[-1].append(column)
-        used += 2 + widths[column]
-    return blocks
-
-
-def _block(
-    columns: Sequence[str],
-    cells: Iterable[Sequence[str]],
-    widths: Sequence[int],
-    right: Sequence[bool],
-    chosen: Sequence[int],
-) -> str:
-    def line(values: Sequence[str]) -> str:
-        parts = [f"{values[i]:>{widths[i]}}" if right[i] else f"{values[i]:<{widths[i]}}" for i in chosen]
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line(columns), "  ".join("-" * widths[i] for i in chosen), *(line(row) for row in cells)])
 
 
 def _is_number(value: Any) -> bool:

@@ -26,6 +26,7 @@ from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
 from ..tracer.progress import Progress, no_progress
 from .rows import Rows
+from .statistics.correlations import pearson
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
 from .trace.database import Database, quoted
@@ -132,8 +133,12 @@ def triangulate(
     database = Database([run.store.url])
     held = _identity_held(database, chosen) if replayed is None else replayed
     names = [REPLAY_PREFIX + single.name for single in arms]
-    tokens = _tokens(database, names[0], chosen)
-    return _measure(run, names, chosen, tokens, held, [_tokens(database, name, chosen) for name in names[1:]])
+    columns = []
+    with progress("measuring errors", len(names) + 1) as advance:
+        for name in names:
+            columns.append(_tokens(database, name, chosen))
+            advance(1)
+        return _measure(run, names, chosen, columns[0], held, columns[1:])
 
 
 def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool | None:
@@ -195,7 +200,7 @@ def _measure(
         gap_rms=_rms(d),
         resolution=float(np.mean(np.abs(np.spacing(tokens["replayed"].astype(np.float32))))) / 4,
         sides=sides,
-        correlation=_correlation(error_t, error_r),
+        correlation=pearson(error_t, error_r),
         identity_held=held,
         by_probability=_split(
             "probability", np.exp(tokens["replayed"]), PROBABILITIES, d, error_t, error_r, "{:g} to {:g}"
@@ -264,13 +269,6 @@ def _split(
 
 def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(values * values)))
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson correlation; NaN where one side has no spread."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        a, b = a - a.mean(), b - b.mean()
-        return float(np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)))
 
 
 def _list(steps: Sequence[int]) -> str:

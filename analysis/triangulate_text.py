@@ -22,12 +22,18 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     parts = [
         found.sentence,
         "\n".join(f"{name:<11}  {value}" for name, value in facts),
-        to_text(_sides(found), width),
+        to_text(triangulation_rows(found), width),
     ]
     parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
     return "\n\n".join(parts)
 
 
-def _sides(found: Triangulation) -> Rows:
-    rows = table(found.sides)
-    return Rows(("side", *rows.columns[1:]), rows.rows)
+def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
+    """A row a side, an arm, or a bin of the reference's probability or of the token's position."""
+    sides = table(found.sides)
+    return {
+        "side": Rows(("side", *sides.columns[1:]), sides.rows),
+        "arm": found.arms,
+        "probability": found.by_probability,
+        "position": found.by_position,
+    }[by]

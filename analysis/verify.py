@@ -56,13 +56,6 @@ class _Count:
     num_damaged: int = 0
 
 
-def verification_text(found: Verification, width: int | None = None) -> str:
-    """Write what of a trace is as it was written, for reading: a row a folder, then what is not."""
-    damaged = [f"damaged: {printable(sentence)}" for sentence in found.damaged]
-    ignored = [f"passed over: {printable(sentence)}" for sentence in found.ignored]
-    return "\n".join([to_text(found.folders, width), *damaged, *ignored])
-
-
 def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
@@ -88,6 +81,14 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         ignored=(*source.snapshot.ignored, *found.ignored),
         unchecked_writers=tuple(source.snapshot.unchecked),
     )
+
+
+def verification_text(found: Verification, width: int | None = None) -> str:
+    """Write what was read, for reading: a row a folder, and what is damaged or is no part of the trace."""
+    lines = [to_text(found.folders, width)]
+    lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
+    lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
+    return "\n".join(lines)
 
 
 class _Verifier:

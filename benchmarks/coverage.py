@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.attribution.fall import Outcome, find_fall
-from tim_trace.analysis.diagnosis.settled import removed_interval
+from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.laws import growths
 from tim_trace.analysis.dynamics.onsets import onsets_of

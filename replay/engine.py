@@ -14,12 +14,13 @@ from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
-from ..tracer.progress import Progress, no_progress
+from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, parse_arm, read_arms
 from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
+from .meter import Meter
 from .recorded import RecordedRow, RecordedRun
 from .results import ReplayedStep, ReplayedSteps
 from .scored import Scored
@@ -36,6 +37,8 @@ class _Wanted:
     steps: list[int]
     done: set[int]
     """Steps that the trace has of this arm already."""
+    work: int
+    """Of one step, as `meter.work` counts."""
 
 
 def replay(
@@ -81,15 +84,17 @@ def replay(
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
     results = ReplayedSteps()
     held: dict[int, bool] = {}
-    try:
-        with progress("replaying", sum(len(entry.steps) for entry in wanted)) as advance:
+    # Sealing what an arm added takes about as long as a step in one forward.
+    sealing = min(entry.work for entry in wanted)
+    total = sum(len(entry.steps) * entry.work + sealing for entry in wanted)
+    with progress("replaying", total) as advance:
+        try:
             for group in _by_key(wanted):
-                for result in _group(run, group, held):
-                    results.append(result)
-                    advance(1)
-    finally:
-        for entry in wanted:
-            entry.target.close()
+                results.extend(_group(run, group, held, advance))
+        finally:
+            for entry in wanted:
+                entry.target.close()
+                advance(sealing)
     return results
 
 
@@ -132,7 +137,8 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
         if not serves_others:
             asked.append((target, left))
         # The identity arm comes with every step that another arm has: its bits are what that arm is judged by.
-        wanted.append(_Wanted(scorer, target, steps if arm.is_identity else left, done))
+        asked_steps = steps if arm.is_identity else left
+        wanted.append(_Wanted(scorer, target, asked_steps, done, scorer.work(first)))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
@@ -171,7 +177,7 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
         yield [entry for entry in wanted if entry.scorer.key == key]
 
 
-def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool]) -> Iterator[ReplayedStep]:
+def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool], advance: Advance) -> Iterator[ReplayedStep]:
     loaded = LoadedModel(run.weights)
     try:
         for step in sorted({step for entry in group for step in entry.steps}):
@@ -180,8 +186,12 @@ def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool]) -> Ite
             _check_contract(run, step, rows, group[0].scorer.contract)
             for entry in group:
                 if step in entry.steps:
-                    scored = _known(entry, step, rows) or loaded.score(entry.scorer, _capturing(entry, step, rows))
+                    meter = Meter(advance, entry.work)
+                    scored = _known(entry, step, rows) or loaded.score(
+                        entry.scorer, _capturing(entry, step, rows), meter.add
+                    )
                     yield _step(entry, step, scored, held)
+                    meter.finish()
     finally:
         loaded.close()
 

@@ -25,6 +25,7 @@ from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
 from .batching import PACKED, ForwardBatch, forwards, responses
+from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
@@ -148,15 +149,19 @@ class HfScorer:
         projection = Projection(model=model, dtype=self.numerics.projection_dtype, then=then)
         return tap.distributions(projection, self.capture, self.numerics.temperature)
 
-    def score(self, rows: list[RecordedRow]) -> Scored:
-        """Score rows with the weights that are loaded.
+    def work(self, rows: list[RecordedRow]) -> int:
+        """The work of scoring rows."""
+        return work([batch.rows for batch in self._batches(rows)], self.arm.cached_tokens)
+
+    def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
+        """Score rows with the weights that are loaded; `told` gets the shares that are done.
 
         Where memory runs out there are half as many rows a forward from then on, unless the batch shape is what the arm
         is about. Raises CannotReplay.
         """
         while True:
             try:
-                return self._score(rows)
+                return self._score(rows, told)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -176,8 +181,12 @@ class HfScorer:
         )
         return largest // 2
 
-    def _score(self, rows: list[RecordedRow]) -> Scored:
+    def _score(self, rows: list[RecordedRow], told: Told) -> Scored:
         scored = Scored(batches=self._batches(rows))
+        share = 1 / max(len(scored.batches), 1)
+        tells = isinstance(self._scorer, TransformersScorer) and self.arm.cached_tokens is not None
+        if tells:
+            self._scorer.told = lambda part: told(part * share)
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
@@ -191,6 +200,8 @@ class HfScorer:
                     scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
                 if tap.heard:
                     scored.distributions.update(self._distributions(tap))
+                if not tells:
+                    told(share)
         return scored
 
     def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:

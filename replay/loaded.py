@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from .meter import Told
 from .recorded import RecordedRow
 from .scored import Scored
 from .scorers import Scorer
@@ -20,8 +22,8 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
 
-    def score(self, scorer: Scorer, rows: list[RecordedRow]) -> Scored:
-        """Score each row with its own version's weights, or all with the arm's."""
+    def score(self, scorer: Scorer, rows: list[RecordedRow], told: Told) -> Scored:
+        """Score each row with its own version's weights, or all with the arm's; `told` gets the shares that are done."""
         if self._model is None:
             self._model = scorer.build()
         if scorer not in self._attached:
@@ -31,7 +33,8 @@ class LoadedModel:
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
             self._put(scorer, version if stale is None else stale, rows[0].attempt)
-            whole.extend(scorer.score([row for row in rows if row.policy_version == version]))
+            chosen = [row for row in rows if row.policy_version == version]
+            whole.extend(scorer.score(chosen, partial(_share_of, told, len(chosen) / len(rows))))
         return whole
 
     def close(self) -> None:
@@ -46,3 +49,7 @@ class LoadedModel:
         if (version, attempt) != self._version:
             scorer.put(self._model, self.weights.load(version, attempt))
             self._version = version, attempt
+
+
+def _share_of(told: Told, part: float, share: float) -> None:
+    told(part * share)

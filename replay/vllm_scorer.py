@@ -14,6 +14,7 @@ from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import trusted
 from .backends.vllm import VllmEngine
+from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
@@ -88,12 +89,17 @@ class VllmScorer:
         """Let go of the engine."""
         self._engine = None
 
-    def score(self, rows: list[RecordedRow]) -> Scored:
+    def work(self, rows: list[RecordedRow]) -> int:
+        """The work of scoring rows, which the engine batches as it likes."""
+        return work([rows], self.arm.cached_tokens)
+
+    def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
         """Score rows with the weights that are loaded, at the recorded passes' temperature: vLLM's logprobs are of before."""
         assert self._engine is not None
         values, distributions = self._engine.score(
             rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture
         )
+        told(1.0)
         return Scored(rows=rows, logprobs=values, distributions=distributions)
 
     def made_by(self) -> Contract:

@@ -115,6 +115,10 @@ class DamageWarning(TimTraceWarning):
     """A part of the trace cannot be read or is missing: answers are from the rest."""
 
 
+class ColumnsLeftOut(TimTraceWarning):
+    """A table is wider than the terminal; the message names the columns that are not shown."""
+
+
 def tell_damage(sentences: Iterable[str]) -> None:
     """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
     for sentence in sentences:

@@ -97,7 +97,7 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """Whether a ratio can be beyond a bound: see analysis.objective.terms.is_clipped."""
+        """Whether a ratio can be beyond a bound: see analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property

@@ -34,7 +34,7 @@ from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
-PRINTING = {"as_json", "as_csv", "as_sql", "help", "exported", "table"}
+PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
 TWINS = {
@@ -92,7 +92,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
         parameters |= {"deterministic": False, "compile": False}
-    if name == "objective":  # its value holds the run and every step
+    if name in ("objective", "gradient", "triangulate"):  # their values hold every row
         options.pop("by")
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
@@ -192,9 +192,37 @@ assert "torch" not in sys.modules
     assert run(sys.executable, "-c", program).code == 0
 
 
-def test_help_groups_the_verbs_by_question():
-    shown = tim_trace("--help").stdout
-    assert shown.index("get a trace:") < shown.index("  record ") < shown.index("look:") < shown.index("  stats ")
+def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
+    shown = tim_trace("--help", env={"COLUMNS": "80"}).stdout.splitlines()
+    verbs = [line.split()[0] for line in shown if line.startswith("  ") and line.split()[0] in TWINS]
+    assert verbs[:9] == ["record", "import", "diagnose", "report", "watch", "replay", "sql", "stats", "gate"]
+    assert sorted(verbs) == sorted(TWINS)
+    assert shown.index("begin with:") < shown.index("more to look at:") < shown.index("more to replay:")
+    assert len(shown) <= 45
+    assert max(map(len, shown)) <= 80
+
+
+def options_of(name):
+    return {option for parameter in cli.main.commands[name].params for option in parameter.opts}
+
+
+def test_a_thing_has_one_option_name():
+    every = {name: options_of(name) for name in TWINS}
+    assert not any({"--against", "--table"} & options for options in every.values())
+    assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
+    assert {name for name, options in every.items() if "--steps" in options} == {
+        "replay", "triangulate", "gradient", "dynamics", "watch",
+    }  # fmt: skip
+    assert all({"-q", "--quiet"} <= options for options in every.values())
+    assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")
+
+
+def test_options_of_a_framework_stand_in_a_section_of_their_own():
+    shown = tim_trace("stats", "--help").stdout
+    general, verl, *_ = shown.split("with --like ")
+    assert "--rollout-is" in verl
+    assert "--rollout-is" not in general
+    assert shown.count("with --like ") == len(FRAMEWORKS)
 
 
 def test_python_dash_m_is_the_same_program():
@@ -216,6 +244,25 @@ def test_numbers_that_json_lacks_are_told_apart_from_null(trace):
     assert tim_trace("sql", trace, query, "--json").json() == [
         {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": None, "e": [1.5, "NaN"]}
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "columns", "num_rows"),
+    [
+        (["objective", "--by", "step"], "step,", 3),
+        (["objective"], "figure,value,low,high,what it is", None),
+        (["dynamics"], "series,steps,", None),
+        (["gate", "--fail-on", "tim.k3>1"], "condition,metric,value,", 1),
+        (["verify"], "folder,num_files,", None),
+        (["watch"], "step,", 3),
+    ],
+)
+def test_every_table_is_there_as_csv(trace, command, columns, num_rows):
+    done = tim_trace(command[0], trace, *command[1:], "--csv")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(columns)
+    assert len(lines) > 1
+    assert num_rows is None or len(lines) == 1 + num_rows
 
 
 def test_a_query_may_come_on_stdin(trace):
@@ -267,6 +314,56 @@ def test_wrong_use_ends_with_2(arguments, message):
     done = tim_trace(*arguments)
     assert done.code == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dynamics", "--steps", "few"], "Error: --steps: got 'few'; write 3, 2:8"),
+        (["stats", "--pair", "train"], "Error: --pair: "),
+        (["gate", "--fail-on", "tim.k3>1", "--confidence", "2"], "Error: --confidence: got 2.0"),
+        (["stats", "--like", "trl", "--by", "step", "--logging-steps", "0"], "Error: --logging-steps: got 0"),
+    ],
+)
+def test_an_error_names_the_option_as_it_is_written(trace, arguments, message):
+    done = tim_trace(arguments[0], trace, *arguments[1:])
+    assert done.code == 2
+    assert done.stderr.startswith(message)
+
+
+CHATTER = """
+import os, sys, warnings
+import click
+from tim_trace import cli
+from tim_trace.schemas.errors import CannotReplay
+
+@cli.main.command("noise")
+def noise():
+    with cli._library_output_held_back():
+        os.write(2, b"from C code\\n")
+        print("a library's banner")
+        warnings.warn("a library's warning", stacklevel=1)
+        cli._tell("ours")
+        if sys.argv[-1] == "own":
+            raise CannotReplay("no such arm")
+        if sys.argv[-1] == "caused":
+            try:
+                raise RuntimeError("deep inside")
+            except RuntimeError as error:
+                raise CannotReplay("the engine refuses") from error
+
+cli.main(["noise"])
+"""
+
+
+@pytest.mark.parametrize(("way", "code", "is_shown"), [("well", 0, False), ("own", 2, False), ("caused", 2, True)])
+def test_what_libraries_print_is_shown_only_where_they_fail(way, code, is_shown):
+    done = run(sys.executable, "-c", CHATTER, way)
+    assert done.code == code
+    assert done.stdout == ""
+    assert "tim-trace: ours" in done.stderr
+    for chatter in ("from C code", "a library's banner", "a library's warning"):
+        assert (chatter in done.stderr) == is_shown
 
 
 def test_stats_say_whose_definition_they_are(trace):

@@ -28,7 +28,7 @@ from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.pass_roles import choose_sides
 from tim_trace.analysis.objective.sums import read_sums
-from tim_trace.analysis.objective.terms import contribution, is_clipped
+from tim_trace.analysis.statistics.loss import contribution, has_gradient, is_clipped
 from tim_trace.analysis.trace.database import Database
 from tim_trace.replay.gradients.arm import GradientArm
 from tim_trace.replay.gradients.divisors import divisors
@@ -452,12 +452,12 @@ def test_a_clipped_token_is_one_to_which_trl_gives_no_gradient_or_the_cap(trl, t
     ratio = np.exp(step["current"] - step["train"])
     advantage = np.broadcast_to(step["advantages"][:, None], ratio.shape)
     clipped = is_clipped(loss, ratio, advantage)[step["mask"]]
-    counts = step["mask"] & (advantage != 0)
     if loss_type == "cispo":
         weight = -gradient * step["mask"].sum() / np.where(advantage == 0, 1, advantage)
         assert np.array_equal(clipped, (np.abs(weight - 1.2) < 1e-12)[step["mask"]])
     else:
-        assert np.array_equal(clipped, (counts & (gradient == 0))[step["mask"]])
+        assert np.array_equal(clipped, ((advantage != 0) & (gradient == 0))[step["mask"]])
+    assert np.array_equal(has_gradient(loss, ratio, advantage)[step["mask"]], (gradient != 0)[step["mask"]])
     assert clipped.any() == (loss_type != "sapo")
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..dynamics.noise import robust_sd
 from ..dynamics.series import Series
+from ..statistics.noise import robust_sd
 from . import thresholds as t
 from .fall import Fall
 from .rollouts import Rollouts

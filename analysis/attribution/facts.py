@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
-from ..check.checked import Checked
+from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint, change_points
 from ..dynamics.series import Series, read_series
 from ..trace.database import Database, opened
@@ -45,7 +45,7 @@ class Facts:
     """All that could be: the evaluations, then the reward."""
     fall: Fall | None
     gap: RunMismatch | None
-    checked: Checked | None
+    checked: CheckResult | None
     """What `check` says of train:rollout; None where nothing compares."""
     database: Database
     """Where the sequences are read from, when they are asked for: where nothing fell, nobody does."""
@@ -212,7 +212,7 @@ def _agreed(evaluation: Outcome, fall: Fall | None, of_reward: Fall | None) -> F
     return of_reward if lost_share(evaluation) > t.FALL_SHARE else None
 
 
-def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[str]) -> Checked | None:
+def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[str]) -> CheckResult | None:
     try:
         return judge(gather(database, pair, trace=trace), ":".join(pair))
     except NothingToCompare:

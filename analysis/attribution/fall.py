@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..dynamics.noise import long_run_variance, robust_sd, running_median
+from ..statistics.broken_line import break_between, break_interval
+from ..statistics.noise import level_deviation
 from . import thresholds as t
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -86,7 +87,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
     The level before is that of the best window of a tenth of the run (at least 3 values), the level after that of the
     last one. The difference has to pass FALL_SHARE of the level before and FALL_SD standard errors, beyond what the choice of
-    the best of many windows gives; or what a straight line loses from there on must; the errors are those of `_noise`.
+    the best of many windows gives; or what a straight line loses from there on must; the errors are those of `level_deviation`.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -95,7 +96,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     means = _means(values, width)
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
-    noise = _noise(values)
+    noise = level_deviation(values)
     # The largest of m means of pure noise lies about sqrt(2 ln m) errors above their mean.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
@@ -108,8 +109,9 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
         beside is not None and excess > 0 and _ends_below(outcome, beside, least)
     ):
         return None
-    low, step, high = _onset(values, best, before, after)
-    first, last = _interval(values, best)
+    low, step, high = (best + index for index in break_between(values[best:], before, after))
+    # The level of the best window is too high, being the best, and puts the break too early.
+    first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     quick = lost_at - step <= max(width, len(values) // 10)
     return Fall(
@@ -135,7 +137,7 @@ def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
     if len(lacks) < 3 * width or np.ptp(lacks) == 0:
         return False
     lacking = float(lacks[-width:].mean())
-    return lacking > least and lacking > t.FALL_SD * math.sqrt(2.0) * _noise(lacks) / math.sqrt(width)
+    return lacking > least and lacking > t.FALL_SD * math.sqrt(2.0) * level_deviation(lacks) / math.sqrt(width)
 
 
 def _means(values: np.ndarray, width: int) -> np.ndarray:
@@ -177,73 +179,6 @@ def _settled_above(means: np.ndarray, best: int, before: float, after: float) ->
         if lower[int(np.argmax(lower)) :].mean() >= t.FALL_STAYS:
             return False
     return True
-
-
-_ENOUGH = 40
-"""Values from which autocorrelation can be told from what happens to the run."""
-
-
-def _noise(values: np.ndarray) -> float:
-    """Standard deviation of a mean of n values, times sqrt(n): what they scatter by, whatever their level and slope do.
-
-    Of a first-order autoregression the squares of x[i-1] - 2 x[i] + x[i+1] are var (6 - 8 phi + 2 phi^2) on average, and
-    its mean varies by var (1 + phi) / (1 - phi) / n. phi is that of the residuals around a running median of a fifth of
-    the series; of fewer than 40 values none is taken out.
-    """
-    n = len(values)
-    phi = 0.0
-    if n >= _ENOUGH:
-        left = values - running_median(values, n // 5, "edge")
-        phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300) + 5 / n
-    phi = min(max(phi, 0.0), 0.9)
-    scatter = robust_sd(values[:-2] - 2 * values[1:-1] + values[2:])
-    return scatter * math.sqrt((1 + phi) / (1 - phi) / (6 - 8 * phi + 2 * phi**2))
-
-
-def _onset(values: np.ndarray, start: int, before: float, after: float) -> tuple[int, int, int]:
-    """First index of the fall with the indices between which it lies: a broken line, level then falling then level.
-
-    The break is where a level up to it and a straight line to the end's level fit best; the interval holds the breaks
-    whose sum of squares is within that of chance (F, 90 %).
-    """
-    part = values[start:]
-    n = len(part)
-    costs = np.full(n, np.inf)
-    for i in range(n - 2):
-        for end in np.unique(np.linspace(i + 1, n - 1, min(n - 1 - i, 12)).round().astype(int)):
-            line = np.interp(np.arange(n), [i, end], [before, after])
-            costs[i] = min(costs[i], float(np.square(part - line).sum()))
-    first = int(np.argmin(costs))
-    allowed = costs[first] * (1 + 2.71 / max(n - 3, 1))
-    held = np.flatnonzero(costs <= allowed)
-    return start + int(held[0]), start + first, start + int(held[-1])
-
-
-_REACH = 7.35
-"""What the squares may lie above their least within a 95 % interval, in long-run variances: as in dynamics.location."""
-
-
-def _interval(values: np.ndarray, start: int) -> tuple[int, int]:
-    """First and last index at which the fall may begin: `_onset` with levels that are fitted, in noise that autocorrelates.
-
-    E places where the fall may end, N values. The level of the best window is too high, being the best, and a break towards it too early.
-    """
-    part = values[start:] - values[start:].mean()
-    n, at = len(part), np.arange(len(part))
-    costs, left = np.full(n, np.inf), part
-    for i in range(n - 2):
-        ends = np.unique(np.linspace(i + 1, n - 1, min(n - 1 - i, 12)).round().astype(int))
-        fallen_EN = np.clip((at - i) / (ends[:, None] - i), 0.0, 1.0)
-        fallen_EN -= fallen_EN.mean(axis=1, keepdims=True)
-        size_E = fallen_EN @ part / np.einsum("en,en->e", fallen_EN, fallen_EN)
-        explained_E = size_E * (fallen_EN @ part)
-        best = int(np.argmax(explained_E))
-        costs[i] = float(part @ part) - explained_E[best]
-        if costs[i] <= costs.min():
-            left = part - size_E[best] * fallen_EN[best]
-    variance = max(long_run_variance(left, 3), float(left @ left) / max(n - 4, 1), _noise(values) ** 2)
-    held = np.flatnonzero(costs <= costs.min() + _REACH * variance)
-    return start + int(held[0]), start + int(held[-1])
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from .edges import bit_lengths
-from .ratios import Terms, terms_of
+from .ratios import RatioTerms, terms_of
 from .tokens import Tokens
 
 _LIKELY = 0.99
@@ -51,7 +51,7 @@ class Part:
     num_N: np.ndarray
     """Compared tokens of each sequence."""
     segments: Segments
-    terms: Terms | None
+    terms: RatioTerms | None
     """None where there are no advantages."""
 
     @property

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ...schemas.loss import (
-    CISPO,
-    CURRENT,
-    ROLLOUT,
-    SAPO,
-    SEQUENCE_MEAN,
-    TOKEN,
-    VESPO,
-    VESPO_LEAST_LAMBDA,
-    VESPO_LOG_RATIO,
-    Loss,
-)
+from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, Loss
+from ..statistics.loss import sql_options
 from ..trace.database import quoted
 from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
@@ -28,7 +18,6 @@ from .edges import (
     Edges,
     per_unit,
 )  # fmt: skip
-from .ratios import bounds_of
 from .tokens import Recorded
 
 _PROFILE = "count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d, avg(d) AS mean_d"
@@ -122,8 +111,9 @@ def _ratios(pair: Pair, reach: float, has: Recorded, loss: Loss | None, within: 
         what += "; after, what the loss multiplies the advantage with"
         stages = "stage, "
         used = {ROLLOUT: "before", CURRENT: "0.0::DOUBLE"}.get(loss.denominator, "moved")
+        after = f"loss_log_weight(used, advantage, {sql_options(loss)})"
         terms = (
-            f"    SELECT advantage, unnest(['before', 'after']) AS stage, unnest([before, {_cut(loss)}]) AS log_ratio\n"
+            f"    SELECT advantage, unnest(['before', 'after']) AS stage, unnest([before, {after}]) AS log_ratio\n"
             f"    FROM (\n        SELECT advantage, before, {used} AS used\n        FROM (\n{terms}\n        )\n    )"
         )
     return _RATIOS.format(
@@ -160,36 +150,6 @@ def _of_sequences(tokens: str, loss: Loss | None) -> str:
         f"                   {mean.format('before')} AS before, {mean.format('moved')} AS moved\n"
         f"            FROM (\n{tokens}\n            )\n            GROUP BY run, step, seq_id"
     )
-
-
-def _cut(loss: Loss) -> str:
-    """ratios.cut in SQL."""
-    if loss.kind in (SAPO, VESPO):
-        return _smooth(loss)
-    bounds = bounds_of(loss)
-    bounded = f"least(greatest(used, {_literal(bounds.low)}), {_literal(bounds.high)})"
-    if loss.kind == CISPO:
-        return bounded
-    free = f"least(used, {_literal(bounds.hard)})"
-    return f"CASE WHEN advantage > 0 THEN least({free}, {bounded}) ELSE greatest({free}, {bounded}) END"
-
-
-def _smooth(loss: Loss) -> str:
-    """ln of the weight of sapo or vespo, by the sign of the advantage."""
-    if loss.kind == SAPO:
-        ratio = "exp(greatest(least(used, 20.0), -20.0))"
-        found = [
-            f"ln({_literal(4 / tau)} / (1 + exp({_literal(-tau)} * ({ratio} - 1))))"
-            for tau in (loss.sapo_temperature_pos, loss.sapo_temperature_neg)
-        ]
-    else:
-        used = f"least(greatest(used, {_literal(VESPO_LOG_RATIO[0])}), {_literal(VESPO_LOG_RATIO[1])})"
-        pairs = ((loss.vespo_k_pos, loss.vespo_lambda_pos), (loss.vespo_k_neg, loss.vespo_lambda_neg))
-        found = [
-            f"{_literal(decay)} + {_literal(k)} * {used} - {_literal(decay)} * exp({used})"
-            for k, decay in ((k, max(decay, VESPO_LEAST_LAMBDA)) for k, decay in pairs)
-        ]
-    return f"CASE WHEN advantage > 0 THEN {found[0]} ELSE {found[1]} END"
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:

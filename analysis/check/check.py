@@ -15,10 +15,10 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, why_nothing
 from ..trace.source import Pair
-from .checked import Checked
 from .detectors import find
-from .evidence import Evidence
 from .notes import notes
+from .pair_data import PairData
+from .result import CheckResult
 from .sample import Sample, read_sample
 from .sums import read_sums
 
@@ -29,10 +29,10 @@ def check(
     pair: str = "train:rollout",
     partial: bool = False,
     progress: Progress = no_progress,
-) -> Checked:
+) -> CheckResult:
     """Say whether two passes may be compared, or which fault lies between them.
 
-    Faults are those of FAULTS, each with its evidence, its effect in nats, the share of tokens that it affects and the
+    Faults are those of FAULTS, each with its data, its effect in nats, the share of tokens that it affects and the
     command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps.
 
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
@@ -40,11 +40,11 @@ def check(
     """
     database = Database(trace, lean=True)
     database.check_whole(partial=partial)
-    evidence = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
-    return judge(evidence, pair)
+    data = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
+    return judge(data, pair)
 
 
-def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> Evidence:
+def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> PairData:
     """Read what a check looks at.
 
     Raises NothingToCompare when the passes share no token.
@@ -55,7 +55,7 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
     sample = _sample(database, pair)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
-    return Evidence(
+    return PairData(
         trace=trace,
         sample=sample,
         sums=sums,
@@ -78,18 +78,17 @@ def _sample(database: Database, pair: Pair) -> Sample:
     return read_sample(database, pair, _sums(database, pair).worst_steps())
 
 
-def judge(evidence: Evidence, pair: str) -> Checked:
+def judge(data: PairData, pair: str) -> CheckResult:
     """Ask every detector."""
-    findings = find(evidence)
-    sums = evidence.sums
-    return Checked(
-        trace=evidence.trace,
+    sums = data.sums
+    return CheckResult(
+        trace=data.trace,
         pair=pair,
         num_tokens=sums.num_tokens,
-        num_sampled_tokens=int(evidence.sample.compared.sum()),
+        num_sampled_tokens=int(data.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.mean("sum_d2"))),
-        findings=tuple(findings),
-        notes=tuple(notes(evidence)),
+        findings=tuple(find(data)),
+        notes=tuple(notes(data)),
     )
 
 

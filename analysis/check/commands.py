@@ -4,67 +4,87 @@ from __future__ import annotations
 
 import shlex
 
-from .evidence import Evidence
+import numpy as np
+
+from .pair_data import PairData
 
 
-def sql(evidence: Evidence, query: str) -> str:
+def sql(data: PairData, query: str) -> str:
     """`tim-trace sql` with a query; `{pair}` in it becomes the tokens of both passes."""
-    a, b = evidence.sample.a.name, evidence.sample.b.name
+    a, b = data.sample.a.name, data.sample.b.name
     text = query.format(pair=f"pair('{a}', '{b}')", sequences=f"pair_sequences('{a}', '{b}')")
     for special in ("\\", '"', "$", "`"):
         text = text.replace(special, f"\\{special}")
-    return f'tim-trace sql {_trace(evidence)} "{text}"'
+    return f'tim-trace sql {_trace(data)} "{text}"'
 
 
-def row(evidence: Evidence, number: int) -> str:
+def row(data: PairData, number: int) -> str:
     """`tim-trace sql` with the tokens of one sequence of the sample."""
-    name = evidence.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
-    step = int(evidence.sample.steps[number])
+    name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
+    step = int(data.sample.steps[number])
     return sql(
-        evidence,
+        data,
         "SELECT position, token_id, mask, logprob_a, logprob_b, d FROM {pair} "
         f"WHERE step = {step} AND seq_id = '{name}' ORDER BY position",
     )
 
 
-def query(evidence: Evidence, name: str) -> str:
+def query(data: PairData, name: str) -> str:
     """`tim-trace query` over both passes."""
-    return f"tim-trace query {name} {_trace(evidence)}{_pair(evidence)}"
+    return f"tim-trace query {name} {_trace(data)}{_pair(data)}"
 
 
-def stats(evidence: Evidence, by: str) -> str:
+def stats(data: PairData, by: str) -> str:
     """`tim-trace stats` over both passes."""
-    return f"tim-trace stats {_trace(evidence)}{_pair(evidence)} --by {by}"
+    return f"tim-trace stats {_trace(data)}{_pair(data)} --by {by}"
 
 
-def replay(evidence: Evidence, options: str, name: str, step: int | None = None) -> str:
+def replay(data: PairData, options: str, name: str, step: int | None = None) -> str:
     """`tim-trace replay` of one step, and how far the replay lies from pass b; what to record first without weights."""
-    step = int(evidence.sample.steps[0]) if step is None else step
-    trace = _trace(evidence) if evidence.has_weights else "RUN"
+    step = int(data.sample.steps[0]) if step is None else step
+    trace = _trace(data) if data.has_weights else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
-    asked += f"--pair replay/{name}:{evidence.sample.b.name}"
-    return asked if evidence.has_weights else f"{RECORD}  # this trace has no weights; then: {asked}"
+    asked += f"--pair replay/{name}:{data.sample.b.name}"
+    return _with_weights(data, asked)
 
 
-def weights(evidence: Evidence) -> str:
+def weights_replay(data: PairData) -> str:
+    """`tim-trace replay` with the weights before and with quantised ones, and what each removes; what to record first without
+    weights."""
+    sample = data.sample
+    known = sample.versions[np.isfinite(sample.versions)]
+    version = max(int(known.max()) - 1, 0) if len(known) else 1
+    trace = _trace(data) if data.has_weights else "RUN"
+    asked = (
+        f"tim-trace replay {trace} --steps {int(sample.steps[-1])} --arm weights-version={version} --arm quantize=int8"
+    )
+    return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}")
+
+
+def weights(data: PairData) -> str:
     """`tim-trace weights` by module; what to record first without weights."""
-    return f"tim-trace weights {_trace(evidence)} --by module" if evidence.has_weights else f"{RECORD}  # keeps weights"
+    return f"tim-trace weights {_trace(data)} --by module" if data.has_weights else f"{RECORD}  # keeps weights"
 
 
-def triangulate(evidence: Evidence) -> str:
-    """`tim-trace triangulate` of one step: which side carries the gap."""
-    step = int(evidence.sample.steps[-1])
-    return f"tim-trace triangulate {_trace(evidence)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32"
+def triangulate(data: PairData) -> str:
+    """`tim-trace triangulate` of one step: how the mismatch splits between the two sides."""
+    step = int(data.sample.steps[-1])
+    return f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32"
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
 """Records with what a replay needs."""
 
 
-def _trace(evidence: Evidence) -> str:
-    return shlex.quote(evidence.trace)
+def _with_weights(data: PairData, asked: str) -> str:
+    """A command that needs weights; before it what records them, where the trace has none."""
+    return asked if data.has_weights else f"{RECORD}  # this trace has no weights; then: {asked}"
 
 
-def _pair(evidence: Evidence) -> str:
-    a, b = evidence.sample.a.name, evidence.sample.b.name
+def _trace(data: PairData) -> str:
+    return shlex.quote(data.trace)
+
+
+def _pair(data: PairData) -> str:
+    a, b = data.sample.a.name, data.sample.b.name
     return "" if (a, b) == ("train", "rollout") else f" --pair {shlex.quote(f'{a}:{b}')}"

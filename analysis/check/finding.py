@@ -1,8 +1,9 @@
-"""What a check found: a fault by its code, the evidence for it, and what would confirm it."""
+"""What a check found, in codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 FAULTS = {
     "temperature": "temperature on one side only",
@@ -16,13 +17,10 @@ FAULTS = {
     "padded_vocabulary": "one side's softmax runs over padding of the vocabulary too",
     "lengths": "one side lacks tokens that the other has",
     "copies": "one pass is a copy of the other",
-    "stale_weights": "one side's weights are a step or more behind",
-    "partial_sync": "some of the weights were not synchronised",
+    "weights_differ": "the weights differ: stale, partly synchronised, without the adapter, or quantised",
     "change_inside_sequence": "weights or prefix cache changed inside of sequences",
-    "position_onset": "everything is off from one position on (KV cache or rotary embedding)",
-    "subset": "a part of the data carries the gap",
-    "adapter": "the adapter is on one side only",
-    "quantised": "one side's weights are quantised",
+    "position_onset": "the mismatch begins at one position of all sequences (KV cache or rotary embedding)",
+    "subset": "the mismatch is concentrated in a part of the data",
     "low_precision_head": "one side's head or log-softmax has low precision",
     "router_flips": "experts are chosen differently",
 }
@@ -34,7 +32,33 @@ HEALTHY = {
 }
 """Code of a verdict without a fault -> what it is."""
 
-TITLES = FAULTS | HEALTHY
+WEIGHT_CAUSES = {
+    "stale_weights": "one side's weights are a step or more behind",
+    "partial_sync": "some of the weights were not synchronised",
+    "adapter": "the adapter is on one side only",
+    "quantised": "one side's weights are quantised",
+}
+"""Why weights differ -> in words. `weights_differ` has one in `numbers["cause"]` where the recording says it."""
+
+TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
+
+Number = float | int | str | None
+
+Broken = Literal["recording", "engine"]
+"""`recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
+(engine or trainer) computed it with other weights, caches, experts or precision than it should."""
+
+_ENGINE = frozenset(
+    {
+        "padded_vocabulary",
+        "weights_differ",
+        "change_inside_sequence",
+        "position_onset",
+        "subset",
+        "low_precision_head",
+        "router_flips",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +67,32 @@ class Finding:
 
     code: str
     """Of FAULTS or HEALTHY."""
-    evidence: str
-    """What was seen, with its numbers, in a sentence."""
+    signal: str
+    """By what it was seen: a code of text.EVIDENCE."""
     effect: float
-    """Root mean square of d over the affected tokens, nats."""
+    """Root mean square of d over the affected tokens, nats; NaN where one side has no value."""
     share: float
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
-    """How far the evidence goes: the share of the gap that the fault explains, or 1 where it was seen bit for bit."""
+    """Share of the mismatch that the fault explains, or 1 where it was seen bit for bit."""
     next: str = ""
     """The command that would confirm it; empty where nothing is left to confirm."""
-    numbers: dict[str, float | int | str | None] = field(default_factory=dict)
-    """What was fitted or counted."""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    """What was fitted or counted, and the passes that it was seen in."""
 
     @property
     def title(self) -> str:
-        """The code in words."""
-        return TITLES[self.code]
+        """The code in words; of weights that differ the cause, where the recording says it."""
+        return TITLES[str(self.numbers.get("cause") or self.code)]
 
     @property
     def fails(self) -> bool:
         """Whether the comparison is not valid because of it."""
         return self.code in FAULTS
+
+    @property
+    def broken(self) -> Broken | None:
+        """What has to be mended; None without a fault."""
+        if not self.fails:
+            return None
+        return "engine" if self.code in _ENGINE else "recording"

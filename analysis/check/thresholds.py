@@ -7,14 +7,14 @@ MIN_SAMPLED_STEPS = 2
 MAX_READ_TOKENS = 2_000_000
 """Tokens of the steps that are read: a run is looked at in seconds, and a step is read as a whole."""
 MAX_WORST_STEPS = 1
-"""Of the steps with the largest mean d squared, so many are read beside those."""
+"""Steps with the largest mean d squared that are read beside those."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Of these so many are looked at: a share of 1e-3 of them is still 100."""
+"""Tokens of these that are inspected individually: a share of 1e-3 of them is still 100."""
 
 MIN_MISSING_SHARE = 1e-4
-"""Fewer values lost than this are a few cut-off sequences of a run; they are counted in `stats` as num_nan and NULL."""
+"""Share of lost values; fewer are a few cut-off sequences of a run, which `stats` counts as num_nan and NULL."""
 MIN_TAIL_SHARE = 0.8
-"""Of the missing tokens so many lie at the end (or beginning) of their sequence: it was cut, not riddled."""
+"""Share of the missing tokens at the end (or beginning) of their sequence from which on it was cut, not riddled."""
 
 MIN_COPIED_TOKENS = 4
 """Tokens below -1e-3 nats that agree bit for bit in a copied row."""
@@ -28,7 +28,7 @@ MIN_CONSTANT_COUNT = 3
 MIN_CONSTANT_TOKENS = 3
 """Different tokens that have the value: a placeholder does not look at the token."""
 MIN_CONSTANT_SPREAD = 0.1
-"""Nats that the other side must lie off, and ten times its usual gap: far beyond what rounding does."""
+"""Nats by which the other side must differ, and ten times its usual difference: far beyond what rounding does."""
 IMPOSSIBLE_LOGPROB = -80.0
 """No sampled token has exp(-80) = 1e-35: -100, -9999 and the like say "none"."""
 UNSAMPLED_SURPRISE = 1.5
@@ -39,7 +39,7 @@ MIN_RUN_OF_UNSAMPLED = 2.0
 MIN_SPREAD = 1e-3
 """Logprobs that vary less cannot tell one unit from another."""
 BASE_RESIDUAL = 0.25
-"""Another unit must remove three quarters of the typical gap; the true one removes all but rounding."""
+"""Another unit must remove three quarters of the typical |d|; the true one removes all but rounding."""
 
 CAP_NATS = 3.0
 """A token counts at most so much when rows are aligned, so that one impossible value cannot outweigh a row."""
@@ -50,7 +50,7 @@ REALIGNED_SHARE = 0.35
 MIN_SHIFTED_ROWS = 0.8
 """Share of the rows that must agree better when moved: a shift befalls them all, other tokens some."""
 BROKEN_NATS = 1.0
-"""A gap that no numerics make in token after token: the sides look at different tokens."""
+"""A difference that no numerics make in token after token: the sides look at different tokens."""
 SURPRISING_NATS = -5.0
 """Logprob of the first token that only one side has."""
 MIN_BROKEN_ROWS = 0.4
@@ -72,7 +72,7 @@ MAX_SHIFTED_ROWS = 64
 MAX_PAIRED_ROWS = 64
 """Rows of a step that are tried against all of its rows."""
 PAIRED_SHARE = 0.15
-"""What the true partner of a row leaves of its gap: rounding, where another row that fits by chance leaves a third."""
+"""What the true partner of a row leaves of its difference: rounding, where another row that fits by chance leaves a third."""
 MIN_PAIRED_ROWS = 2
 """One row alone cannot be swapped."""
 MIN_PAIRED_TOKENS = 4
@@ -82,7 +82,7 @@ MIN_REST = 0.02
 """Tokens with less than this left of their probability hardly show what happened to the logits."""
 
 MIN_LEVEL_RATIO = 3.0
-"""Factor between two parts' gaps; lengths, prompts and positions of healthy runs differ by less than two."""
+"""Factor between the mismatches of two parts; lengths, prompts and positions of healthy runs differ by less than two."""
 MIN_OWN_SCORE = 6.0
 """Standard errors by which one direction of change explains more than the other, over the sequences."""
 MIN_PLACE_SCORE = 7.0
@@ -107,34 +107,31 @@ MIN_SUBSET_TOKENS = 20
 MAX_SUBSET_SHARE = 0.95
 """A part that is nearly everything carries no more than its share."""
 MAX_GROUPS_SHARE = 0.5
-"""The same for prompts, of which there are so many that some always lie low together."""
+"""The same for prompts, of which some always lie low together."""
 MIN_SUBSET_WIDTHS = 1.0
 """The two parts' values lie apart by at least the spread within a part."""
 
 MIN_TEMPERATURE_SHIFT = 0.004
-"""Smallest |log T| that is told: what bfloat16 does to the scale of logits stays below."""
+"""Smallest |log T| that is reported: what bfloat16 does to the scale of logits stays below."""
 MIN_TEMPERATURE_SCORE = 6.0
 """Standard errors by which the fitted scale must lie off 1."""
 MIN_TEMPERATURE_R2 = 0.6
-"""Share of the gap that one factor must explain: other faults that sharpen a distribution leave far more scatter."""
+"""Share of the mismatch that one factor must explain: other faults that sharpen a distribution leave far more scatter."""
 MIN_TEMPERATURE_TOKENS = 30
 """Telling tokens of the fit."""
 MAX_TEMPERATURE = 20.0
 """Beyond it a fit is no temperature."""
 
 MAX_MINOR_SHARE = 0.05
-"""Share of the larger gaps that may have the wrong sign: of rounding half of them have it."""
+"""Share of the larger differences that may have the wrong sign: of rounding half of them have it."""
 MIN_LARGE_SHARE = 0.5
-"""Share of the sum of d squared in gaps beyond rounding."""
+"""Share of the sum of d squared in differences beyond rounding."""
 MAX_CUT_NATS = 3.0
-"""Largest gap of a kept mass: 5 % and more of the probability is kept wherever people truncate."""
+"""Largest |d| of a kept mass: 5 % and more of the probability is kept wherever people truncate."""
 MIN_MASS_SCORE = 4.0
 """Standard errors by which the mean of exp(d) must lie below 1."""
 NUCLEUS_ALONE_SHARE = 0.01
 """Share of tokens whose nucleus they fill alone, with logprob 0, while the other side gives them less."""
-
-MIN_CONTEXTS = 12
-"""Contexts that must come again for movements to be compared."""
 
 MIN_GRID_PAIRS = 6
 """Different distances between two logits of one context."""
@@ -145,7 +142,7 @@ GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
 MIN_GRID_SHARE = 0.35
 """Share of the differences on the grid: contexts whose weights changed between two rows are off it."""
 GRID_CHANCE = 1e-6
-"""Probability that so many lie on the grid by chance, over all temperatures that were tried."""
+"""Probability that this share lies on the grid by chance, over all temperatures that were tried."""
 
 MIN_ROUNDED_SHARE = 0.95
 """Share of a side's values that end in zero bits; of float32 values one in 65,536 does, or in 8,192."""
@@ -158,7 +155,7 @@ MIN_FAR_SHARE = 0.02
 HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 """Half a unit in the last place, relative."""
 MIN_ROUNDING_SHARE = 0.02
-"""Share of the gap that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
+"""Share of the mismatch that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
 
 MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 4e-3, "float64": 4e-3}
 """Noise of the logits that rounding gives at most, nats: twice what was measured between trainers and engines of 0.5 to 8
@@ -168,13 +165,11 @@ EXCESS = 0.08
 MIN_WEIGHTS_NOISE = 1e-3
 """Noise of the logits, nats, below which other weights are not looked for: TensorFloat-32 alone gives so much."""
 MIN_TOKEN_EFFECT = 0.15
-"""Share of the gap that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+"""Share of the mismatch that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+MIN_TOKEN_SCORE = 5.0
+"""The same share in standard deviations of what chance gives."""
 MIN_EFFECT_TOKENS = 400
 """Different contexts, so that a token effect is one."""
-MAX_LAG_LEFT = 0.4
-"""Squared gap that an earlier step may leave, to be the one whose weights were used."""
-STANDING_STILL = 0.3
-"""A side that moves by so much less than the other has weights that stand still."""
 
 ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
@@ -191,49 +186,37 @@ ROUTER_TOP_SHARE = 0.9
 three quarters. Asked where no contract names experts."""
 MAX_ROUTER_TOKEN_EFFECT = 0.2
 """A flip comes with a context, not with a token: other weights, which can look as sparse, belong to tokens."""
-MIN_DRIFT_SCORE = 13.0
-"""Mean squared standard error of the steps' levels about their mean: 1 for a constant gap; rounded weights reach 13, updates
-that come and go lie at 20 in the median."""
-MIN_GROWTH_SCORE = 4.0
-"""Standard errors of the trend of the steps' levels, for weights that were never updated."""
 
 UNSAMPLED_NATS = -3.0
 """logprob + entropy of a token that sampling hardly draws: a twentieth of the tokens of a model with a flat tail lie below."""
 MIN_UNSAMPLED_RUN = 4
-"""So many in a row are seen in fewer than 2 % of the sequences of healthy runs."""
+"""Tokens in a row; as many are seen in fewer than 2 % of the sequences of healthy runs."""
 MIN_UNSAMPLED_SEQUENCES = 0.05
 """Share of the sequences that have such a run."""
 
 MIN_LEANING = 0.7
-"""The same where rounding hides part of the gaps' signs."""
+"""The same where rounding hides part of the signs of d."""
 MIN_ONE_SIDED = 0.6
-"""Size of the mean of d against the mean of |d|: 1 where all gaps have one sign, 0 where they balance."""
+"""Size of the mean of d against the mean of |d|: 1 where all d have one sign, 0 where they balance."""
 KEPT_VOCABULARY = 0.6
 """Mean of 1 / p against the size of the vocabulary: 1 where all tokens can be sampled."""
 
-ALIKE = 0.15
-"""How far the slope of one side's movements on the other's may lie off 1 where both have the same updates."""
 UNSAMPLED_STARTS = 5.0
 """Sequences of a prompt that sampling would begin otherwise than the first one, going by their logprobs, where none does."""
 
 FEW_TOKENS = 500
 """Tokens below which only gross faults can be told."""
 MIN_ALONG = 2.5
-"""Standard errors by which a gap must point along the movement of the weights: rounded weights stay below 2."""
+"""Standard errors by which d must point along the movement of the weights for the text to say so: rounded weights stay below 2."""
 MOVEMENT_SHRINKAGE = 3.0
-"""Tokens' worth of doubt about the mean gap of a token after a token."""
-TEXTURE_LAGS = (1, 2, 4)
-"""Tokens over which a gap's size is followed: near enough that a change inside of the sequence seldom falls between."""
+"""Tokens' worth of doubt about the mean d of a token after a token."""
+PERSISTENCE_LAGS = (1, 2, 4)
+"""Distances, in tokens, over which the size of d is followed: near enough that a change inside of the sequence seldom falls between."""
 MIN_PERSISTENCE = 0.07
-"""Correlation of the gap's size from token to token where weights changed inside of sequences, 0.1 and more in most; of other
+"""Correlation of the size of d from token to token where weights changed inside of sequences, 0.1 and more in most; of other
 weights it is 0.04 in three of four."""
 MIN_CLEAR_PERSISTENCE = 0.12
-"""The same where the gap is no larger than rounding."""
+"""The same where the mismatch is no larger than rounding."""
 MIN_SEQUENCE_SCORE = 4.0
-"""Standard deviations by which the gap's size differs between sequences of a step where it changes inside of them: rounding
+"""Standard deviations by which the size of d differs between sequences of a step where it changes inside of them: rounding
 stays below 2.5, other weights mostly below 4."""
-MAX_TILT = 0.02
-"""Correlation of the gap's size with the logprob: rounded weights move all logits alike (-0.06 to 0.05), updates move those
-of probable tokens more (0.1)."""
-MAX_PERSISTENCE = 0.05
-"""Correlation of the gap's size from token to token that rounded weights leave at most."""

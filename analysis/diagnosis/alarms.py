@@ -18,65 +18,66 @@ class Alarm:
     """Whether values above it alarm; otherwise those below."""
     of_size: bool = False
     """Whether a negative value alarms like a positive one."""
-    says: str
+    summary: str
+    """What its source says of a run beyond the level."""
     source: str
 
 
 ALARMS = (
     Alarm(
         who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
-        level=0.01, says="a problem (below 0.005 is normal)", source="verl FAQ",
+        level=0.01, summary="a problem (below 0.005 is normal)", source="verl FAQ",
     ),
     Alarm(
         who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
-        says="far off-policy", source="verl docs, rollout correction",
+        summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
         who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
-        says="far off-policy", source="verl docs, rollout correction",
+        summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
         who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2), w = exp(d) untruncated", level=0.3, above=False,
-        says="few tokens carry the weights", source="verl docs, rollout correction",
+        summary="few tokens carry the weights", source="verl docs, rollout correction",
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|), of the sampled tokens", level=1.05,
-        says="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
+        summary="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
-        says="more than is acceptable", source="NeMo-RL docs, GRPO",
+        summary="more than is acceptable", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); their page says KL", level=1.0,
-        says="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
+        summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
-        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, says="a chat template that differs",
+        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="a chat template that differs",
         source="Miles docs, debug",
     ),
     Alarm(
         who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
-        says="its own CI fails", source="prime-rl CI",
+        summary="its own CI fails", source="prime-rl CI",
     ),
     Alarm(
         who="Tinker", metric="k3", definition="KL between sampler and trainer (k3 taken)", level=0.01,
-        says="look into it", source="tinker-feedback#22",
+        summary="look into it", source="tinker-feedback#22",
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=1e-3,
-        says="no longer their low group", source="richardli.xyz/rl-collapse",
+        summary="no longer their low group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
-        says="their high group, whose runs collapsed", source="richardli.xyz/rl-collapse",
+        summary="their high group, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
-        says="a mixture's run was dead beyond it", source="Ling team, IcePop; arXiv 2510.18855",
+        summary="a mixture's run was dead beyond it", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
-        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, says="its CI fails (a 4B model)",
+        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="its CI fails (a 4B model)",
         source="slime, Miles CI",
     ),
 )  # fmt: skip

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import shlex
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from ...tracer.progress import Progress, no_progress
+from ..check import commands
 from ..check.check import gather, judge
-from ..check.checked import Checked
+from ..check.commands import RECORD
 from ..check.detectors.numerics import Precision, precisions
-from ..check.evidence import Evidence
+from ..check.pair_data import PairData
+from ..check.result import CheckResult
 from ..trace.database import Database
 from ..trace.pairs import parse_pair
 from .alarms import ALARMS
-from .diagnosis import Compared, Diagnosis, Numerics, Settled, Sounded
+from .diagnosis import AlarmReading, Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
 from .figures import FIGURES
 from .metrics import own_metrics
-from .settled import settled
-
-_NOT_VALID = "; but it is no matter of numerics as long as the comparison is not valid."
+from .replay_effects import replay_effects
 
 
 def diagnose(
@@ -33,108 +34,85 @@ def diagnose(
     """
     names = parse_pair(pair)
     database = trace if isinstance(trace, Database) else Database(trace, lean=True)
-    evidence = gather(database, names, trace=database.given[0], progress=progress)
-    checked = judge(evidence, pair)
-    sides = precisions(evidence)
-    metrics = own_metrics(evidence)
-    figures = _compared(metrics, sides)
-    replays = settled(database, names, evidence.passes)
+    data = gather(database, names, trace=database.given[0], progress=progress)
+    checked = judge(data, pair)
+    sides = precisions(data)
+    metrics = own_metrics(data)
+    coarser = coarser_dtype(sides)
+    figures = _figures(metrics, coarser)
+    replays = replay_effects(database, names, data.passes)
     return Diagnosis(
         checked=checked,
-        numerics=_numerics(evidence, sides),
+        numerics=Numerics(
+            passes=names,
+            declared=(sides[0].declared, sides[1].declared),
+            logits=(sides[0].logits, sides[1].logits),
+            values=(sides[0].values, sides[1].values),
+        ),
         metrics=metrics,
-        normal=_normal(checked, metrics, figures),
+        size=size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
         figures=figures,
-        alarms=_alarms(metrics),
+        alarms=alarm_readings(metrics),
         replays=replays,
-        next=_next(evidence, checked, replays),
+        next=_next(data, checked, replays),
     )
 
 
-def _numerics(evidence: Evidence, sides: tuple[Precision, Precision]) -> Numerics:
-    parts = []
-    for side, precision in zip((evidence.sample.a, evidence.sample.b), sides, strict=True):
-        seen = {
-            None: "too few tokens share a context to show it",
-            "float32": "its logits were not rounded to 16 bits",
-        }.get(precision.logits, f"its logits lie on the grid of {precision.logits}")
-        rounded = (
-            f", and its logprobs were rounded to {precision.values}"
-            if precision.values not in (None, "float32")
-            else ""
-        )
-        says = f"says {precision.declared}" if precision.declared else "does not say its dtype"
-        parts.append(f"{side.name} {says}; {seen}{rounded}")
-    return Numerics(
-        declared=(sides[0].declared, sides[1].declared),
-        logits=(sides[0].logits, sides[1].logits),
-        values=(sides[0].values, sides[1].values),
-        sentence=". ".join(parts) + ".",
-    )
+def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
+    """The coarsest dtype of both sides, which decides the size of a mismatch; None where neither is known."""
+    known = [side.coarsest for side in sides if side.coarsest in _ORDER]
+    return _coarsest(known)
 
 
-def _compared(metrics: dict[str, float], sides: tuple[Precision, Precision]) -> tuple[Compared, ...]:
-    """Figures that the trace has one for; those of its own dtypes first."""
+def _coarsest(dtypes: Iterable[str | None]) -> str | None:
+    return max((dtype for dtype in dtypes if dtype), key=_ORDER.index, default=None)
+
+
+_ORDER = ("float32", "float16", "bfloat16", "float8")
+"""From the finest to the coarsest."""
+
+
+def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
+    """Figures that the trace has one for; those whose coarser side is as coarse first."""
     found = [
-        Compared(figure=figure, own=metrics[figure.metric], fits=_fits(figure.dtypes, sides))
+        FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
         if figure.metric in metrics
     ]
     return tuple(sorted(found, key=lambda each: not each.fits))
 
 
-def _fits(dtypes: tuple[str, str], sides: tuple[Precision, Precision]) -> bool:
-    """A gap is as large as its coarser side makes it."""
-    order = ("float32", "float16", "bfloat16", "float8")
-    known = [side.coarsest for side in sides if side.coarsest in order]
-    if not known:
-        return False
-    return max(known, key=lambda d: order.index(d or "")) == max(dtypes, key=order.index)
-
-
-def _alarms(metrics: dict[str, float]) -> tuple[Sounded, ...]:
-    found = []
+def alarm_readings(metrics: dict[str, float]) -> tuple[AlarmReading, ...]:
+    """Every published alarm that the trace has the metric of."""
+    readings = []
     for alarm in ALARMS:
         own = metrics.get(alarm.metric)
         if own is not None:
             size = abs(own) if alarm.of_size else own
-            found.append(
-                Sounded(alarm=alarm, own=own, sounds=size > alarm.level if alarm.above else size < alarm.level)
-            )
-    return tuple(found)
+            is_raised = size > alarm.level if alarm.above else size < alarm.level
+            readings.append(AlarmReading(alarm=alarm, own=own, is_raised=is_raised))
+    return tuple(readings)
 
 
-def _normal(checked: Checked, metrics: dict[str, float], figures: tuple[Compared, ...]) -> str:
-    own = metrics.get("rms_d", 0.0)
-    if checked.findings[0].code == "equal":
-        return "There is no gap."
+def size_comparison(
+    verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
+) -> SizeComparison:
+    """Where the size lies among published ones of healthy runs whose coarser side is as coarse; `verdict`: check's code."""
     healthy = [
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
-    if not healthy:
-        what = f"No published figure is of this pair of dtypes; the gap is {own:.3g} nats rms"
-        return what + ("." if checked.is_valid else _NOT_VALID)
+    if verdict == "equal" or not healthy:
+        return SizeComparison(code="equal" if verdict == "equal" else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
-    place = "below" if own < low else "above" if own > high else "within"
-    what = f"The gap of {own:.3g} nats rms is {place} what others measured with these dtypes ({low:g} to {high:g})"
-    if not checked.is_valid:
-        return what + _NOT_VALID
-    return f"{what}: {'look for a cause' if place == 'above' else 'it is normal'}."
+    code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
+    return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)
 
 
-def _next(evidence: Evidence, checked: Checked, replays: tuple[Settled, ...]) -> tuple[str, ...]:
+def _next(data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...]) -> tuple[str, ...]:
     """Commands for what is open, and nothing for what a replay has settled."""
-    if any(each.removed > 0.9 for each in replays) or checked.findings[0].code == "equal":
+    if any(replay.code == "settles" for replay in replays) or checked.findings[0].code == "equal":
         return ()
-    commands = [finding.next for finding in checked.findings if finding.next]
-    if not evidence.has_weights:
-        return (
-            *commands,
-            "tim-trace record --weights delta -o RUN -- COMMAND   (this trace has no weights to replay with)",
-        )
-    if checked.is_valid:
-        steps = int(evidence.sample.steps[-1])
-        commands.append(
-            f"tim-trace triangulate {shlex.quote(evidence.trace)} --steps {steps} --arm dtype=bf16 --arm lm-head=fp32"
-        )
-    return tuple(commands)
+    found = [finding.next for finding in checked.findings if finding.next]
+    if not data.has_weights:
+        return (*found, f"{RECORD}   (this trace has no weights to replay with)")
+    return (*found, commands.triangulate(data)) if checked.is_valid else tuple(found)

@@ -1,53 +1,74 @@
-"""What a diagnosis says."""
+"""The result of a diagnosis, in codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ...schemas.results import Result
-from ..check.checked import Checked
+from ..check.result import CheckResult
 from .alarms import Alarm
-from .figures import Figure
+from .figures import PublishedFigure
+
+SETTLES = 0.9
+"""Share of the mismatch that a replay must remove to have settled its cause."""
+ADDS_LITTLE = 0.1
+"""A replay that changes less of the mismatch than this neither removes nor adds a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """What each side computed in, as far as contracts say and logprobs show."""
 
+    passes: tuple[str, str]
     declared: tuple[str | None, str | None]
     """dtypes of the contracts."""
     logits: tuple[str | None, str | None]
     """dtypes whose grid the logits lie on: see check.detectors.logit_grid."""
     values: tuple[str | None, str | None]
     """dtypes that the recorded logprobs were rounded to."""
-    sentence: str
-    """The class of numerics, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class FigureComparison:
     """A published figure, and the trace's own under the same definition."""
 
-    figure: Figure
+    figure: PublishedFigure
     own: float
     fits: bool
-    """Whether it was measured with the dtypes of this trace."""
+    """Whether its coarser side is as coarse as the coarser side of this trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sounded:
+class AlarmReading:
     """A published alarm level, and whether the trace passes it."""
 
     alarm: Alarm
     own: float
-    sounds: bool
+    is_raised: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """What a replay that the trace holds says: put in the place of pass a, how much of the gap it removes."""
+class SizeComparison:
+    """The size of the mismatch against what others measured on healthy runs."""
+
+    code: Literal["equal", "unpublished", "below", "within", "above"]
+    """`equal`: no mismatch; `unpublished`: no figure is as coarse as this trace; else where `own` lies."""
+    own: float
+    """Root mean square of d, nats."""
+    coarser: str | None
+    """The coarser side's dtype, which decides the size; None where it is unknown."""
+    low: float | None = None
+    """Ends of the published range, nats; None for `equal` and `unpublished`."""
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayEffect:
+    """How much of the mismatch a replay that the trace holds removes, put in the place of pass a."""
 
     arm: str
+    pair: tuple[str, str]
     num_tokens: int
     gap_rms: float
     """Of the pair over the replayed tokens, nats."""
@@ -59,8 +80,16 @@ class Settled:
     """Ends of its 95 % interval over groups; None where there is none."""
     high: float | None
     no_interval: str | None
-    """Why there is none, in words; None where there is one."""
-    sentence: str
+    """Why there is none; None where there is one."""
+
+    @property
+    def code(self) -> Literal["settles", "part", "nothing", "adds"]:
+        """What the replay does to the mismatch: removes it, removes a part of it, neither, or adds to it."""
+        if self.removed > SETTLES:
+            return "settles"
+        if self.removed > ADDS_LITTLE:
+            return "part"
+        return "nothing" if self.removed > -ADDS_LITTLE else "adds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +98,18 @@ class Diagnosis(Result):
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
-    checked: Checked
+    checked: CheckResult
     numerics: Numerics
     metrics: dict[str, float]
     """The trace's own figures, by the names of `stats` and of the frameworks."""
-    normal: str
-    """Whether the gap is normal, in words."""
-    figures: tuple[Compared, ...]
-    alarms: tuple[Sounded, ...]
-    replays: tuple[Settled, ...]
+    size: SizeComparison
+    figures: tuple[FigureComparison, ...]
+    alarms: tuple[AlarmReading, ...]
+    replays: tuple[ReplayEffect, ...]
     next: tuple[str, ...]
     """Commands that would settle what is open."""
+
+    @property
+    def settled_by(self) -> ReplayEffect | None:
+        """The replay that removes nearly all of the mismatch; None where none does."""
+        return next((replay for replay in self.replays if replay.code == "settles"), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..check.text import checked_json, checked_text, wrapped
 from ..rows import Rows, shown, to_text
-from .diagnosis import Diagnosis, Settled
+from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
@@ -15,8 +15,13 @@ def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
     found = shown(found)
     parts = [
         _titled("IS IT VALID?", checked_text(found.checked, width)),
-        _titled("WHAT WAS COMPUTED IN?", wrapped(found.numerics.sentence, "", width)),
-        _titled("IS IT NORMAL?", wrapped(found.normal, "", width) + "\n\n" + to_text(_figures(found), width)),
+        _titled("WHAT WAS COMPUTED IN?", wrapped(numerics_text(found.numerics), "", width)),
+        _titled(
+            "IS IT NORMAL?",
+            wrapped(size_text(found.size, is_valid=found.checked.is_valid), "", width)
+            + "\n\n"
+            + to_text(_figures(found), width),
+        ),
         _titled("WHICH ALARMS SOUND?", to_text(_alarms(found), width)),
     ]
     if found.replays:
@@ -27,8 +32,60 @@ def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
 
 
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
-    """The same as JSON can say it, with every number."""
-    return asdict(found) | {"checked": checked_json(found.checked)}
+    """The same as JSON can say it: codes, every number, and the sentences made from them."""
+    told = asdict(found)
+    for replay, effect in zip(told["replays"], found.replays, strict=True):
+        replay |= {"code": effect.code, "sentence": effect_text(effect)}
+    for reading in told["alarms"]:
+        reading |= {"sounds": reading["is_raised"], "alarm": reading["alarm"] | {"says": reading["alarm"]["summary"]}}
+    told["numerics"]["sentence"] = numerics_text(found.numerics)
+    return told | {
+        "checked": checked_json(found.checked),
+        "normal": size_text(found.size, is_valid=found.checked.is_valid),
+    }
+
+
+def numerics_text(numerics: Numerics) -> str:
+    """What each side computed in."""
+    parts = []
+    sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
+    for name, dtype, logits, values in sides:
+        seen = {
+            None: "too few tokens share a context to show it",
+            "float32": "its logits were not rounded to 16 bits",
+        }.get(logits, f"its logits lie on the grid of {logits}")
+        rounded = f", and its logprobs were rounded to {values}" if values not in (None, "float32") else ""
+        parts.append(f"{name} {f'says {dtype}' if dtype else 'does not say its dtype'}; {seen}{rounded}.")
+    return " ".join(parts)
+
+
+def size_text(size: SizeComparison, *, is_valid: bool) -> str:
+    """Whether the size of the mismatch is normal; no more than a number as long as the comparison is not valid."""
+    if size.code == "equal":
+        return "There is no mismatch."
+    if size.code == "unpublished":
+        said = f"The mismatch is {size.own:.3g} nats rms; no published figure has {size.coarser or 'an unknown dtype'} as its coarser side"
+    else:
+        said = (
+            f"The mismatch of {size.own:.3g} nats rms is {size.code} what others measured with {size.coarser} as the coarser "
+            f"side ({size.low:g} to {size.high:g})"
+        )
+    if not is_valid:
+        return f"{said}; but it is no matter of numerics as long as the comparison is not valid."
+    if size.code == "unpublished":
+        return f"{said}."
+    return f"{said}: {'look for a cause' if size.code == 'above' else 'it is normal'}."
+
+
+def effect_text(effect: ReplayEffect) -> str:
+    """What a replay does to the mismatch."""
+    a, b = effect.pair
+    return {
+        "settles": f"with {effect.arm}, {a} would agree with {b}: it is what makes the mismatch",
+        "part": f"{effect.arm} makes a part of the mismatch",
+        "nothing": f"{effect.arm} does not make the mismatch",
+        "adds": f"{effect.arm} would make the mismatch larger",
+    }[effect.code]
 
 
 def _titled(title: str, text: str) -> str:
@@ -51,13 +108,13 @@ def _figures(found: Diagnosis) -> Rows:
 
 def _alarms(found: Diagnosis) -> Rows:
     return Rows(
-        ("alarm", "this trace", "level", "who", "definition", "says"),
+        ("alarm", "this trace", "level", "who", "definition", "meaning"),
         [
             (
-                "SOUNDS" if each.sounds else "silent", each.own, f"{'>' if each.alarm.above else '<'} {each.alarm.level:g}",
-                each.alarm.who, each.alarm.definition, each.alarm.says,
+                "SOUNDS" if each.is_raised else "silent", each.own, f"{'>' if each.alarm.above else '<'} {each.alarm.level:g}",
+                each.alarm.who, each.alarm.definition, each.alarm.summary,
             )
-            for each in sorted(found.alarms, key=lambda each: not each.sounds)
+            for each in sorted(found.alarms, key=lambda each: not each.is_raised)
         ],
     )  # fmt: skip
 
@@ -66,13 +123,13 @@ def _replays(found: Diagnosis) -> Rows:
     return Rows(
         ("replay", "tokens", "gap_rms", "left_rms", "removed", "95 %", "what it says"),
         [
-            (r.arm, r.num_tokens, r.gap_rms, r.left_rms, f"{r.removed:.1%}", _interval(r), r.sentence)
+            (r.arm, r.num_tokens, r.gap_rms, r.left_rms, f"{r.removed:.1%}", _interval(r), effect_text(r))
             for r in found.replays
         ],
     )
 
 
-def _interval(replay: Settled) -> str:
+def _interval(replay: ReplayEffect) -> str:
     if replay.low is None or replay.high is None:
         return f"none: {replay.no_interval}"
     return f"{replay.low:.1%} to {replay.high:.1%}"

@@ -30,14 +30,17 @@ class Full:
 
 
 def log_softmax(logits_CV: Array) -> Array:
-    """[C, V] logprobs. A row that has NaN, +inf or nothing but -inf is NaN throughout."""
+    """[C, V] logprobs. A row that has NaN, +inf or nothing but -inf is NaN throughout.
+
+    scipy.special.log_softmax gives the same digits in three times the time.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted_CV = logits_CV - logits_CV.max(axis=1, keepdims=True)
         return shifted_CV - np.log(np.exp(shifted_CV).sum(axis=1, keepdims=True))
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """h of KL(p || q) for each token, from logprobs; +inf where q alone is 0."""
+    """h of KL(p || q) for each token, from logprobs; +inf where q alone is 0. scipy.special.kl_div cancels where d is small."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d both p ln(p / q) and q - p are d, and their sum is d^2 / 2.
@@ -63,16 +66,16 @@ def tv_terms(logp: Array, logq: Array) -> Array:
 
 def entropy(logp: Array) -> Array:
     """[C] entropy of rows of logprobs."""
-    with np.errstate(invalid="ignore"):
-        return -np.where(np.isneginf(logp), 0.0, np.exp(logp) * logp).sum(axis=1)
+    from scipy.special import entr
+
+    return entr(np.exp(logp)).sum(axis=1)
 
 
 def even_entropy(r: Array) -> Array:
     """(1 + r) ln(1 + r) + (1 - r) ln(1 - r) for r in [-1, 1]."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        r = np.abs(r)
-        near = np.where(r < 1.0, (1 - r) * np.log1p(-r), 0.0)
-    return np.maximum((1 + r) * np.log1p(r) + np.where(np.isnan(r), np.nan, near), 0.0)
+    from scipy.special import xlog1py
+
+    return np.maximum(xlog1py(1 + r, r) + xlog1py(1 - r, -r), 0.0)
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:

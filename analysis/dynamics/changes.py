@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..statistics.change_points import cut, residuals, shortest, tail
-from .location import RAMP, SHIFT, Located, locate
-from .noise import tamed
+from ..statistics.location import RAMP, SHIFT, Located, locate
+from ..statistics.noise import tamed
 from .quantities import LINEAR, LOG, Series
 
 __all__ = ["FEWEST", "RAMP", "SHIFT", "ChangePoint", "change_points"]
@@ -45,7 +45,7 @@ class ChangePoint:
 def change_points(series: Series) -> list[ChangePoint]:
     """Find the steps at which a series changed, in order, on its own scale.
 
-    The series is cut into straight stretches by the exact least-cost cut (penalty `segments.penalty`), so that a trend
+    The series is cut into straight stretches by the exact least-cost cut (penalty `penalty`), so that a trend
     is no change and a ramp is one; the cost is in units of the long-run variance, which autocorrelation enters. Single
     outliers do not count. Then each cut is placed anew, as a jump or as a break of slope. Steps without a value are
     passed over; there is no answer for fewer than 12 with one.

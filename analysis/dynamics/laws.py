@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..statistics.intervals import student_quantile
-from .noise import highest_long_run_variance
+from ..statistics.noise import highest_long_run_variance
 from .quantities import Series
 
 FEWEST = 8
@@ -61,8 +61,10 @@ def growths(k3: Series | None) -> tuple[Growth, ...]:
 
 
 def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
+    from scipy.stats import linregress
+
     t = steps - steps.mean()
-    slope = float(t @ logs) / float(t @ t)
+    slope = float(linregress(steps, logs).slope)
     scatter = highest_long_run_variance(logs - logs.mean() - slope * t, 2)
     reach = student_quantile(0.975, len(t) - 2) * math.sqrt(scatter / float(t @ t))
     decided = abs(slope) > reach
@@ -74,6 +76,8 @@ def _growth(part: str, steps: np.ndarray, logs: np.ndarray) -> Growth:
 
 def entropy_law(reward: Series | None, entropy: Series | None) -> EntropyLaw | None:
     """Fit the law by least squares; None for fewer than 8 steps with both, or an entropy that does not move."""
+    from scipy.stats import linregress
+
     if reward is None or entropy is None:
         return None
     there = reward.known & entropy.known & (entropy.values < 500)
@@ -83,14 +87,12 @@ def entropy_law(reward: Series | None, entropy: Series | None) -> EntropyLaw | N
     apart = x - x.mean()
     if not float(apart @ apart) > 1e-18 * float(x @ x):
         return None
-    slope = float(apart @ y) / float(apart @ apart)
-    left = y - y.mean() - slope * apart
-    total = float(((y - y.mean()) ** 2).sum())
+    fit, moves = linregress(x, y), bool(np.ptp(y) > 0)
+    left = y - fit.intercept - fit.slope * x
     spread = float(left.std())
     last = left[len(left) - len(left) // 3 :]
     return EntropyLaw(
-        num_steps=len(y), a=-slope, b=float(y.mean() - slope * x.mean()),
-        r2=1 - float(left @ left) / total if total > 0 else 0.0,
-        residual_last_third=float(last.mean()) / spread if spread > 0 else 0.0,
+        num_steps=len(y), a=-float(fit.slope), b=float(fit.intercept), r2=float(fit.rvalue) ** 2 if moves else 0.0,
+        residual_last_third=float(last.mean()) / spread if moves and spread > 0 else 0.0,
         residuals=tuple((int(step), float(value)) for step, value in zip(reward.steps[there], left, strict=True)),
     )  # fmt: skip

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas import loss as losses
-from ...schemas.loss import Loss, read_loss
+from ...schemas.loss import read_loss
+from ..statistics.loss import sql_options
 from ..trace.database import Database, quoted
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
@@ -140,7 +141,7 @@ def read_clipping(database: Database, run: str) -> list[Column]:
     has = held(database, run)
     mean = "avg" if loss.level == losses.SEQUENCE_MEAN else "sum"
     query = _CLIPPED.format(
-        loss=_options(loss),
+        loss=sql_options(loss),
         terms=_TERMS if loss.level == losses.TOKEN else _SEQUENCES.format(mean=mean),
         grouped="" if loss.level == losses.TOKEN else "GROUP BY step, seq_id, iteration",
         advantage=_ADVANTAGES if has.advantages else "s.advantage",
@@ -150,13 +151,6 @@ def read_clipping(database: Database, run: str) -> list[Column]:
     database.define("loss")
     source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
-
-
-def _options(loss: Loss) -> str:
-    """A loss as options of the SQL macro loss_clips."""
-    bounds = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "clip_hard": loss.clip_hard}
-    numbers = {name: "NULL" if value is None else f"'{value!r}'::DOUBLE" for name, value in bounds.items()}
-    return ", ".join(f"{name} := {value}" for name, value in {"kind": quoted(loss.kind), **numbers}.items())
 
 
 def _with(database: Database, run: str, column: str) -> set[str]:

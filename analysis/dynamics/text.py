@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..check.text import wrapped
+from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, table, to_text
 from .motion import Dynamics
 
@@ -19,8 +20,8 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     head = f"{found.run}: steps {found.first_step} to {found.last_step}, {found.num_steps:,} of them, d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in found.says)]
     if found.onsets:
-        parts.append(_titled("WHAT MOVED FIRST?", to_text(_onsets(found), width)))
-    parts.append(_titled("WHAT DID EACH SERIES DO?", to_text(_series(found), width)))
+        parts.append(_titled("WHAT MOVED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
+    parts.append(_titled("WHAT DID EACH SERIES DO?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
     if found.schedule is not None:
         parts.append(_titled("DID RESPONSES SURGE?", _schedule(found, width)))
     if found.lead_lag:
@@ -57,7 +58,8 @@ def _onsets(found: Dynamics) -> Rows:
     )  # fmt: skip
 
 
-def _series(found: Dynamics) -> Rows:
+def series_rows(found: Dynamics) -> Rows:
+    """A row a series: its course, and where it changed."""
     rows = [
         (
             each.name, each.num_steps, each.first, each.last, each.smallest, each.largest,

@@ -12,7 +12,8 @@ from ...schemas.errors import InvalidOption
 from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ..check.check import check
-from ..check.checked import Checked
+from ..check.result import CheckResult
+from ..check.text import evidence_text
 from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
@@ -130,9 +131,9 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
     return len({condition.holds(end) for end in interval}) == 1
 
 
-def _checked(checked: Checked) -> Verdict:
+def _checked(checked: CheckResult) -> Verdict:
     faults = [finding for finding in checked.findings if finding.fails]
-    told = "; ".join(f"{finding.title}: {finding.evidence}" for finding in faults or checked.findings)
+    told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
     return Verdict(
         condition=CHECK, metric=CHECK, value=float(len(faults)), low=None, high=None, bound=None,
         verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, how=told,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import NothingToCompare
-from ...tracer.progress import Progress
+from ...tracer.progress import Advance, Progress, no_progress
 from ..statistics.estimators import FROM_SUMS, Array, Totals
 from ..statistics.intervals import PARTS, Interval, NoInterval, bootstrap, jackknife, largest_interval, numbered, unit
 from ..stats import stats
@@ -61,16 +61,16 @@ class Run:
         for source in dict.fromkeys(condition.source for condition in conditions):
             like = None if source == OWN else source
             database = Database(self._trace)
-            numbers = self._numbers(database, like)
+            numbers = self._numbers(database, like, self._progress)
             wanted = {c.text: metric_named(c, list(numbers)) for c in conditions if c.source == source}
             values = {metric: _value(numbers[metric], metric) for metric in wanted.values()}
             measured = self._measured(database, values, like)
             found |= {text: measured[metric] for text, metric in wanted.items()}
         return found
 
-    def _numbers(self, database: Database, like: str | None) -> dict[str, object]:
+    def _numbers(self, database: Database, like: str | None, progress: Progress = no_progress) -> dict[str, object]:
         """Every number of the run, by name."""
-        (row,) = stats(database, pair=self._pair, by="run", like=like, progress=self._progress).dicts()
+        (row,) = stats(database, pair=self._pair, by="run", like=like, progress=progress).dicts()
         return {name: value for name, value in row.items() if not isinstance(value, str)}
 
     def _measured(self, database: Database, values: dict[str, float], like: str | None) -> dict[str, Measured]:
@@ -118,7 +118,7 @@ class Run:
         num_groups = numbered(unit_N)[1]
         replicates: dict[bytes, dict[str, object]] = {}
 
-        def without(name: str, places: Array) -> float:
+        def without(advance: Advance, name: str, places: Array) -> float:
             key = places.tobytes()
             if key not in replicates:
                 database.leave_out(sequences.take(pa.array(places)))
@@ -126,15 +126,17 @@ class Run:
                     replicates[key] = self._numbers(database, like)
                 except NothingToCompare:  # what is left is masked as a whole
                     replicates[key] = {}
+                advance(1)
             value = replicates[key].get(name)
             return float(value) if isinstance(value, (int, float)) else math.nan
 
         how = f"jackknife over {min(PARTS, num_groups)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
         found = {}
-        for name, value in values.items():
-            interval = jackknife(unit_N, value, partial(without, name), self._confidence)
-            told = _without(interval, num_groups) if isinstance(interval, NoInterval) else how
-            found[name] = Measured(metric=name, value=value, interval=interval, how=told)
+        with self._progress("resampling", min(PARTS, num_groups)) as advance:
+            for name, value in values.items():
+                interval = jackknife(unit_N, value, partial(without, advance, name), self._confidence)
+                told = _without(interval, num_groups) if isinstance(interval, NoInterval) else how
+                found[name] = Measured(metric=name, value=value, interval=interval, how=told)
         return found
 
     def _scored(self, database: Database) -> pa.Table:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ...schemas.loss import SAPO, VESPO, Loss
-from ..statistics.estimators import Array, Totals
+from ..statistics.estimators import Array, Totals, pearson_of_totals
+from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
 from .pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from .sums import Sums
-from .terms import SAFETY_BOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,10 @@ def _variance(name: str) -> Callable[[Totals], Array]:
 
 
 def _correlation(t: Totals) -> Array:
-    n = t["terms_known"]
-    spread_weighed = n * t["off_weighed2"] - t["off_weighed"] ** 2
-    spread_gap = n * t["off_gap2"] - t["off_gap"] ** 2
-    known = (spread_weighed > 0) & (spread_gap > 0)
-    size = np.sqrt(np.where(known, spread_weighed, 1.0)) * np.sqrt(np.where(known, spread_gap, 1.0))
-    covariance = n * t["off_weighed_gap"] - t["off_weighed"] * t["off_gap"]
-    return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
+    """See `totals_of`."""
+    return pearson_of_totals(
+        t["terms_known"], t["off_weighed"], t["off_gap"], t["off_weighed2"], t["off_gap2"], t["off_weighed_gap"]
+    )
 
 
 def _total_variance(t: Totals) -> Array:

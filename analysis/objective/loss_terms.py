@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import CURRENT, ROLLOUT, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LOG_RATIO, Loss
+from ...schemas.loss import TOKEN, VESPO, VESPO_LOG_RATIO, Loss
 from ..statistics.estimators import Array
+from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 from ..statistics.moments import centred, co_moment
-from .terms import SAFETY_BOUND, clamped_exp, contribution, correction_weight, is_clipped
 
 SIDES = ("positive", "negative")
 """Of the sign of an advantage."""
@@ -49,7 +49,7 @@ class Differences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LossTerms:
     """[K] arrays."""
 
     ratio_true: Array
@@ -146,32 +146,30 @@ class Terms:
         }
 
 
-def terms_of(loss: Loss, tokens: Differences) -> Terms:
+def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
     """The terms of some sequences under a loss."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
 
 
-def _of_tokens(loss: Loss, tokens: Differences) -> Terms:
+def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
     true, used = _ratios(loss, tokens.d_T + tokens.drift_T, tokens.drift_T)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
         weight = correction_weight(loss, tokens.d_T)
     elif loss.correction != "none":
         weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
-    return Terms(
+    return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=used, gap=tokens.d_T, weight=weight,
         advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
         known_N=tokens.known_N, known=tokens.known_T, starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
     )  # fmt: skip
 
 
-def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
+def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
     """One term a sequence; a correction by token has its mean weight."""
-    divisor_N = np.maximum(tokens.num_N, 1) if loss.level == SEQUENCE_MEAN else 1.0
-    sum_d_N = tokens.total(tokens.d_T)
-    gap_N, drift_N = sum_d_N / divisor_N, tokens.total(tokens.drift_T) / divisor_N
+    gap_N, drift_N = (log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T))
     true, used = _ratios(loss, gap_N + drift_N, drift_N)
     weight: Array | float = 1.0
     if loss.correction.startswith("token"):
@@ -179,18 +177,17 @@ def _of_sequences(loss: Loss, tokens: Differences) -> Terms:
         weights_T = weights_T if tokens.known_T is None else weights_T * tokens.known_T
         weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
     elif loss.correction != "none":
-        weight = correction_weight(loss, sum_d_N)
+        weight = correction_weight(loss, tokens.total(tokens.d_T))
     return _one_each(tokens, true, used, used, gap_N, weight)
 
 
-def _of_products(loss: Loss, tokens: Differences) -> Terms:
+def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
     """Vespo's term a sequence: products of its tokens' ratios, each within +-20 nats, and of the correction's weights."""
-
-    def total(log_ratio_T: Array) -> Array:
-        return tokens.total(np.clip(log_ratio_T, -SAFETY_BOUND, SAFETY_BOUND))
-
     gap_N = tokens.total(tokens.d_T)
-    true_N, drift_N = total(tokens.d_T + tokens.drift_T), total(tokens.drift_T)
+    true_N, drift_N = (
+        log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
+        for log_T in (tokens.d_T + tokens.drift_T, tokens.drift_T)
+    )
     true, used = _ratios(loss, true_N, drift_N)
     applied = used
     if loss.correction != "none":
@@ -198,17 +195,16 @@ def _of_products(loss: Loss, tokens: Differences) -> Terms:
         log_weight = np.clip(np.log(correction_weight(loss, tokens.d_T if is_token else gap_N)), *VESPO_LOG_RATIO)
         if is_token:
             log_weight = tokens.total(log_weight if tokens.counts_T is None else log_weight * tokens.counts_T)
-        log_used = {ROLLOUT: true_N, CURRENT: 0.0}.get(loss.denominator, drift_N)
-        applied = clamped_exp(log_used + log_weight)
+        applied = clamped_exp(log_used(loss, true_N, drift_N) + log_weight)
     return _one_each(tokens, true, used, applied, gap_N, 1.0)
 
 
 def _one_each(
     tokens: Differences, true: Array, used: Array, applied: Array, gap_N: Array, weight: Array | float
-) -> Terms:
+) -> LossTerms:
     """Terms of whole sequences."""
     has_N = tokens.known_N > 0
-    return Terms(
+    return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, gap=gap_N, weight=weight, advantage=tokens.advantage_N,
         tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
         starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),
@@ -218,6 +214,5 @@ def _one_each(
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
     """rho* = current / rollout, and the ratio that the loss uses, from their logarithms."""
     true = clamped_exp(log_true)
-    if loss.denominator == ROLLOUT:
-        return true, true
-    return true, np.ones_like(true) if loss.denominator == CURRENT else clamped_exp(drift)
+    used = log_used(loss, log_true, drift)
+    return true, true if used is log_true else clamped_exp(used)

@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
-from .loss_terms import SIDES, Differences, Terms, terms_of
+from .loss_terms import SIDES, Differences, LossTerms, terms_of
 from .tokens import Tokens
 
 TOKEN_COLUMNS = (
@@ -37,7 +37,7 @@ MOMENT_COLUMNS = (
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), *MOMENT_COLUMNS)
 
 
-def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, Terms]:
+def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTerms]:
     """[C, N] sums of COLUMNS; and [K] |bias| of the terms as the loss applied it, with the terms."""
     found, parts = compared(tokens)
     found |= {

@@ -33,7 +33,7 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
     parts += [wrapped(f"note: {note}", "", width) for note in found.notes]
     if by == "run" and found.figures:
-        parts.append(to_text(_figures(found), width))
+        parts.append(to_text(objective_rows(found), width))
     if len(found.steps):
         parts.append(_steps(found, width, by))
     return "\n\n".join(parts)
@@ -73,7 +73,10 @@ def _bounds(found: Objective) -> str:
     return f" {' '.join(parts)}" if parts else ""
 
 
-def _figures(found: Objective) -> Rows:
+def objective_rows(found: Objective, by: str = "run") -> Rows:
+    """A row a figure of the run, or a step."""
+    if by == "step":
+        return found.steps
     rows = [(each.name, each.value, each.low, each.high, each.meaning) for each in found.figures.values()]
     if (carried := found.concentration) is not None:
         rows += [(label, getattr(carried, name), None, None, _CARRIED[name]) for name, label in CARRIED.items()]

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from ..attribution.attribution import Attribution
-from ..check.checked import Checked
+from ..check.result import CheckResult
+from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis
+from ..diagnosis.text import effect_text, numerics_text, size_text
 from ..objective.judged import Estimate, Objective
 from ..objective.verdict import LARGE, SMALL
 from .commands import command as command_of
@@ -61,12 +63,12 @@ def _valid(subject: Subject) -> Answer:
         clause="the comparison is valid" if checked.is_valid else f"the comparison is not valid: {first.title}",
         figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
         sureness=_tokens(checked),
-        detail=first.evidence,
+        detail=evidence_text(first),
         command=command,
     )
 
 
-def _tokens(checked: Checked) -> str:
+def _tokens(checked: CheckResult) -> str:
     if checked.num_sampled_tokens >= checked.num_tokens:
         return f"all {checked.num_tokens:,} tokens looked at one by one"
     return f"{checked.num_tokens:,} tokens in sums, {checked.num_sampled_tokens:,} of them one by one"
@@ -79,20 +81,20 @@ def _factor(subject: Subject) -> Answer:
         return _open(question, "cannot be told", "", "without two passes there is no gap to explain", command)
     first = found.checked.findings[0]
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
-    replay = next((each for each in found.replays if each.removed > 0.9), None)
+    replay = found.settled_by
     if replay is not None:
         return Answer(
             question=question, sounds=GOOD if found.checked.is_valid else BAD, short=f"settled by a replay: {replay.arm}",
             clause=f"a replay with {replay.arm} removes {replay.removed:.0%} of the gap",
             figure=f"{replay.removed:.1%} of the gap's mean square removed", sureness=f"{replay.num_tokens:,} tokens replayed",
-            detail=f"{replay.sentence}. {found.numerics.sentence}", command=command,
+            detail=f"{effect_text(replay)}. {numerics_text(found.numerics)}", command=command,
         )  # fmt: skip
     return Answer(
         question=question, sounds=NOTICE if first.fails else GOOD, short=first.title,
         clause="" if first.fails else f"the gap is {first.title}",
         figure=f"{size}{first.share:.1%} of the tokens",
         sureness="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
-        detail=found.numerics.sentence, command=command,
+        detail=numerics_text(found.numerics), command=command,
     )  # fmt: skip
 
 
@@ -101,9 +103,9 @@ def _normal(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _open(question, "cannot be told", "", "without two passes there is no gap to measure", command)
-    sounding = [each for each in found.alarms if each.sounds]
-    above = " is above " in found.normal
-    unknown = found.normal.startswith("No published figure")
+    sounding = [each for each in found.alarms if each.is_raised]
+    above = found.size.code == "above"
+    unknown = found.size.code == "unpublished"
     word = "larger than published ones" if above else "not published for these dtypes" if unknown else "normal"
     if found.checked.findings[0].code == "equal":
         word = "there is no gap"
@@ -120,8 +122,11 @@ def _normal(subject: Subject) -> Answer:
 
 
 def _alarms(found: Diagnosis) -> str:
-    sounding = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.sounds]
-    return found.normal + (f" Sounding: {'; '.join(sounding)}." if sounding else "")
+    sounding = [
+        f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.is_raised
+    ]
+    size = size_text(found.size, is_valid=found.checked.is_valid)
+    return size + (f" Sounding: {'; '.join(sounding)}." if sounding else "")
 
 
 def _bends(subject: Subject) -> Answer:

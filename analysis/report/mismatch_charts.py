@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from ..breakdowns.breakdowns import Breakdowns
+from ..diagnosis.text import effect_text
 from ..rows import Rows
 from . import chart
 from .chart import Array, Chart, Density, Histogram, Line, Lines, Share, Shares
@@ -181,7 +182,7 @@ def _arms(subject: Subject) -> Shares | None:
     if found is None or not found.replays:
         return None
     shares = tuple(
-        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{each.sentence} ({each.num_tokens:,} tokens)")
+        Share(name=each.arm, value=each.removed, low=each.low, high=each.high, text=f"{effect_text(each)} ({each.num_tokens:,} tokens)")
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair

@@ -1,43 +1,75 @@
--- What a ratio adds to a loss, a row at a time. The options are those of schemas.loss.Loss, with the same names and defaults.
+-- What a ratio adds to a loss, a row at a time. The options are those of schemas.loss.Loss, with the same names and defaults; the
+-- rules are those of analysis.statistics.loss. What a framework logs of its own clip follows its code, and is in its file.
+
+-- clamped_exp(x): exp of a log-ratio, which is clamped to 20 nats either way.
+CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));
 
 -- vespo_log(ratio): ln of a ratio within the bounds of vespo, 1e-8 to exp(20).
 CREATE OR REPLACE MACRO vespo_log(ratio) AS CASE WHEN ratio > 1e-8 THEN least(ln(ratio), 20.0) ELSE ln(1e-8) END;
+
+-- vespo_log_weight(log_ratio, k, decay): ln of vespo's phi, of a log-ratio within these bounds; decay is its lambda.
+CREATE OR REPLACE MACRO vespo_log_weight(log_ratio, k, decay) AS
+    greatest(decay, 1e-4)::DOUBLE + k::DOUBLE * log_ratio - greatest(decay, 1e-4)::DOUBLE * exp(log_ratio);
+
+-- sapo_gate(ratio, temperature): 4 / tau sigmoid(tau (ratio - 1)).
+CREATE OR REPLACE MACRO sapo_gate(ratio, temperature) AS
+    4.0::DOUBLE / temperature / (1 + exp(-temperature::DOUBLE * (ratio - 1)));
+
+-- clip_top(...), clip_bottom(...): the clip rule: between which ratios a loss leaves a term as it is, by the sign of the advantage.
+CREATE OR REPLACE MACRO clip_top(advantage, kind, clip_high, clip_hard) AS CASE kind
+    WHEN 'ppo_clip' THEN CASE WHEN advantage > 0 THEN least(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE))
+                              ELSE greatest(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE)) END
+    WHEN 'cispo' THEN clip_high
+    ELSE 'inf'::DOUBLE END;
+CREATE OR REPLACE MACRO clip_bottom(advantage, kind, clip_low) AS
+    CASE WHEN kind = 'ppo_clip' AND NOT advantage > 0 THEN 1 - clip_low ELSE '-inf'::DOUBLE END;
+
+-- log_bound(ratio): ln of a bound; of none above 0 it is -inf.
+CREATE OR REPLACE MACRO log_bound(ratio) AS CASE WHEN ratio > 0 THEN ln(ratio) ELSE '-inf'::DOUBLE END;
 
 -- loss_term(...): f_A(ratio), what a token adds to the objective; of cispo and vespo the weight on grad log p.
 CREATE OR REPLACE MACRO loss_term(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
     vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
-) AS CASE kind
-    WHEN 'ppo_clip' THEN least(least(ratio, coalesce(clip_hard, 'inf'::DOUBLE)) * advantage,
-                               greatest(least(ratio, 1 + clip_high), 1 - clip_low) * advantage)
-    WHEN 'reinforce' THEN ratio * advantage
-    WHEN 'cispo' THEN least(ratio, clip_high) * advantage
-    WHEN 'sapo' THEN CASE WHEN advantage > 0
-                          THEN 4.0::DOUBLE / sapo_temperature_pos / (1 + exp(-sapo_temperature_pos::DOUBLE * (ratio - 1)))
-                          ELSE 4.0::DOUBLE / sapo_temperature_neg / (1 + exp(-sapo_temperature_neg::DOUBLE * (ratio - 1)))
-                     END * advantage
-    WHEN 'vespo' THEN CASE WHEN advantage >= 0
-                           THEN exp(greatest(vespo_lambda_pos, 1e-4)::DOUBLE * (1 - exp(vespo_log(ratio)))
-                                    + vespo_k_pos::DOUBLE * vespo_log(ratio))
-                           ELSE exp(greatest(vespo_lambda_neg, 1e-4)::DOUBLE * (1 - exp(vespo_log(ratio)))
-                                    + vespo_k_neg::DOUBLE * vespo_log(ratio))
-                      END * advantage
+) AS CASE
+    WHEN kind IN ('ppo_clip', 'cispo', 'reinforce')
+    THEN greatest(least(ratio, clip_top(advantage, kind, clip_high, clip_hard)), clip_bottom(advantage, kind, clip_low)) * advantage
+    WHEN kind = 'sapo' THEN CASE WHEN advantage > 0 THEN sapo_gate(ratio, sapo_temperature_pos)
+                                 ELSE sapo_gate(ratio, sapo_temperature_neg) END * advantage
+    WHEN kind = 'vespo'
+    THEN exp(CASE WHEN advantage >= 0 THEN vespo_log_weight(vespo_log(ratio), vespo_k_pos, vespo_lambda_pos)
+                  ELSE vespo_log_weight(vespo_log(ratio), vespo_k_neg, vespo_lambda_neg) END) * advantage
     ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
 
--- loss_clips(...): whether the ratio is beyond the bound that holds for the sign of the advantage. Under ppo_clip such a token
--- gives no gradient, under cispo one whose weight is the bound; the others have no bound.
+-- loss_log_weight(...): ln of f_A(ratio) / A, from a log-ratio: what multiplies the advantage after the clip.
+CREATE OR REPLACE MACRO loss_log_weight(
+    log_ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
+    sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
+    vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
+) AS CASE
+    WHEN kind IN ('ppo_clip', 'cispo', 'reinforce')
+    THEN greatest(least(log_ratio, log_bound(clip_top(advantage, kind, clip_high, clip_hard))),
+                  log_bound(clip_bottom(advantage, kind, clip_low)))
+    WHEN kind = 'sapo' THEN ln(CASE WHEN advantage > 0 THEN sapo_gate(clamped_exp(log_ratio), sapo_temperature_pos)
+                                    ELSE sapo_gate(clamped_exp(log_ratio), sapo_temperature_neg) END)
+    WHEN kind = 'vespo'
+    THEN CASE WHEN advantage >= 0 THEN vespo_log_weight(vespo_log(clamped_exp(log_ratio)), vespo_k_pos, vespo_lambda_pos)
+              ELSE vespo_log_weight(vespo_log(clamped_exp(log_ratio)), vespo_k_neg, vespo_lambda_neg) END
+    ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
+
+-- loss_clips(...): whether the ratio is beyond the bound that holds for the sign of the advantage; reinforce, sapo and vespo have
+-- no bound.
 CREATE OR REPLACE MACRO loss_clips(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
-) AS CASE kind
-    WHEN 'ppo_clip' THEN (advantage > 0 AND ratio > least(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE)))
-                         OR (advantage < 0 AND (ratio < 1 - clip_low
-                                                OR ratio > greatest(1 + clip_high, coalesce(clip_hard, 'inf'::DOUBLE))))
-    WHEN 'cispo' THEN advantage <> 0 AND ratio > clip_high
-    ELSE false END;
+) AS advantage <> 0 AND (ratio > clip_top(advantage, kind, clip_high, clip_hard) OR ratio < clip_bottom(advantage, kind, clip_low));
 
--- clamped_exp(x): exp of a log-ratio, which is clamped to 20 nats either way.
-CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));
+-- loss_has_gradient(...): whether a token has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
+CREATE OR REPLACE MACRO loss_has_gradient(
+    ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
+) AS advantage <> 0 AND NOT (kind = 'ppo_clip' AND loss_clips(
+    ratio, advantage, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard
+));
 
 -- correction_weight(...): what the loss's correction multiplies a token's term by; log_ratio is d, of the token or the sequence.
 CREATE OR REPLACE MACRO correction_weight(log_ratio, correction, correction_low, correction_high) AS

@@ -1,1 +1,1 @@
-"""What is inferred from a run: intervals of its numbers."""
+"""What is computed from a run's numbers: estimators, intervals, change points, correlations and the terms of the loss."""

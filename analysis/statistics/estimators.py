@@ -55,15 +55,18 @@ def _off(peak_N: Array, mean_fall_N: Array) -> Array:
     return np.asarray(np.exp(top) * (fall_N - np.median(fall_N))) if len(fall_N) else fall_N
 
 
+def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
+    """Pearson's correlation from totals of x, y, their squares and their product around a centre near the means, so that no
+    difference here cancels; NaN where one has no spread, as in SQL.
+    """
+    spread_x, spread_y = num * xx - x**2, num * yy - y**2
+    known = (spread_x > 0) & (spread_y > 0)
+    size = np.sqrt(np.where(known, spread_x, 1.0)) * np.sqrt(np.where(known, spread_y, 1.0))
+    return np.where(known, np.clip((num * xy - x * y) / size, -1.0, 1.0), np.nan)
+
+
 def _pearson(t: Totals) -> Array:
-    """Of totals that are taken around a centre near the means, so that no difference here cancels."""
-    n = t["num_tokens"]
-    covariance = n * t["off_ab"] - t["off_a"] * t["off_b"]
-    spread_a, spread_b = n * t["off_aa"] - t["off_a"] ** 2, n * t["off_bb"] - t["off_b"] ** 2
-    # No spread is no correlation, as in SQL.
-    known = (spread_a > 0) & (spread_b > 0)
-    size = np.sqrt(np.where(known, spread_a, 1.0)) * np.sqrt(np.where(known, spread_b, 1.0))
-    return np.where(known, np.clip(covariance / size, -1.0, 1.0), np.nan)
+    return pearson_of_totals(t["num_tokens"], t["off_a"], t["off_b"], t["off_aa"], t["off_bb"], t["off_ab"])
 
 
 FROM_SUMS: dict[str, Callable[[Totals], Array]] = {

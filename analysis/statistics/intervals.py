@@ -89,6 +89,7 @@ def bootstrap(
     error at two quantiles of t are the ends. Two things are wider than in the textbook, since few groups are narrower than
     what they are drawn from: the quantiles lie as far out as Hesterberg 2015 (What Teachers Should Know About the Bootstrap,
     section 3.2, there of percentiles) puts them, and no end is nearer than Student's t with G - 1 degrees of freedom.
+    scipy.stats.bootstrap has no groups and no t.
 
     `constants` are added to the totals as they are. An end may be infinite with `open_ended`; otherwise that is CARRIED.
     """
@@ -164,6 +165,25 @@ def student_quantile(probability: float, freedom: int) -> float:
     from scipy.special import stdtrit  # what scipy.stats.t.ppf calls, without the time that scipy.stats takes to import
 
     return float(stdtrit(freedom, probability))
+
+
+def f_quantile(probability: float, numerator: int, denominator: int) -> float:
+    """Quantile of Fisher's F with these degrees of freedom.
+
+    >>> round(f_quantile(0.90, 1, 6), 2)
+    3.78
+    """
+    from scipy.special import fdtri  # as above
+
+    return float(fdtri(numerator, denominator, probability))
+
+
+def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
+    """[R, n] places of a series of n values, resampled in blocks of neighbours (Kuensch 1989), which keeps its autocorrelation."""
+    length = min(number, max(5, math.ceil(2 * number ** (1 / 3))))
+    draw = np.random.default_rng(seed)
+    starts = draw.integers(0, number - length + 1, (num_resamples, -(-number // length)))
+    return (starts[:, :, None] + np.arange(length)).reshape(num_resamples, -1)[:, :number]
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:

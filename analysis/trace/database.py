@@ -33,7 +33,7 @@ from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_OBJECTIVE = ("objective_", "loss_term", "loss_clips", "loss_shares", "clamped_exp", "correction_weight")
+_OBJECTIVE = ("objective_", "loss_", "clamped_exp", "correction_weight")
 """What a query names that needs the macros of objectives, which take a while to define as well."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])

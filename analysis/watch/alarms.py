@@ -65,7 +65,7 @@ def _first(each: Judged) -> FirstAlarm:
 def _published(alarm: Alarm, steps: Array, values: Array) -> Judged:
     size = np.abs(values) if alarm.of_size else values
     return Judged(
-        who=alarm.who, metric=alarm.metric, definition=alarm.definition, says=alarm.says, source=alarm.source,
+        who=alarm.who, metric=alarm.metric, definition=alarm.definition, says=alarm.summary, source=alarm.source,
         condition=f"{'>' if alarm.above else '<'} {alarm.level:g}", steps=steps, values=values,
         sounds=size > alarm.level if alarm.above else size < alarm.level,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 
-from .text import watched_text
+from .view import WatchedView
 from .watched import Watched
 
 _PIPE_WIDTH = 100
@@ -27,54 +29,37 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
     What is drawn fits the terminal, and is drawn anew when its size changes.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
         for seen in views:
-            _print(console, seen)
+            console.print(WatchedView(seen), crop=False)
         return
-    screen = _Screen(console)
-    with (
-        _handled(signal.SIGTERM, _interrupt),
-        _handled(signal.SIGHUP, _interrupt),
-        _handled(signal.SIGWINCH, screen.resize),
-    ):
+    last = None
+    with _handled((signal.SIGTERM, signal.SIGHUP), _interrupt):
         try:
-            with screen.place:
+            with (
+                Live(
+                    console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+                ) as live,
+                _handled((signal.SIGWINCH,), lambda number, frame: live.refresh()),
+            ):
                 for seen in views:
-                    screen.draw(seen)
+                    last = WatchedView(seen)
+                    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
+                    live.update(WatchedView(seen, is_screen=True), refresh=True)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGWINCH})
         except KeyboardInterrupt:
             pass
-    if screen.seen is not None:
-        _print(console, screen.seen)
+    if last is not None:
+        console.print(last, crop=False)
 
 
-class _Screen:
-    """The view that is drawn."""
-
-    def __init__(self, console: Console):
-        self.seen: Watched | None = None
-        self.place = console.screen(hide_cursor=True)
-        """The terminal's other screen, which leaves what stood there before as it was."""
-        self._console = console
-        self._is_drawing = False
-
-    def draw(self, seen: Watched) -> None:
-        """Draw a view in place of the one before."""
-        self.seen, self._is_drawing = seen, True
-        width, height = self._console.size
-        text = watched_text(seen, width=width, height=height, encoding=self._console.encoding, goes_on=not seen.is_over)
-        self.place.update(text)
-        self._is_drawing = False
-
-    def resize(self, number: int, frame: FrameType | None) -> None:
-        """Draw the view anew, as the terminal has another size."""
-        if self.seen is not None and not self._is_drawing:
-            self.draw(self.seen)
-
-
-def _print(console: Console, seen: Watched) -> None:
-    width = console.width if console.is_terminal else _PIPE_WIDTH
-    console.print(watched_text(seen, width=width, encoding=console.encoding), soft_wrap=True)
+def watched_text(seen: Watched) -> str:
+    """Write a view as it is printed where there is no terminal."""
+    console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
+    with console.capture() as captured:
+        console.print(WatchedView(seen), crop=False)
+    return captured.get()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -83,9 +68,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _handled(number: int, handler: Any) -> Iterator[None]:
-    before = signal.signal(number, handler)
+def _handled(numbers: tuple[signal.Signals, ...], handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -18,7 +18,7 @@ def watch(
     trace: str | os.PathLike[str],
     *,
     every: float = 5.0,
-    steps: int = 10,
+    steps: str = "-10:",
     once: bool = False,
     pair: str = "train:rollout",
     progress: Progress = no_progress,
@@ -26,8 +26,8 @@ def watch(
     """Show a run while it is recorded: its latest steps, its course so far, and the first alarms.
 
     Gives what is seen now, and again `every` so many seconds, until the recording has ended; `once` gives it one time. A
-    trace that is not there yet is waited for, unless `once` is asked for. `steps` is how many of the latest steps are to
-    be shown, and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
+    trace that is not there yet is waited for, unless `once` is asked for. `steps` are those to be shown (`3`,
+    `2:8`, `-10:` for the last ten, `all`), and `pair` names the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
 
     Only steps that have grown are read again. A long run is read in portions, the newest steps first: what is seen meanwhile
     says how many steps are left, and with `once` it is given when all are read. Nothing is written, and the
@@ -37,9 +37,7 @@ def watch(
     """
     if not 0 < every <= _LONGEST_S:
         raise InvalidOption(f"every: got {every}; use seconds above 0 and at most {_LONGEST_S:g}")
-    if steps < 1:
-        raise InvalidOption(f"steps: got {steps}; use 1 or more")
-    watcher = Watcher(trace, pair=pair, num_latest=steps)
+    watcher = Watcher(trace, pair=pair, steps=steps)
     return iter([_whole(watcher, progress)]) if once else _again_and_again(watcher, every)
 
 

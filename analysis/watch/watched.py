@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
+
+from ...replay.steps import select_steps
 from ...schemas.results import Result
 from ..dynamics.changes import ChangePoint
 from ..dynamics.quantities import Series
+from ..rows import Rows
 
 WAITING = "waiting"
 """The state of a run of which nothing is recorded yet; the others are those of `info`."""
+
+COLUMNS = (
+    "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
+)  # fmt: skip
+"""Series of the latest steps, the ones that a narrow terminal keeps first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,7 @@ class Moved:
 class Watched(Result):
     """A run, as far as it is recorded."""
 
-    _text = "tim_trace.analysis.watch.text:watched_text"
+    _text = "tim_trace.analysis.watch.screen:watched_text"
 
     trace: str
     run: str
@@ -85,8 +95,8 @@ class Watched(Result):
     steps_per_minute: float | None = None
     rate_from: str = ""
     """What steps_per_minute is from."""
-    num_latest: int = 10
-    """Latest steps to be shown."""
+    steps: str = "-10:"
+    """Steps to be shown, as `parse_steps` reads them."""
     series: Mapping[str, Series]
     """Name -> the values by step, as `dynamics.read_series` gives them; the same steps for all."""
     alarms: tuple[FirstAlarm, ...] = ()
@@ -97,3 +107,51 @@ class Watched(Result):
     """Published alarms whose metric is not known by step."""
     moved: tuple[Moved, ...] = ()
     """When the mismatch, the reward and the gradient norm changed, where there are steps enough."""
+
+    @property
+    def shown_steps(self) -> list[int]:
+        """The steps to be shown, of those that have a value."""
+        every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
+        return select_steps(self.steps, every.tolist())
+
+
+def value_at(series: Series, step: int) -> float | None:
+    """A value of a series; None where nothing was recorded, NaN where no number was."""
+    if step in series.not_finite:
+        return float("nan")
+    value = float(series.values[np.searchsorted(series.steps, step)])
+    return value if np.isfinite(value) else None
+
+
+def latest_rows(seen: Watched) -> Rows:
+    """A row a step to be shown, a column a series."""
+    rows = [(step, *(value_at(series, step) for series in seen.series.values())) for step in seen.shown_steps]
+    return Rows(("step", *seen.series), rows)
+
+
+def watched_json(seen: Watched) -> dict[str, Any]:
+    """What is seen as JSON can say it: of the series the steps to be shown, and of each its extremes."""
+    found = _fields(seen)
+    for name in ("series", "alarms", "moved"):
+        found.pop(name)
+    return found | {
+        "num_latest": len(seen.shown_steps),
+        "alarms": [_fields(alarm) for alarm in seen.alarms],
+        "changes": [{"name": moved.name} | _fields(moved.change) for moved in seen.moved],
+        "latest": latest_rows(seen),
+        "series": [_summary(series) for series in seen.series.values()],
+    }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _summary(series: Series) -> dict[str, Any]:
+    known = series.values[series.known]
+    last = float(known[-1]) if len(known) else None
+    smallest, largest = (float(known.min()), float(known.max())) if len(known) else (None, None)
+    return {
+        "name": series.name, "kind": series.kind, "scale": series.scale, "source": series.source, "num_steps": len(known),
+        "last": last, "smallest": smallest, "largest": largest, "not_finite": series.not_finite.tolist(),
+    }  # fmt: skip

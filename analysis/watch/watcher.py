@@ -7,6 +7,7 @@ import shlex
 import socket
 import time
 
+from ...replay.steps import select_steps
 from ...schemas.errors import DamagedTrace, TraceNotFound, option
 from ...tracer.snapshot import Examined
 from ..dynamics.changes import change_points
@@ -33,11 +34,12 @@ SETTLED_S = 60.0
 class Watcher:
     """Sees a run as it grows. It only reads: no lock, and no file in the trace."""
 
-    def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", num_latest: int = 10):
-        """Set out to watch. Raises InvalidOption for a pair that is none."""
+    def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
+        """Set out to watch. Raises InvalidOption for a pair or steps that cannot be read."""
         self.trace = os.fspath(trace)
         self.pair = parse_pair(pair)
-        self.num_latest = num_latest
+        self.steps = steps
+        select_steps(steps, ())
         self._seen_steps: pace.Times = []
         self._begin("")
 
@@ -75,7 +77,7 @@ class Watcher:
         note = f"{why}. It is looked for again and again; Ctrl-C ends that"
         return Watched(
             trace=self.trace, run=os.path.basename(os.path.abspath(self.trace)), pair=":".join(self.pair), state=WAITING,
-            notes=(note,), num_latest=self.num_latest, series={},
+            notes=(note,), steps=self.steps, series={},
         )  # fmt: skip
 
     def _look(self) -> Watched:
@@ -106,7 +108,7 @@ class Watcher:
             num_sequences=sum(extent.num_sequences for extent in extents.steps.values()),
             num_prompt_tokens=sum(extent.num_prompt_tokens for extent in extents.steps.values()),
             num_tokens=sum(extent.num_tokens for extent in extents.steps.values()),
-            age_s=age_s, steps_per_minute=rate, rate_from=rate_from, num_latest=self.num_latest, series=series,
+            age_s=age_s, steps_per_minute=rate, rate_from=rate_from, steps=self.steps, series=series,
             alarms=first_alarms(judged), num_alarms=len(judged), not_judged=not_judged,
             moved=() if unread else self._changes(series),
         )  # fmt: skip

@@ -56,7 +56,7 @@ _EXACT = "correction=token_truncate,correction_high=1e30"
 def _by_gradient(weighed: str, changes: Mapping) -> float:
     """1 less the correction's mean 1 - cosine to the exactly weighted gradient over that without a correction."""
     arms = ["correction=none,name=none", f"correction={changes['correction']}:{changes['correction_cap']},name=remedy"]
-    found = gradient(weighed, steps="all", against=arms, micro_batches=0, loss=_EXACT)
+    found = gradient(weighed, steps="all", arm=arms, micro_batches=0, loss=_EXACT)
     apart = {
         arm: np.mean([1 - (step.whole.cosine or 0.0) for step in found.steps if step.arm == arm])
         for arm in ("none", "remedy")

@@ -5,7 +5,8 @@ python benchmarks/planted/score.py runs/planted/tuning [runs/planted/heldout]
 A fault is detectable when the rms of d over the tokens that it reaches is more than twice the rms of d of the same
 trace without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and a
 copied pass does when there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted
-code. A false alarm is a healthy trace that check fails.
+code; of stale, partly synchronised, quantised weights and a missing adapter it is `weights_differ`, since a replay tells
+these apart. A false alarm is a healthy trace that check fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from tim_trace.schemas.errors import NothingToCompare
 
 HEALTHY = ("rounding", "equal")
+WEIGHT_CAUSES = ("stale_weights", "partial_sync", "adapter", "quantised")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,17 @@ class Verdict:
         return str(self.label["code"])
 
     @property
+    def expected(self) -> str:
+        """The finding that is right."""
+        return "weights_differ" if self.code in WEIGHT_CAUSES else self.code
+
+    @property
     def first(self) -> str:
         return self.found[0] if self.found else "nothing"
 
     @property
     def is_right(self) -> bool:
-        return self.first == self.code
+        return self.first == self.expected
 
     @property
     def is_healthy(self) -> bool:
@@ -99,13 +106,16 @@ def report(split: str, verdicts: list[Verdict]) -> str:
     lines = [f"split {split}: {len(verdicts)} traces", "", "planted -> first finding (traces; right ones marked *)"]
     for code in dict.fromkeys(verdict.code for verdict in verdicts):
         firsts = Counter(verdict.first for verdict in verdicts if verdict.code == code)
-        said = ", ".join(f"{'*' if first == code else ''}{first} {count}" for first, count in firsts.most_common())
+        said = ", ".join(
+            f"{'*' if first == ('weights_differ' if code in WEIGHT_CAUSES else code) else ''}{first} {count}"
+            for first, count in firsts.most_common()
+        )
         lines.append(f"  {code:24} {said}")
     lines += [
         "",
         f"top-1, every trace              {_share(verdicts, lambda v: v.is_right)}",
         f"top-1, detectable faults        {_share(detectable, lambda v: v.is_right)}",
-        f"  in the first two              {_share(detectable, lambda v: v.code in v.found[:2])}",
+        f"  in the first two              {_share(detectable, lambda v: v.expected in v.found[:2])}",
         f"drowned faults taken for rounding, or rightly named  {_share(drowned, lambda v: v.is_right or not v.fails)}",
         f"false alarms on healthy traces  {_share(healthy, lambda v: v.fails)}",
         "",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
+from ..meter import Told, untold
 from ..settings import autocast
 from . import packing
 from .cache import kv_cache
@@ -38,6 +39,8 @@ class TransformersScorer:
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
+        self.told: Told = untold
+        """Gets the shares of a batch that went through the KV cache."""
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
@@ -120,6 +123,7 @@ class TransformersScorer:
                     use_cache=True,
                 )
                 parts.append(output.last_hidden_state)
+                self.told((end - start) / width)
                 start = end
         return torch.cat(parts, dim=1)
 

@@ -34,18 +34,18 @@ class GradientArm:
         changes = self.forward.changes
         if self.forward.engine != "hf":
             raise InvalidOption(
-                f"against engine={self.forward.engine}: has no backward; replay it first (tim-trace replay RUN --engine "
-                f"{self.forward.engine}), then use its logprobs: --against logprobs=replay/{self.forward.name}"
+                f"arm engine={self.forward.engine}: has no backward; replay it first (tim-trace replay RUN --engine "
+                f"{self.forward.engine}), then use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         wrong = [name.replace("_", "-") for name in _CANNOT if name in changes]
         if wrong:
             raise InvalidOption(
-                f"against {wrong[0]}: has no backward here; with gradients go dtype, quantize, lm-head, logits-dtype, "
+                f"arm {wrong[0]}: has no backward here; with gradients go dtype, quantize, lm-head, logits-dtype, "
                 "attention, batch-size, padding, threads, deterministic, temperature, weights-version, logprobs and "
-                f"correction; or replay it, and use its logprobs: --against logprobs=replay/{self.forward.name}"
+                f"correction; or replay it, and use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
-            raise InvalidOption(f"against logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
+            raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
         corrected(Loss(), self.correction)
         if not self.name:
             object.__setattr__(self, "name", self._made_name())
@@ -82,7 +82,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
         forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
     )
     if arm.is_identity:
-        raise InvalidOption(f"against: {text!r} changes nothing; the gradient as recorded is always there")
+        raise InvalidOption(f"arm: {text!r} changes nothing; the gradient as recorded is always there")
     return arm
 
 
@@ -93,7 +93,7 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
     kind, _, bounds = correction.partition(":")
     if (kind not in CORRECTIONS and kind not in EXACT) or bool(bounds) == (kind in ("none", *EXACT)):
         raise InvalidOption(
-            f"against correction={correction}: use none, {', '.join(EXACT)}, or token_truncate, token_mask, "
+            f"arm correction={correction}: use none, {', '.join(EXACT)}, or token_truncate, token_mask, "
             "sequence_truncate or sequence_mask with a bound, as token_truncate:2 or token_mask:0.5_5"
         )
     if kind in EXACT:
@@ -102,7 +102,7 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
     try:
         numbers = [float(value) if value else None for value in (low, high)]
     except ValueError as error:
-        raise InvalidOption(f"against correction={correction}: {bounds!r} is no bound; write 2, or 0.5_5") from error
+        raise InvalidOption(f"arm correction={correction}: {bounds!r} is no bound; write 2, or 0.5_5") from error
     return replace(loss, correction=kind, correction_low=numbers[0], correction_high=numbers[1])
 
 

@@ -10,6 +10,7 @@ from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, optio
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...tracer.progress import Progress, no_progress
 from ..batching import check_tokens
+from ..meter import Meter
 from ..recorded import RecordedRun
 from ..steps import parse_steps
 from .arm import GradientArm, corrected, parse_gradient_arm
@@ -23,13 +24,15 @@ from .update import Update
 from .updates import GRAD_NORMS, LEARNING_RATES, hyperparameters, logged, loss_steps, updates
 
 LEAST_MICRO_BATCHES = 4
+_UNITS = 1000
+"""Of progress, a step."""
 
 
 def gradient(
     trace: str | os.PathLike[str],
     *,
     steps: str = "all",
-    against: Sequence[str | GradientArm] = (),
+    arm: Sequence[str | GradientArm] = (),
     micro_batches: int = LEAST_MICRO_BATCHES,
     loss: str | None = None,
     smoothness: float | None = None,
@@ -40,7 +43,7 @@ def gradient(
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
 
     Forward and backward run from the recorded weights, with the recorded loss, micro-batches and padding. The recording
-    is done first: its norm is held against the grad norm that was logged. `against` names arms, as text: changes of the
+    is done first: its norm is held against the grad norm that was logged. `arm` names arms, as text: changes of the
     forward and backward as `replay` takes them (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` below the ratio
     and above the correction's (train, rollout, current, replay/<arm>), and `correction=RULE` (none, exact, token_exact,
     sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2, sequence_mask:3); with commas in between, an
@@ -58,7 +61,7 @@ def gradient(
     """
     if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
         raise InvalidOption(f"micro-batches: got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none")
-    arms = _arms(against)
+    arms = _arms(arm)
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
@@ -74,16 +77,18 @@ def gradient(
     notes: list[str] = []
     taken = _Taken(run, arms, asked)
     try:
-        with progress("taking gradients", len(chosen) * len(arms)) as advance:
+        with progress("taking gradients", len(chosen) * _UNITS) as advance:
             for step in chosen:
+                meter = Meter(advance, _UNITS)
                 try:
-                    for result in taken.step(step):
+                    for result, share in taken.step(step):
                         found.append(result)
-                        advance(1)
+                        meter.add(share)
                 except (WeightsMissing, CannotReplay) as error:
                     if len(chosen) == 1:
                         raise
                     notes.append(f"step {step}: {error}")
+                meter.finish()
     finally:
         taken.close()
     if not found:
@@ -116,11 +121,13 @@ class _Taken:
         self._held = HeldModel(run.weights)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
-    def step(self, step: int) -> Iterator[GradientStep]:
-        """The results of a step's updates, arm by arm. Raises CannotReplay, WeightsMissing."""
-        for update in updates(self.run, step, self._passes, self.asked.norms):
+    def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
+        """The results of a step's updates, arm by arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
+        found = list(updates(self.run, step, self._passes, self.asked.norms))
+        for update in found:
             check_tokens([entry.row for entry in update.rows], self.run.model["config"])
-            yield from self._update(update)
+            for result in self._update(update):
+                yield result, 1 / (len(found) * len(self.arms))
 
     def close(self) -> None:
         """Let go of the model."""
@@ -158,12 +165,12 @@ class _Taken:
         return StepLoss(loss, below, arm.logprobs or "train", divisors(loss, update))
 
 
-def _arms(against: Sequence[str | GradientArm]) -> list[GradientArm]:
-    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in against)]
+def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
+    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in given)]
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidOption(f"against: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
+        raise InvalidOption(f"arm: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
     return arms
 
 

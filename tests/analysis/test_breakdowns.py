@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tim_trace.analysis.breakdowns.breakdowns import read_breakdowns
 from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
 from tim_trace.analysis.breakdowns.quantile import high_quantile
-from tim_trace.analysis.breakdowns.ratios import cut
-from tim_trace.analysis.objective.terms import contribution
+from tim_trace.analysis.statistics.loss import contribution, log_weight
 from tim_trace.analysis.trace import token_lists
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.loss import Loss
@@ -220,7 +219,7 @@ def test_without_a_pass_inside_the_loss_the_trainers_stands_for_it(opened):
     st.sampled_from([-1.0, 1.0]),
 )
 def test_the_cut_is_the_objectives(loss, log_ratio, advantage):
-    found = cut(loss, np.array([log_ratio]), np.array([advantage > 0]))
+    found = log_weight(loss, np.array([log_ratio]), np.array([advantage > 0]))
     expected = contribution(loss, np.exp([log_ratio]), np.array([advantage])) * advantage
     assert np.exp(found) == pytest.approx(expected, rel=1e-12)
 
@@ -243,6 +242,7 @@ def test_its_sql_gives_the_same_figures(opened, name, passes):
     whole, edges = spread.whole, spread.edges
 
     def ask(figure):
+        database.define_named(spread.sql[figure])
         return database.ask(spread.sql[figure]).rows
 
     density = np.zeros_like(whole.density)

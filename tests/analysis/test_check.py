@@ -1,6 +1,7 @@
 """Faults that are planted by computing with them, and healthy traces, on a language model that is a table."""
 
 import json
+import re
 import shlex
 
 import numpy as np
@@ -18,15 +19,15 @@ from bigrams import (
     sample,
     table,
 )
-from builders import tim_trace
+from builders import ROOT, tim_trace
 from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather, judge
-from tim_trace.analysis.check.detectors.error_structure import texture
-from tim_trace.analysis.check.detectors.variance import between
-from tim_trace.analysis.check.detectors.versions import along_movement
-from tim_trace.analysis.check.finding import FAULTS, HEALTHY
+from tim_trace.analysis.check.detectors.error_structure import error_structure, variance_between
+from tim_trace.analysis.check.detectors.weight_mismatch import along_movement
+from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Finding
 from tim_trace.analysis.check.sums import read_sums
-from tim_trace.analysis.check.thresholds import MAX_PERSISTENCE, MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_SEQUENCE_SCORE
+from tim_trace.analysis.check.text import EVIDENCE, NOTES, evidence_text, note_text
+from tim_trace.analysis.check.thresholds import MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_PERSISTENCE, MIN_SEQUENCE_SCORE
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -160,11 +161,12 @@ def is_understood(commands):
 def test_a_planted_fault_comes_first(tmp_path, code):
     found = check(PLANTED[code].write(tmp_path / "trace"))
     first = found.findings[0]
-    assert first.code == code, first
+    assert first.code == ("weights_differ" if code in WEIGHT_CAUSES else code), first
     assert first.fails
     assert not found.is_valid
     assert 0 < first.share <= 1
-    assert first.evidence
+    assert first.broken in ("recording", "engine")
+    assert evidence_text(first)
     for finding in found.findings:
         is_understood(finding.next)
 
@@ -218,20 +220,20 @@ def test_a_gap_that_changes_inside_of_sequences_lasts_from_token_to_token(tmp_pa
     seen = {}
     for name, rollout in {"inside": half_updated, "rounding": in_bfloat16}.items():
         path = Recording(rollout=rollout, steps=6).write(tmp_path / name)
-        seen[name] = texture(gather(Database(path, lean=True), ("train", "rollout"), trace=""))
+        seen[name] = error_structure(gather(Database(path, lean=True), ("train", "rollout"), trace=""))
     assert seen["inside"].persistence > MIN_CLEAR_PERSISTENCE
     assert seen["inside"].sequence_score > MIN_SEQUENCE_SCORE
-    assert abs(seen["rounding"].persistence) < MAX_PERSISTENCE
+    assert abs(seen["rounding"].persistence) < MIN_PERSISTENCE
     assert seen["rounding"].sequence_score < MIN_SEQUENCE_SCORE
 
 
 def test_variance_between_groups_is_that_of_an_analysis_of_variance():
     # Groups (1, 2) and (5, 8): 25 of 30 lie between them; F = 25 / 2.5 = 10; 1 - (5 / 2) / (30 / 3) = 0.75.
-    share, score = between(np.array([1.0, 5.0, 2.0, 8.0]), np.array([3, 7, 3, 7]))
+    share, score = variance_between(np.array([1.0, 5.0, 2.0, 8.0]), np.array([3, 7, 3, 7]))
     assert share == pytest.approx(0.75)
     assert score == pytest.approx(9 / np.sqrt(2 / 1 + 2 / 2))
-    assert between(np.ones(3), np.zeros(3)) == (0.0, 0.0)
-    assert between(np.arange(3.0), np.arange(3)) == (0.0, 0.0)
+    assert variance_between(np.ones(3), np.zeros(3)) == (0.0, 0.0)
+    assert variance_between(np.arange(3.0), np.arange(3)) == (0.0, 0.0)
 
 
 def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
@@ -316,10 +318,10 @@ def test_prompt_tokens_that_count_are_told_from_lost_values(tmp_path):
 @pytest.mark.parametrize(
     ("unit", "change"),
     [
-        ("logarithms of base 2", lambda row: row / np.log(2)),
-        ("logarithms of base 10", lambda row: row / np.log(10)),
-        ("probabilities", np.exp),
-        ("negative logprobs", np.negative),
+        ("log2", lambda row: row / np.log(2)),
+        ("log10", lambda row: row / np.log(10)),
+        ("probability", np.exp),
+        ("negative_ln", np.negative),
     ],
 )
 def test_another_unit_is_named(tmp_path, unit, change):
@@ -369,7 +371,8 @@ def test_policy_versions_that_differ_are_said(tmp_path):
         recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.01)), policy_version=4)
         recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=6)
     first = check(tmp_path / "trace").findings[0]
-    assert (first.code, first.numbers["updates_behind"], first.numbers["side"]) == ("stale_weights", 2, "rollout")
+    assert (first.code, first.numbers["updates_behind"], first.numbers["side"]) == ("weights_differ", 2, "rollout")
+    assert (first.signal, first.numbers["cause"]) == ("policy_versions", "stale_weights")
 
 
 @pytest.mark.parametrize("passes", [(), ("rollout",), ("train",)])
@@ -404,7 +407,7 @@ def test_what_cannot_be_asked_is_said(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[2, 3]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.000001]])
-    notes = " ".join(check(tmp_path / "trace").notes)
+    notes = " ".join(map(note_text, check(tmp_path / "trace").notes))
     for part in ("only 2 tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
         assert part in notes
 
@@ -424,9 +427,28 @@ def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
         check(hot, pair="train")
 
 
+def test_the_docs_name_every_code_with_its_signals_and_what_is_broken():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    table = page.split("| code | what it is |")[1].split("\n\n")[0]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()[2:]]
+    documented = {row[0].strip(" `"): (row[2].strip(), set(re.findall(r"`(\w+)`", row[3]))) for row in rows}
+    assert documented.keys() == FAULTS.keys() | HEALTHY.keys()
+    assert set.union(*(signals for _, signals in documented.values())) == set(EVIDENCE)
+    for code, (part, signals) in documented.items():
+        finding = Finding(code=code, signal=min(signals), effect=0.0, share=1.0)
+        assert part == (finding.broken or "")
+    assert all(f"`{code}`" in page for code in (*NOTES, *WEIGHT_CAUSES))
+
+
+def test_every_sentence_belongs_to_a_signal_of_a_detector():
+    sources = (ROOT / "analysis" / "check" / "detectors").glob("*.py")
+    written = "".join(path.read_text(encoding="utf-8") for path in sources)
+    assert [signal for signal in EVIDENCE if f'"{signal}"' not in written] == []
+
+
 def test_codes_have_words():
     assert not set(FAULTS) & set(HEALTHY)
-    assert set(PLANTED) < set(FAULTS)
+    assert set(PLANTED) < set(FAULTS) | set(WEIGHT_CAUSES)
 
 
 def test_a_policy_that_is_sure_of_nearly_all_tokens_has_no_wrong_unit(tmp_path):

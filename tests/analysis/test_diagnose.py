@@ -7,8 +7,8 @@ import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
 from tim_trace.analysis.diagnosis.diagnose import diagnose
-from tim_trace.analysis.diagnosis.settled import removed_interval
-from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
+from tim_trace.analysis.diagnosis.replay_effects import removed_interval
+from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text, effect_text, size_text
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.recorder import Recorder
@@ -21,8 +21,9 @@ def test_a_healthy_run_is_normal_and_says_what_it_was_computed_in(tmp_path):
     assert found.checked.is_valid
     assert found.numerics.declared == ("float32", "bfloat16")
     assert found.numerics.logits == ("float32", "bfloat16")
-    assert "it is normal" in found.normal
-    assert not any(each.sounds for each in found.alarms)
+    assert found.size.code == "below"
+    assert "it is normal" in size_text(found.size, is_valid=True)
+    assert not any(each.is_raised for each in found.alarms)
 
 
 def test_its_figures_are_those_of_stats(tmp_path):
@@ -38,14 +39,14 @@ def test_its_figures_are_those_of_stats(tmp_path):
 def test_alarms_sound_under_their_own_definitions(tmp_path):
     loud = Recording(train=lambda step, number: step.scored(step.logits / 3))
     found = {(each.alarm.who, each.alarm.metric): each for each in diagnose(loud.write(tmp_path / "trace")).alarms}
-    assert found["verl", "prob_diff_mean"].sounds
-    assert found["NeMo-RL", "mean_exp_abs_d"].sounds
+    assert found["verl", "prob_diff_mean"].is_raised
+    assert found["NeMo-RL", "mean_exp_abs_d"].is_raised
     assert found["NeMo-RL", "mean_exp_abs_d"].own > 1.05
 
 
 def test_a_fault_is_no_matter_of_numerics(tmp_path):
     found = diagnose(HOT.write(tmp_path / "trace"))
-    assert "not valid" in found.normal
+    assert "not valid" in size_text(found.size, is_valid=found.checked.is_valid)
     assert any("--temperature 0.9" in command for command in found.next)
 
 
@@ -67,7 +68,8 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     hot, rounded = found.replays
     assert (hot.arm, rounded.arm) == ("hot", "bf16")
     assert hot.removed == 1
-    assert "it is what makes the gap" in hot.sentence
+    assert (hot.code, found.settled_by) == ("settles", hot)
+    assert "it is what makes the mismatch" in effect_text(hot)
     d = np.concatenate(step.scored()).astype(float) - np.concatenate(step.scored(step.logits / 0.9))
     assert hot.gap_rms == pytest.approx(math.sqrt(np.mean(d * d)), rel=1e-12)
     assert rounded.removed < 0.1

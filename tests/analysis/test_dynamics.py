@@ -8,13 +8,13 @@ from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.laws import entropy_law, growths
 from tim_trace.analysis.dynamics.lead_lag import lead_lags
-from tim_trace.analysis.dynamics.noise import long_run_variance
 from tim_trace.analysis.dynamics.onsets import onsets_of
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
 from tim_trace.analysis.objective.objective import objective
-from tim_trace.analysis.statistics.change_points import Lines, penalty, tail
+from tim_trace.analysis.statistics.change_points import StretchSquares, penalty, tail
+from tim_trace.analysis.statistics.noise import long_run_variance
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -216,7 +216,7 @@ def test_a_scale_has_room_for_zero():
 
 def test_lines_are_least_squares_of_any_stretch():
     y = np.random.default_rng(0).normal(size=30)
-    lines = Lines(y)
+    lines = StretchSquares(y)
     for start, end in ((0, 30), (3, 9), (17, 19), (5, 30)):
         t = np.arange(start, end)
         left = y[start:end] - np.polyval(np.polyfit(t, y[start:end], 1), t)
@@ -228,7 +228,7 @@ def test_the_penalty_bounds_what_white_noise_gains():
     for n in (30, 200):
         places, gains = np.arange(4, n - 3), []
         for _ in range(400):
-            lines = Lines(draw.normal(size=n))
+            lines = StretchSquares(draw.normal(size=n))
             gains.append(float((lines.squares(0, n) - lines.squares(0, places) - lines.squares(places, n)).max()))
         for gain in (9.0, 12.0):
             assert np.mean(np.array(gains) > gain) < tail(gain, n) + 0.02

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tim_trace.analysis.objective import reading, tokens
 from tim_trace.analysis.objective.concentration import NUM_BINS, bins_of, concentration
 from tim_trace.analysis.objective.objective import objective
-from tim_trace.analysis.objective.terms import contribution, correction_weight, is_clipped
 from tim_trace.analysis.objective.text import objective_text
 from tim_trace.analysis.queries.catalogue import query
+from tim_trace.analysis.statistics.loss import contribution, correction_weight, is_clipped
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss

@@ -1,3 +1,4 @@
+import io
 import math
 import os
 import pty
@@ -15,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rich.cells import cell_len
+from rich.console import Console
+from rich.screen import Screen
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.info import info
@@ -25,8 +28,9 @@ from tim_trace.analysis.watch.extent import Surveyor
 from tim_trace.analysis.watch.memory import Memory
 from tim_trace.analysis.watch.repeats import Repeats, unequal_rewards
 from tim_trace.analysis.watch.spark import ASCII, BLOCKS, spark
-from tim_trace.analysis.watch.text import watched_json, watched_text
+from tim_trace.analysis.watch.view import WatchedView
 from tim_trace.analysis.watch.watch import watch
+from tim_trace.analysis.watch.watched import watched_json
 from tim_trace.analysis.watch.watcher import Watcher
 from tim_trace.schemas.errors import InvalidOption, TraceNotFound
 from tim_trace.schemas.loss import Loss
@@ -49,6 +53,14 @@ def assert_same(found, expected):
         assert one.values == pytest.approx(expected[name].values, rel=1e-9, abs=1e-15, nan_ok=True), name
         assert one.source == expected[name].source
         assert one.not_finite.tolist() == expected[name].not_finite.tolist()
+
+
+def drawn(seen, width=100, height=None, encoding="utf-8"):
+    """What is drawn on paper, or on a screen of `height` lines."""
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding), width=width, height=height)
+    view = WatchedView(seen) if height is None else Screen(WatchedView(seen, is_screen=True))
+    lines = console.render_lines(view, pad=False)
+    return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
 
 
 def add(recorder, step, *, passes=("rollout", "train", "current"), **more):
@@ -147,7 +159,7 @@ def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     first = watcher.look()
     assert first.num_unread_steps == 4
     assert np.flatnonzero(first.series["k3"].known).tolist() == [4]
-    assert "4 earlier steps are missing" in watched_text(first).plain
+    assert "4 earlier steps are missing" in drawn(first)
     (seen,) = watch(tmp_path / "run", once=True)
     assert_same(seen.series, read_series(tmp_path / "run"))
     assert [one.num_unread_steps for one in watch(tmp_path / "run", every=0.01)] == [4, 3, 2, 1, 0]
@@ -193,9 +205,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path):
         assert next(views).last_step == 1
     *_, last = views
     assert last.is_over
-    assert watched_text(last).plain.endswith(
-        f"The recording has ended: finished. Next:\ntim-trace diagnose {tmp_path}/run"
-    )
+    assert drawn(last).endswith(f"The recording has ended: finished. Next:\ntim-trace diagnose {tmp_path}/run")
 
 
 def test_a_trace_that_takes_another_s_place_is_watched_from_its_beginning(tmp_path):
@@ -216,7 +226,7 @@ def test_a_pair_without_scores_is_said_with_the_passes_there_are(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"every": 0}, "every: got 0"), ({"every": math.nan}, "every"), ({"steps": 0}, "steps: got 0")],
+    [({"every": 0}, "every: got 0"), ({"every": math.nan}, "every"), ({"steps": "few"}, "steps: got 'few'")],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path, options, told):
     with pytest.raises(InvalidOption, match=told):
@@ -396,16 +406,17 @@ def seen(collapsing):
 @pytest.mark.parametrize("height", [5, 24, 50])
 def test_a_view_fits_its_terminal(seen, width, height):
     for encoding in ("utf-8", "ascii", "latin-1"):
-        text = watched_text(seen, width=width, height=height, encoding=encoding, goes_on=True).plain
-        lines = text.split("\n")
+        text = drawn(seen, width, height, encoding)
+        lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height
         assert max(cell_len(line) for line in lines) <= width
+        assert height < 24 or width < 40 or lines[-1].startswith("tim-trace diagnose ")
         text.encode(encoding)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_view_names_the_alarms_the_steps_and_the_course(seen, width):
-    text = watched_text(seen, width=width).plain
+    text = drawn(seen, width)
     flat = " ".join(text.split())
     assert "11 still Miles: mean_abs_d > 0.8 (" in flat
     assert "20 still tim-trace: grad_norm is NaN or infinite" in flat
@@ -416,10 +427,9 @@ def test_a_view_names_the_alarms_the_steps_and_the_course(seen, width):
 
 def test_names_do_not_act_on_the_terminal(seen, collapsing):
     for encoding in ("utf-8", "ascii"):
-        text = watched_text(seen, encoding=encoding)
-        assert all(char.isprintable() or char == "\n" for char in text.plain)
-        assert "[red]run\\x1b[31m\\x0a\\u202e" in text.plain
-        assert not any("red" in str(span.style) and text.plain[span.start : span.end] == "run" for span in text.spans)
+        text = drawn(seen, encoding=encoding)
+        assert all(char.isprintable() or char == "\n" for char in text)
+        assert "[red]run\\x1b[31m\\x0a\\u202e" in text
     done = tim_trace("watch", collapsing, "--once")
     assert done.code == 0
     assert "\x1b" not in done.stdout
@@ -427,7 +437,7 @@ def test_names_do_not_act_on_the_terminal(seen, collapsing):
 
 
 def test_json_has_every_digit_of_the_latest_steps(collapsing, seen):
-    told = tim_trace("watch", collapsing, "--json", "--steps", "2").json()
+    told = tim_trace("watch", collapsing, "--json", "--steps", "-2:").json()
     k3 = read_series(collapsing)["k3"].values
     assert [row["step"] for row in told["latest"]] == [19, 20]
     assert [row["k3"] for row in told["latest"]] == [k3[18], k3[19]]
@@ -435,7 +445,7 @@ def test_json_has_every_digit_of_the_latest_steps(collapsing, seen):
     assert [a["first_step"] for a in told["alarms"] if (a["who"], a["metric"]) == ("Miles", "mean_abs_d")] == [11]
     assert {row["name"]: row["num_steps"] for row in told["series"]}["k3"] == 20
     assert told["state"] == "finished"
-    assert len(watched_json(seen)["latest"]) == 10
+    assert len(watched_json(seen)["latest"]) == watched_json(seen)["num_latest"] == 10
 
 
 def test_without_a_terminal_one_view_is_printed(tmp_path):
@@ -494,3 +504,20 @@ def test_ctrl_c_ends_the_view_and_not_the_recording(tmp_path):
         assert "\x1b[?25h" in output  # the cursor is back
         add(recorder, 2)
     assert [one.num_steps for one in islice(watch(tmp_path / "run"), 1)] == [2]
+
+
+def test_the_steps_to_show_are_named_as_everywhere(collapsing):
+    done = tim_trace("watch", collapsing, "--csv", "--steps", "3:5,-1")
+    lines = [line.split(",") for line in done.stdout.splitlines()]
+    assert lines[0][0] == "step"
+    assert [line[0] for line in lines[1:]] == ["3", "4", "5", "20"]
+    k3 = read_series(collapsing)["k3"].values
+    assert [float(line[lines[0].index("k3")]) for line in lines[1:]] == k3[[2, 3, 4, 19]].tolist()
+
+
+def test_a_screen_keeps_the_last_steps_and_says_what_is_missing(seen):
+    text = drawn(seen, 80, 24)
+    assert f"... and {len(seen.alarms) - text.count('still') - text.count(' to ')} more" in text or "more" in text
+    steps = [line.split()[0] for line in text.split("LATEST STEPS")[1].split("WHOLE RUN")[0].splitlines()[2:] if line]
+    assert len(steps) >= 3
+    assert steps[-1] == "20"

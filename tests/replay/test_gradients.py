@@ -66,7 +66,7 @@ def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config
 @pytest.mark.engine
 def test_the_norm_under_a_correction_of_vllm_s_logprobs_comes_back():
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
-    found = gradient(run.trace, against=["correction=none", "logprobs=rollout", "correction=exact"])
+    found = gradient(run.trace, arm=["correction=none", "logprobs=rollout", "correction=exact"])
     assert found.loss.correction == "sequence_mask"
     recorded, without, bypass, exact = found.steps[:4]
     assert recorded.reproduced
@@ -245,7 +245,7 @@ def test_an_arm_s_figures_are_those_worked_out_by_hand(loop, text):
     r_i = np.stack([flat(share) for share in hand["shares"]])
     a_i = by_hand(loop, *arms_by_hand(hand)[text])
     step = next(
-        step for step in gradient(trace, steps="1", against=[text], smoothness=3.0).steps
+        step for step in gradient(trace, steps="1", arm=[text], smoothness=3.0).steps
         if step.policy_version == 1 and step.arm != "as-recorded"
     )  # fmt: skip
     a, r, n = a_i.sum(0), r_i.sum(0), 4
@@ -271,7 +271,7 @@ def test_an_arm_s_figures_are_those_worked_out_by_hand(loop, text):
 
 def test_kinds_of_modules_add_up_to_the_model(loop):
     trace, hand = loop
-    step = gradient(trace, steps="3", against=["dtype=bf16"]).steps[1]
+    step = gradient(trace, steps="3", arm=["dtype=bf16"]).steps[1]
     assert {part.module for part in step.modules} == {"embedding", "attention", "mlp", "norm", "head"}
     for name in ("norm", "bias"):
         squares = sum(getattr(part, name) ** 2 for part in step.modules)
@@ -285,7 +285,7 @@ def test_kinds_of_modules_add_up_to_the_model(loop):
 
 def test_other_batch_shapes_and_kernels_change_little_and_double_precision_least(loop):
     texts = ["batch-size=1", "attention=math", "padding=packed", "dtype=fp64", "quantize=int4", "weights-version=0"]
-    found = {step.arm: step.whole for step in gradient(loop[0], steps="3", against=texts).steps}
+    found = {step.arm: step.whole for step in gradient(loop[0], steps="3", arm=texts).steps}
     for name in ("batch-size-1", "math", "padding-packed", "fp64"):
         assert found[name].bias < 1e-4 * found[name].norm
         assert found[name].cosine == pytest.approx(1, abs=1e-8)
@@ -370,16 +370,16 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"against": ["engine=vllm"]}, InvalidOption, "no backward.*logprobs=replay/vllm"),
-        ({"against": ["engine=exact"]}, InvalidOption, "no backward.*logprobs=replay/exact"),
-        ({"against": ["mode=decode"]}, InvalidOption, "against mode.*batch-size.*logprobs=replay/decode"),
-        ({"against": ["correction=none:2"]}, InvalidOption, "token_truncate:2"),
-        ({"against": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
-        ({"against": ["correction=token_mask:much"]}, InvalidOption, "'much' is no bound"),
-        ({"against": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
-        ({"against": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
-        ({"against": ["name=nothing"]}, InvalidOption, "changes nothing"),
-        ({"against": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
+        ({"arm": ["engine=vllm"]}, InvalidOption, "no backward.*logprobs=replay/vllm"),
+        ({"arm": ["engine=exact"]}, InvalidOption, "no backward.*logprobs=replay/exact"),
+        ({"arm": ["mode=decode"]}, InvalidOption, "arm mode.*batch-size.*logprobs=replay/decode"),
+        ({"arm": ["correction=none:2"]}, InvalidOption, "token_truncate:2"),
+        ({"arm": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
+        ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is no bound"),
+        ({"arm": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
+        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "named twice"),
+        ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
+        ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
         ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),
         ({"loss": "clip=2"}, InvalidOption, "clip_low"),
         ({"loss": "aggregation=constant", "steps": "1"}, CannotReplay, "--loss max_tokens=N"),
@@ -414,12 +414,12 @@ def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
 
 
 def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_json(loop):
-    found = gradient(loop[0], steps="1:3", against=["dtype=bf16"])
+    found = gradient(loop[0], steps="1:3", arm=["dtype=bf16"])
     for table, word in (("step", "progress_a"), ("module", "embedding"), ("arm", "num_biased")):
         text = gradient_text(found, table)
         assert "to its last digit in all 3 steps" in text
         assert word in text
-    options = ["gradient", str(loop[0]), "--steps", "3", "--against", "dtype=bf16"]
+    options = ["gradient", str(loop[0]), "--steps", "3", "--arm", "dtype=bf16"]
     printed = json.loads(CliRunner().invoke(cli.main, [*options, "--json"], catch_exceptions=False).stdout)
     assert [step["arm"] for step in printed["steps"]] == ["as-recorded", "bf16"]
     assert printed["steps"][1]["whole"]["cosine"] == pytest.approx(found.steps[-1].whole.cosine, abs=1e-6)

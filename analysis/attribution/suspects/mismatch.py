@@ -11,7 +11,7 @@ from ..mismatch import FROM_START, FROM_UPDATES
 from .lag import declared_lag, heard
 from .timing import AFTER, FIRST, order, rises
 
-_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
     "temperature",
@@ -39,7 +39,8 @@ _RECORD = "tim-trace record -o RUN -- COMMAND   (with an engine that returns log
 
 def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by how the gap went along with the run."""
-    code = facts.checked.findings[0].code if facts.checked and not facts.checked.is_valid else ""
+    first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
+    code = first.code if first else ""
     gap = facts.gap
     if gap is None or code not in (*_OF_WEIGHTS, "copies"):
         return code
@@ -53,7 +54,7 @@ def kind(facts: Facts) -> str:
     if gap.begins == FROM_UPDATES:
         is_stuck = gap.grows or (facts.echo is not None and facts.echo.is_missed)
         return "partial_sync" if is_stuck else "stale_weights"
-    return code
+    return str(first.numbers.get("cause") or code) if first else code
 
 
 def _size(facts: Facts) -> Evidence:
@@ -99,7 +100,9 @@ def _semantics(facts: Facts) -> list[Evidence]:
     finding = facts.checked.findings[0]
     if not finding.fails:
         return [Evidence(sentence=f"check finds {finding.title}", points=-t.WEAK)]
-    if finding.code in ("row_pairing", "stale_weights"):
+    if finding.code == "row_pairing":
+        return []
+    if finding.code == "weights_differ" and "stale_weights" in (kind(facts), finding.numbers.get("cause")):
         return []
     return [
         Evidence(sentence=f"check finds: {finding.title}", points=t.MEDIUM if finding.code in _OF_SEMANTICS else t.WEAK)

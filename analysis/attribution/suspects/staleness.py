@@ -53,7 +53,7 @@ def _seen(facts: Facts, lag: float) -> list[Evidence]:
                 points=-t.MEDIUM,
             )
         ]
-    found = [finding.code for finding in facts.checked.findings[:3]] if facts.checked else []
+    found = [finding.numbers.get("cause") for finding in facts.checked.findings] if facts.checked else []
     if gap.begins == FROM_UPDATES and t.of_size(gap.size) >= 0 and not gap.grows and lag < 1:
         seen = " (check finds stale weights)" if "stale_weights" in found else ""
         return [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..thresholds import (
     CAP_NATS,
     LAG_SWITCH_NATS,
@@ -23,9 +23,9 @@ from ..thresholds import (
 from .grid import Grid, grid_of, mean, row_means
 
 
-def find_shift(evidence: Evidence) -> list[Finding]:
+def find_shift(data: PairData) -> list[Finding]:
     """Nearly every row agrees once one side is moved by a token, or by two."""
-    grid = grid_of(evidence)
+    grid = grid_of(data)
     plain = mean(grid.cost())
     if plain < MIN_OFF_NATS:
         return []
@@ -36,31 +36,25 @@ def find_shift(evidence: Evidence) -> list[Finding]:
         return []
     if _begins_aligned(grid):
         return []
-    name = evidence.sample.b.name
-    direction = "later" if lag > 0 else "earlier"
-    tokens = "token" if abs(lag) == 1 else "tokens"
     return [
-        Finding(
-            code="shift",
-            evidence=f"{name} stands {abs(lag)} {tokens} {direction} than {evidence.sample.a.name}: moved back, the two "
-            f"differ by {moved:.2g} nats a token on average, as they stand by {unmoved:.2g} (each at most {CAP_NATS:g})",
-            effect=evidence.rms(),
-            share=1.0,
+        data.finding(
+            "shift",
+            "moved_rows",
             weight=1 - moved / unmoved,
             next=commands.sql(
-                evidence,
+                data,
                 "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, "
                 f"lead(logprob_b, {lag}) OVER (PARTITION BY step, seq_id ORDER BY position) AS moved FROM {{pair}} "
                 "ORDER BY step, seq_id, position LIMIT 40",
             ),
-            numbers={"lag": lag, "moved": moved, "unmoved": unmoved},
+            numbers={"lag": lag, "moved": moved, "unmoved": unmoved, **data.names},
         )
     ]
 
 
-def find_retokenised(evidence: Evidence) -> list[Finding]:
+def find_retokenised(data: PairData) -> list[Finding]:
     """Rows that agree up to a place and, moved by some tokens, after it: the text was cut into other tokens there."""
-    grid = grid_of(evidence)
+    grid = grid_of(data)
     costs = row_means(grid.cost())
     suspects = np.argsort(-np.nan_to_num(costs), kind="stable")[:MAX_ALIGNED_ROWS]
     suspects = suspects[np.nan_to_num(costs[suspects]) > MIN_OFF_NATS]
@@ -74,21 +68,24 @@ def find_retokenised(evidence: Evidence) -> list[Finding]:
         return []
     rows = suspects[moved]
     onset = [int(np.flatnonzero(path)[0]) for path in lags[moved]]
-    affected = np.isin(evidence.seq, rows)
     first = int(rows[0])
     # After tokens that do not count, a change of the lag is a turn that was joined wrongly, and no other text.
     joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
-    why = "turns were joined one off there" if joined else "the text was decoded and encoded into other tokens there"
     return [
-        Finding(
-            code="shift" if joined else "retokenised",
-            evidence=f"{len(rows):,} of {len(suspects):,} rows that are off agree up to a token (its place: "
-            f"{min(onset)} to {max(onset)}) and, moved by {_said(lags[moved])}, after it: {why}",
-            effect=evidence.rms(affected),
-            share=float(affected.mean()),
+        data.finding(
+            "shift" if joined else "retokenised",
+            "moved_after_place",
+            np.isin(data.seq, rows),
             weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
-            next=commands.row(evidence, first),
-            numbers={"num_sequences": len(rows), "seq_id": evidence.sample.seq_ids[first]},
+            next=commands.row(data, first),
+            numbers={
+                "num_sequences": len(rows),
+                "of_sequences": len(suspects),
+                "seq_id": data.sample.seq_ids[first],
+                "first_place": min(onset),
+                "last_place": max(onset),
+                "lags": ", ".join(str(lag) for lag in np.unique(lags[moved]) if lag),
+            },
         )
     ]
 
@@ -150,8 +147,3 @@ def _follows_a_hole(logprobs: np.ndarray, place: int) -> bool:
     first = max(place - 4, 0)
     hole = np.isnan(logprobs[first : place + 1])
     return bool(hole.any() and np.isfinite(logprobs[: first + int(np.argmax(hole))]).any())
-
-
-def _said(lags: np.ndarray) -> str:
-    found = sorted({int(lag) for lag in lags[lags != 0]})
-    return f"{', '.join(str(lag) for lag in found)} tokens"

@@ -5,35 +5,37 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..thresholds import BROKEN_NATS, MIN_BROKEN_ROWS, MIN_OFF_NATS, SURPRISING_NATS
 from .grid import grid_of, row_means
 
 
-def find_broken(evidence: Evidence) -> list[Finding]:
+def find_broken(data: PairData) -> list[Finding]:
     """The text after a place is another one on the two sides: it begins with a token that one side finds impossible."""
-    grid = grid_of(evidence)
+    grid = grid_of(data)
     cost = grid.cost()
     off = np.flatnonzero(np.nan_to_num(row_means(cost)) > MIN_OFF_NATS)
     places = {int(row): place for row in off if (place := _place(cost[row], grid.a[row], grid.b[row])) is not None}
     if len(places) < max(2, MIN_BROKEN_ROWS * len(off)) or np.std(list(places.values())) < 1:
         return []
-    place_of = np.full(evidence.sample.num_sequences, np.iinfo(np.int64).max)
+    place_of = np.full(data.sample.num_sequences, np.iinfo(np.int64).max)
     place_of[list(places)] = list(places.values())
-    affected = evidence.position >= place_of[evidence.seq]
     first = next(iter(places))
     return [
-        Finding(
-            code="retokenised",
-            evidence=f"{len(places):,} of {len(off):,} rows that are off agree up to a place of their own (token "
-            f"{min(places.values())} to {max(places.values())}), which one side finds impossible, and differ by "
-            f"{evidence.rms(affected):.2g} nats rms from there on: the two sides scored different tokens",
-            effect=evidence.rms(affected),
-            share=float(affected.mean()),
+        data.finding(
+            "retokenised",
+            "impossible_after_place",
+            data.position >= place_of[data.seq],
             weight=len(places) / len(off),
-            next=commands.row(evidence, first),
-            numbers={"num_sequences": len(places), "seq_id": evidence.sample.seq_ids[first]},
+            next=commands.row(data, first),
+            numbers={
+                "num_sequences": len(places),
+                "of_sequences": len(off),
+                "seq_id": data.sample.seq_ids[first],
+                "first_place": min(places.values()),
+                "last_place": max(places.values()),
+            },
         )
     ]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..sample import Sample, Side
 from ..thresholds import (
     IMPOSSIBLE_LOGPROB,
@@ -22,76 +22,78 @@ from ..thresholds import (
 )
 
 
-def find_constants(evidence: Evidence) -> list[tuple[Finding, np.ndarray]]:
+def find_constants(data: PairData) -> list[tuple[Finding, np.ndarray]]:
     """Each constant that stands for no logprob, and the [N] tokens that have it."""
     found = []
-    for side, other in ((evidence.sample.a, evidence.sample.b), (evidence.sample.b, evidence.sample.a)):
-        for value in _repeated(evidence, side, other):
-            where = evidence.keep & (side.logprobs == value)
-            found.append((_finding(evidence, side, other, value, where), where))
+    for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
+        for value in _repeated(data, side, other):
+            where = data.keep & (side.logprobs == value)
+            found.append((_finding(data, side, other, value, where), where))
     return found
 
 
-def _repeated(evidence: Evidence, side: Side, other: Side) -> list[float]:
+def _repeated(data: PairData, side: Side, other: Side) -> list[float]:
     """Values of a side that come again and again while the other side's at the same tokens lie far off and vary."""
-    values, counts = np.unique(side.logprobs[evidence.keep], return_counts=True)
+    values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
     candidates = {int(i) for i in often if counts[i] >= MIN_CONSTANT_COUNT} | set(
         np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()
     )
-    return [float(values[i]) for i in sorted(candidates) if _stands_for_none(evidence, side, other, float(values[i]))]
+    return [float(values[i]) for i in sorted(candidates) if _stands_for_none(data, side, other, float(values[i]))]
 
 
-def _stands_for_none(evidence: Evidence, side: Side, other: Side, value: float) -> bool:
-    where = evidence.keep & (side.logprobs == value)
-    gaps = np.abs(other.logprobs[where] - value)
+def _stands_for_none(data: PairData, side: Side, other: Side, value: float) -> bool:
+    where = data.keep & (side.logprobs == value)
+    off_by = np.abs(other.logprobs[where] - value)
     if value <= IMPOSSIBLE_LOGPROB:
-        return bool(np.median(gaps) > abs(value) / 2)
-    rest = evidence.sample.d[evidence.keep & ~where]
+        return bool(np.median(off_by) > abs(value) / 2)
+    rest = data.sample.d[data.keep & ~where]
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
-    if value == 0.0 and _is_nucleus(gaps, rest):
+    if value == 0.0 and _is_nucleus(off_by, rest):
         return False
-    if value < 0 and len(np.unique(evidence.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
+    if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False  # a context that comes again gives a token the same logprob again
-    far = gaps > max(MIN_CONSTANT_SPREAD, 10 * usual)
+    far = off_by > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
     return bool(far.sum() >= 2 and far.mean() > MIN_FAR_SHARE and varies)
 
 
-def _is_nucleus(gaps: np.ndarray, rest: np.ndarray) -> bool:
+def _is_nucleus(off_by: np.ndarray, rest: np.ndarray) -> bool:
     """Whether 0 may be the logprob of a token that top-p left alone: all other tokens are then raised as well."""
     moved = rest[np.abs(rest) > 1e-3]
-    return bool(len(moved) and gaps.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
+    return bool(len(moved) and off_by.max() < 1.2 and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98)
 
 
-def _finding(evidence: Evidence, side: Side, other: Side, value: float, where: np.ndarray) -> Finding:
-    sample = evidence.sample
-    rest = evidence.keep & ~where
+def _finding(data: PairData, side: Side, other: Side, value: float, where: np.ndarray) -> Finding:
+    sample = data.sample
+    rest = data.keep & ~where
     surprise = -float(np.mean(other.logprobs[where]))
     usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
     given = _are_given(sample, other, where)
-    unsampled = given or (
-        surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1) and _mean_run(where, sample.seq) >= (MIN_RUN_OF_UNSAMPLED)
-    )
-    share = float(where.sum() / max(evidence.sample.compared.sum(), 1))
-    rows = len(np.unique(sample.seq[where]))
-    seen = f"{side.name} is {value:g} for {where.sum():,} tokens of {rows:,} sequences, where {other.name} has "
-    seen += f"{-surprise:.3g} nats on average and anything down to {np.min(other.logprobs[where]):.3g}"
-    if given:
-        seen += "; they begin all sequences of a prompt alike, and belong to it"
-    elif unsampled:
-        seen += f"; elsewhere {-usual:.3g}: these tokens were not drawn from the policy"
+    improbable = surprise > max(UNSAMPLED_SURPRISE * usual, usual + 1)
+    in_runs = _mean_run(where, sample.seq) >= MIN_RUN_OF_UNSAMPLED
+    reason = "begin_alike" if given else "improbable" if improbable and in_runs else "none"
     return Finding(
-        code="mask" if unsampled else "placeholders",
-        evidence=seen,
+        code="placeholders" if reason == "none" else "mask",
+        signal="constant",
         effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
-        share=share,
+        share=float(where.sum() / max(sample.compared.sum(), 1)),
         next=commands.sql(
-            evidence,
+            data,
             "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b FROM {pair} WHERE "
             f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT LIMIT 20",
         ),
-        numbers={"side": side.name, "value": value, "num_tokens": int(where.sum()), "num_sequences": rows},
+        numbers={
+            "side": side.name,
+            "other": other.name,
+            "value": value,
+            "num_tokens": int(where.sum()),
+            "num_sequences": len(np.unique(sample.seq[where])),
+            "other_mean": -surprise,
+            "other_min": float(np.min(other.logprobs[where])),
+            "elsewhere_mean": -usual,
+            "reason": reason,
+        },
     )
 
 

@@ -2,78 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ....schemas.contract import Contract, engine_dtype
 from .. import commands
-from ..evidence import Evidence, declared
 from ..finding import Finding
+from ..pair_data import PairData, declared
 from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
 
 
-def find_equal(evidence: Evidence) -> list[Finding]:
+def find_equal(data: PairData) -> list[Finding]:
     """Every compared token has the same bits on both sides."""
-    if not evidence.num_kept or np.any(evidence.d != 0.0):
+    if not data.num_kept or np.any(data.d != 0.0):
         return []
-    a, b = evidence.contract("a"), evidence.contract("b")
-    differing = _differing(a, b)
-    names = f"{evidence.sample.a.name} and {evidence.sample.b.name}"
-    seen = f"all {evidence.num_kept:,} tokens of {names} have the same bits"
+    differing = _differing(data.contract("a"), data.contract("b"))
     if differing:
+        replay = commands.replay(data, "--as-recorded", "again")
         return [
-            Finding(
-                code="copies",
-                evidence=f"{seen}, although their contracts say {differing}: two such forwards do not agree bit for bit, so "
-                "one was filled in from the other",
-                effect=0.0,
-                share=1.0,
-                next=commands.replay(evidence, "--as-recorded", "again"),
+            data.finding(
+                "copies",
+                "equal_against_contracts",
+                next=replay,
+                numbers={"num_tokens": data.num_kept, **data.names, **differing},
             )
         ]
-    known = "their contracts name the same numerics" if a and b else "no contract says that they should differ"
-    return [Finding(code="equal", evidence=f"{seen}, and {known}", effect=0.0, share=1.0)]
-
-
-def find_copied_rows(evidence: Evidence) -> list[Finding]:
-    """Some sequences are the same to the last bit and the others are not."""
-    if not evidence.num_kept:
-        return []
-    num = np.bincount(evidence.seq, minlength=evidence.sample.num_sequences)
-    telling = np.bincount(evidence.seq, evidence.b < -1e-3, minlength=len(num))
-    same = np.bincount(evidence.seq, evidence.d == 0.0, minlength=len(num)) == num
-    copied = same & (telling >= MIN_COPIED_TOKENS)
-    others = ~same & (num > 0)
-    if not copied.any() or not others.any():
-        return []
-    telling_others = others[evidence.seq] & (evidence.b < -1e-3)
-    equal_elsewhere = float(np.mean(evidence.d[telling_others] == 0.0)) if telling_others.any() else 1.0
-    expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
-    if not np.any(expected < COPIED_BY_CHANCE):
-        return []
-    affected = copied[evidence.seq]
+    known = int(bool(data.contract("a") and data.contract("b")))
     return [
-        Finding(
-            code="copies",
-            evidence=f"{copied.sum():,} of {(num > 0).sum():,} sequences have the same bits in both passes, and of the "
-            f"others' tokens {equal_elsewhere:.1%}: those rows were filled in from the other pass",
-            effect=0.0,
-            share=float(affected.mean()),
-            next=commands.stats(evidence, "sequence"),
+        data.finding(
+            "equal", "equal_bits", numbers={"num_tokens": data.num_kept, "contracts_known": known, **data.names}
         )
     ]
 
 
-def _differing(a: Contract, b: Contract) -> str:
-    """What two contracts say that excludes equal bits; empty when nothing does."""
-    parts = []
-    for what, x, y in (
-        ("engine", declared(a, "engine"), declared(b, "engine")),
-        ("dtype", dtype_of(a), dtype_of(b)),
-    ):
-        if x and y and x != y:
-            parts.append(f"{what} {x} and {y}")
-    exact = "exact" in {declared(a, "engine"), declared(b, "engine")} and len(parts) < 2
-    return "" if exact else " and ".join(parts)
+def find_copied_rows(data: PairData) -> list[Finding]:
+    """Some sequences are the same to the last bit and the others are not."""
+    if not data.num_kept:
+        return []
+    num = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    telling = np.bincount(data.seq, data.b < -1e-3, minlength=len(num))
+    same = np.bincount(data.seq, data.d == 0.0, minlength=len(num)) == num
+    copied = same & (telling >= MIN_COPIED_TOKENS)
+    others = ~same & (num > 0)
+    if not copied.any() or not others.any():
+        return []
+    telling_others = others[data.seq] & (data.b < -1e-3)
+    equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
+    expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
+    if not np.any(expected < COPIED_BY_CHANCE):
+        return []
+    return [
+        replace(
+            data.finding(
+                "copies",
+                "copied_rows",
+                copied[data.seq],
+                next=commands.stats(data, "sequence"),
+                numbers={
+                    "num_sequences": int(copied.sum()),
+                    "of_sequences": int((num > 0).sum()),
+                    "equal_elsewhere": equal_elsewhere,
+                },
+            ),
+            effect=0.0,
+        )
+    ]
+
+
+def _differing(a: Contract, b: Contract) -> dict[str, str]:
+    """What two contracts say that excludes equal bits, as `engine_a`, `engine_b`, `dtype_a`, `dtype_b`."""
+    sides = {
+        "engine": (declared(a, "engine"), declared(b, "engine")),
+        "dtype": (dtype_of(a), dtype_of(b)),
+    }
+    differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
+    # The exact engine has the same bits as another one, in the same dtype.
+    if "exact" in sides["engine"] and len(differing) < 2:
+        return {}
+    return {
+        f"{name}_{side}": str(value) for name, pair in differing.items() for side, value in zip("ab", pair, strict=True)
+    }
 
 
 def dtype_of(contract: Contract) -> str | None:

@@ -1,4 +1,4 @@
-"""How the size of a gap lies over tokens: with the probability, from token to token, and from sequence to sequence."""
+"""How a mismatch lies over tokens: by token id, from token to token, and from sequence to sequence."""
 
 from __future__ import annotations
 
@@ -6,45 +6,82 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..evidence import Evidence, once
-from ..thresholds import TEXTURE_LAGS
-from .variance import between
+from ..pair_data import PairData, once
+from ..thresholds import (
+    MIN_CLEAR_PERSISTENCE,
+    MIN_EFFECT_TOKENS,
+    MIN_PERSISTENCE,
+    MIN_SEQUENCE_SCORE,
+    PERSISTENCE_LAGS,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Texture:
+class ErrorStructure:
     """Of log |d| / (1 - p) less what is usual for the token and the step; 0 where too few tokens tell."""
 
-    tilt: float
-    """Correlation with the logprob: rounding of weights moves all logits alike, updates move those of probable tokens more."""
     persistence: float
-    """Mean correlation with the tokens one, two and four places on: high where the gap changes inside of sequences."""
+    """Mean correlation with the tokens one, two and four places on: high where the mismatch changes inside of sequences."""
     sequence_score: float
     """Share of the variance that lies between sequences, in standard deviations of what chance gives."""
 
+    def changes_inside(self, *, is_excessive: bool) -> bool:
+        """Whether neighbouring tokens are off alike and sequences are not; a mismatch as small as rounding must show it more."""
+        least = MIN_PERSISTENCE if is_excessive else MIN_CLEAR_PERSISTENCE
+        return self.persistence >= least and self.sequence_score >= MIN_SEQUENCE_SCORE
+
 
 @once
-def texture(evidence: Evidence) -> Texture:
-    """Measure the texture of a gap over the kept tokens."""
-    level = evidence.level_beyond_tokens
-    there = np.isfinite(level)
-    if there.sum() < 2 * max(TEXTURE_LAGS):
-        return Texture(0.0, 0.0, 0.0)
-    steps, step = np.unique(evidence.sample.steps[evidence.seq], return_inverse=True)
-    num = len(steps)
-    level = (
-        level
-        - (np.bincount(step[there], level[there], num) / np.maximum(np.bincount(step[there], minlength=num), 1))[step]
-    )
+def error_structure(data: PairData) -> ErrorStructure:
+    """Measure the structure of a mismatch over the kept tokens."""
+    level = data.level_beyond_tokens
+    known = np.isfinite(level)
+    if known.sum() < 2 * max(PERSISTENCE_LAGS):
+        return ErrorStructure(0.0, 0.0)
+    _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
+    level = level - (np.bincount(step[known], level[known]) / np.maximum(np.bincount(step[known]), 1))[step]
     lags = []
-    for lag in TEXTURE_LAGS:
-        same = (evidence.seq[lag:] == evidence.seq[:-lag]) & there[lag:] & there[:-lag]
+    for lag in PERSISTENCE_LAGS:
+        same = (data.seq[lag:] == data.seq[:-lag]) & known[lag:] & known[:-lag]
         lags.append(_correlation(level[lag:][same], level[:-lag][same]))
-    return Texture(
-        tilt=_correlation(level[there], np.maximum(evidence.a, evidence.b)[there]),
-        persistence=float(np.mean(lags)),
-        sequence_score=between(level[there], evidence.seq[there])[1],
-    )
+    return ErrorStructure(float(np.mean(lags)), variance_between(level[known], data.seq[known])[1])
+
+
+@once
+def token_effect(data: PairData) -> tuple[float, float]:
+    """Adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0 in standard deviations
+    of pure noise; 0 where too few tokens tell. The largest hundredth is clipped.
+    """
+    known = np.isfinite(data.noise)
+    signed = (data.d / np.maximum(data.rest, 1e-9))[known]
+    tokens = data.sample.tokens[data.keep][known]
+    # Sequences of a group begin alike, and what comes again is no new evidence.
+    distinct = np.unique(np.stack([tokens, signed]), axis=1)
+    tokens, signed = distinct[0].astype(np.int64), distinct[1]
+    num, groups = len(signed), len(np.unique(tokens))
+    if num < max(MIN_EFFECT_TOKENS, groups + 10):
+        return 0.0, 0.0
+    cut = float(np.quantile(np.abs(signed), 0.99))
+    return variance_between(np.clip(signed, -cut, cut), tokens)
+
+
+def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
+    """Adjusted share of the variance of values, [K], that their groups, [K], explain, and its distance from 0 in standard
+    deviations of pure noise; 0 and 0 where there is one group, or no value beside the groups' first ones."""
+    _, place = np.unique(group, return_inverse=True)
+    count = np.bincount(place).astype(float)
+    num, groups = len(values), len(count)
+    if groups < 2 or num <= groups:
+        return 0.0, 0.0
+    means = np.bincount(place, values) / count
+    centred = values - values.mean()
+    total = float(centred @ centred)
+    explained = float(np.sum(count * (means - values.mean()) ** 2))
+    if total <= 0:
+        return 0.0, 0.0
+    ratio = (explained / (groups - 1)) / max((total - explained) / (num - groups), 1e-30)
+    adjusted = 1 - ((total - explained) / (num - groups)) / (total / (num - 1))
+    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:

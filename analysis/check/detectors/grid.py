@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..evidence import Evidence, once
+from ..pair_data import PairData, once
 from ..thresholds import CAP_NATS
 
 
@@ -31,14 +31,14 @@ class Grid:
 
 
 @once
-def grid_of(evidence: Evidence) -> Grid:
+def grid_of(data: PairData) -> Grid:
     """The kept tokens of every sequence."""
-    sample = evidence.sample
+    sample = data.sample
     shape = (sample.num_sequences, int(sample.lengths.max(initial=0)))
     grids = []
-    for values in (evidence.a, evidence.b):
+    for values in (data.a, data.b):
         grid = np.full(shape, np.nan)
-        grid[evidence.seq, evidence.position] = values
+        grid[data.seq, data.position] = values
         grids.append(grid)
     return Grid(*grids)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..thresholds import BASE_RESIDUAL, MIN_SPREAD
 
 _LN2, _LN10 = float(np.log(2.0)), float(np.log(10.0))
@@ -20,22 +20,22 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 UNITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "logarithms of base 2": lambda values: values * _LN2,
-    "logarithms of base 10": lambda values: values * _LN10,
-    "probabilities": _log,
-    "negative logprobs": np.negative,
-    "negative logarithms of base 2": lambda values: -values * _LN2,
+    "log2": lambda values: values * _LN2,
+    "log10": lambda values: values * _LN10,
+    "probability": _log,
+    "negative_ln": np.negative,
+    "negative_log2": lambda values: -values * _LN2,
 }
 """What a side may hold instead of logprobs -> how it becomes nats."""
 
 
-def find_unit(evidence: Evidence) -> list[Finding]:
+def find_unit(data: PairData) -> list[Finding]:
     """One side's values agree with the other's once they are taken for something else than natural logarithms."""
-    if evidence.num_kept < 8 or min(np.std(evidence.a), np.std(evidence.b)) < MIN_SPREAD:
+    if data.num_kept < 8 or min(np.std(data.a), np.std(data.b)) < MIN_SPREAD:
         return []
     best: tuple[float, str, str] | None = None
-    sides = {evidence.sample.a.name: (evidence.a, evidence.b), evidence.sample.b.name: (evidence.b, evidence.a)}
-    gap = _typical(evidence.d)
+    sides = {data.sample.a.name: (data.a, data.b), data.sample.b.name: (data.b, data.a)}
+    size = _typical(data.d)
     for name, (values, other) in sides.items():
         for unit, to_nats in UNITS.items():
             if unit.startswith("negative") and np.median(values) < 0:
@@ -47,21 +47,18 @@ def find_unit(evidence: Evidence) -> list[Finding]:
             if best is None or residual < best[0]:
                 best = (residual, name, unit)
     # Of a policy that is sure of nearly all its tokens both sides hold 0, which is 0 in every unit.
-    if best is None or gap == 0 or best[0] > BASE_RESIDUAL * gap:
+    if best is None or size == 0 or best[0] > BASE_RESIDUAL * size:
         return []
     residual, name, unit = best
     return [
-        Finding(
-            code="log_base",
-            evidence=f"{name} holds {unit}: taken for these, half of the tokens agree to {residual:.2g} nats, as they stand "
-            f"to {gap:.2g}",
-            effect=evidence.rms(),
-            share=1.0,
-            weight=1 - residual / gap,
+        data.finding(
+            "log_base",
+            "other_unit",
+            weight=1 - residual / size,
             next=commands.sql(
-                evidence, "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
+                data, "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
             ),
-            numbers={"side": name, "unit": unit, "residual": residual},
+            numbers={"side": name, "unit": unit, "residual": residual, "size": size},
         )
     ]
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..evidence import Evidence
+from ..pair_data import PairData
 from ..thresholds import GRID_CHANCE, GRID_TOLERANCE, MIN_GRID_PAIRS, MIN_GRID_SHARE, TEMPERATURES
 
 GRIDS = {"bfloat16": 2.0**7, "float16": 2.0**12}
 """dtype -> steps of its grid in a nat, for logits above 1 (bfloat16) or above 1/4 (float16)."""
 
 
-def logit_precision(evidence: Evidence) -> tuple[str | None, str | None]:
+def logit_precision(data: PairData) -> tuple[str | None, str | None]:
     """The dtype that the logits of each side were rounded to: `bfloat16`, `float16` or `float32`; None where no two
     tokens of one context tell."""
-    first, second = _pairs(evidence)
-    recorded = evidence.sample.settings["temperature"]
+    first, second = _pairs(data)
+    recorded = data.sample.settings["temperature"]
     temperatures = {1.0} | ({float(np.nanmedian(recorded))} if np.isfinite(recorded).any() else set(TEMPERATURES))
-    found = [_of(values[first] - values[second], sorted(temperatures)) for values in (evidence.a, evidence.b)]
+    found = [_of(values[first] - values[second], sorted(temperatures)) for values in (data.a, data.b)]
     return found[0], found[1]
 
 
@@ -48,11 +48,11 @@ def _chance(share: float, by_chance: float, num: int) -> float:
     return float(np.exp(-num * divergence))
 
 
-def _pairs(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     """Indices into the kept tokens: neighbours that stand in one context of one step and are different tokens."""
-    keys = evidence.sample.prefix_keys[evidence.keep]
-    steps = evidence.sample.steps[evidence.seq]
-    tokens = evidence.sample.tokens[evidence.keep]
+    keys = data.sample.prefix_keys[data.keep]
+    steps = data.sample.steps[data.seq]
+    tokens = data.sample.tokens[data.keep]
     order = np.lexsort((tokens, keys, steps))
     one, two = order[:-1], order[1:]
     pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..sample import Side
 from ..thresholds import MIN_MISSING_SHARE, MIN_TAIL_SHARE
 
 
-def find_missing(evidence: Evidence) -> list[Finding]:
+def find_missing(data: PairData) -> list[Finding]:
     """NULL or NaN on one side only: at the ends of sequences they were cut short, elsewhere values were lost."""
     return [
         finding
-        for side, other in ((evidence.sample.a, evidence.sample.b), (evidence.sample.b, evidence.sample.a))
-        if (finding := _of_side(evidence, side, other)) is not None
+        for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a))
+        if (finding := _of_side(data, side, other)) is not None
     ]
 
 
-def _of_side(evidence: Evidence, side: Side, other: Side) -> Finding | None:
-    sample = evidence.sample
+def _of_side(data: PairData, side: Side, other: Side) -> Finding | None:
+    sample = data.sample
     missing = sample.mask & np.isnan(side.logprobs) & np.isfinite(other.logprobs)
     share = missing.sum() / max(sample.mask.sum(), 1)
     if share < MIN_MISSING_SHARE:
@@ -30,24 +30,26 @@ def _of_side(evidence: Evidence, side: Side, other: Side) -> Finding | None:
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
     cut = max(in_tail, in_head) >= MIN_TAIL_SHARE
-    where = (
-        f"at the {'end' if in_tail >= in_head else 'beginning'} of {len(rows):,} of {sample.num_sequences:,} sequences"
-        if cut
-        else f"scattered over {len(rows):,} sequences"
-    )
-    what = "NULL" if side.is_null[missing].all() else "NaN"
     return Finding(
         code="lengths" if cut else "placeholders",
-        evidence=f"{side.name} has {what} where {other.name} has a logprob, for {missing.sum():,} tokens {where}",
+        signal="missing",
         effect=float("nan"),
         share=float(share),
         next=commands.sql(
-            evidence,
+            data,
             "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
             f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
             "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
         ),
-        numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_sequences": len(rows)},
+        numbers={
+            "side": side.name,
+            "other": other.name,
+            "num_tokens": int(missing.sum()),
+            "num_sequences": len(rows),
+            "of_sequences": sample.num_sequences,
+            "place": ("end" if in_tail >= in_head else "beginning") if cut else "scattered",
+            "value": "NULL" if side.is_null[missing].all() else "NaN",
+        },
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..thresholds import (
     CAP_NATS,
     MAX_PAIRED_ROWS,
@@ -18,14 +18,14 @@ from ..thresholds import (
 from .grid import Grid, grid_of, row_means
 
 
-def find_row_pairing(evidence: Evidence) -> list[Finding]:
+def find_row_pairing(data: PairData) -> list[Finding]:
     """Rows of a step that agree with the other side of another row."""
-    grid = grid_of(evidence)
+    grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
     tried = 0
-    steps = np.unique(evidence.sample.steps)
-    rows_of = [np.flatnonzero((evidence.sample.steps == step) & np.isfinite(own)) for step in steps]
+    steps = np.unique(data.sample.steps)
+    rows_of = [np.flatnonzero((data.sample.steps == step) & np.isfinite(own)) for step in steps]
     for place, rows in enumerate(rows_of):
         off = rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS]
         tried += len(off)
@@ -36,19 +36,20 @@ def find_row_pairing(evidence: Evidence) -> list[Finding]:
     distinct = len(np.unique(partner[found]))
     if len(found) < MIN_PAIRED_ROWS or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
         return []
-    affected = np.isin(evidence.seq, found)
-    first = int(found[0])
-    names = evidence.sample.seq_ids
+    names = data.sample.seq_ids
     return [
-        Finding(
-            code="row_pairing",
-            evidence=f"{len(found):,} of {tried:,} rows that are off agree with the {evidence.sample.b.name} of another row "
-            f"of their step or the one beside: {_pairs(found, partner, names)}",
-            effect=evidence.rms(affected),
-            share=float(affected.mean()),
+        data.finding(
+            "row_pairing",
+            "other_rows",
+            np.isin(data.seq, found),
             weight=len(found) / max(tried, 1),
-            next=commands.row(evidence, first),
-            numbers={"num_sequences": len(found)} | {f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
+            next=commands.row(data, int(found[0])),
+            numbers={
+                "side": data.sample.b.name,
+                "num_sequences": len(found),
+                "of_sequences": tried,
+                **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
+            },
         )
     ]
 
@@ -57,15 +58,10 @@ def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partn
     """Note for each row that is off which row's b it agrees with, where one clearly does."""
     b = grid.b[rows]
     for row in off:
-        gap = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
-        enough = np.isfinite(gap).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
-        costs = np.where(enough, row_means(gap), np.inf)
+        off_by = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
+        enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
+        costs = np.where(enough, row_means(off_by), np.inf)
         costs = np.where(np.isnan(costs), np.inf, costs)
         best = int(costs.argmin())
         if rows[best] != row and costs[best] < PAIRED_SHARE * own[row]:
             partner[row] = rows[best]
-
-
-def _pairs(found: np.ndarray, partner: np.ndarray, names: list[str]) -> str:
-    shown = ", ".join(f"{names[i]} with {names[partner[i]]}" for i in found[:4])
-    return shown + (", ..." if len(found) > 4 else "")

@@ -1,4 +1,4 @@
-"""A part of the data that carries the gap: an engine, a rank, a prompt, a policy version, a range of steps."""
+"""A part of the data in which the mismatch is concentrated: an engine, a rank, a prompt, a policy version, a range of steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..sample import Sample
 from ..thresholds import (
     ALIKE_R2,
@@ -28,7 +28,7 @@ SEEN_BEFORE = "prompt_seen_before"
 ORDERED = ("step", "version", "version_a", "version_b")
 """Columns along which a fault has a beginning and an end."""
 CHANGING = (*ORDERED, "group_id")
-"""Columns along which the gap changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
+"""Columns along which the mismatch changes anyhow, as policies sharpen and prompts differ: there the larger part must be more
 than rounding explains."""
 
 _NAMED_FIRST = (
@@ -43,81 +43,87 @@ class Split:
 
     column: str
     values: list[Any]
-    """Of the part with the larger gap."""
+    """Of the part with the larger mismatch."""
     rows: np.ndarray
     """[S] bool: sequences of that part."""
     ratio: float
-    """Of the two parts' gaps."""
+    """Of the two parts' mismatches."""
     r2: float
     """Share of the variance between sequences that the split explains."""
 
 
-def find_group(evidence: Evidence) -> list[Finding]:
-    """Prompts that carry the gap."""
-    return _find(evidence, {"group_id": list(evidence.sample.group_ids)})
+def find_group(data: PairData) -> list[Finding]:
+    """Prompts in which the mismatch is concentrated."""
+    return _find(data, {"group_id": list(data.sample.group_ids)})
 
 
-def find_subset(evidence: Evidence) -> list[Finding]:
-    """An engine, a rank, a policy version, a setting or a range of steps that carries the gap."""
-    return _find(evidence, _columns(evidence))
+def find_subset(data: PairData) -> list[Finding]:
+    """An engine, rank, policy version, setting or range of steps in which the mismatch is concentrated."""
+    return _find(data, _columns(data))
 
 
-def _find(evidence: Evidence, columns: dict[str, list[Any]]) -> list[Finding]:
-    """A column of which some values have a far larger gap than the others, which have a healthy one."""
+def _find(data: PairData, columns: dict[str, list[Any]]) -> list[Finding]:
+    """A column of which some values have a far larger mismatch than the others, which have a healthy one."""
     columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
-    level, weight = _levels(evidence)
-    healthy = allowed_noise(precisions(evidence))
+    level, weight = _levels(data)
+    healthy = allowed_noise(precisions(data))
     splits = [
         split
         for name, values in columns.items()
         if (split := _split(name, values, level, weight))
-        and _noise(evidence, ~split.rows) <= healthy
-        and (name not in CHANGING or _is_more_than_change(evidence, split.rows))
+        and _noise(data, ~split.rows) <= healthy
+        and (name not in CHANGING or _is_more_than_change(data, split.rows))
     ]
     if not splits:
         return []
     best = max(splits, key=lambda split: split.r2)
     # Of two columns that say nearly the same, the one with fewer values is the plainer.
     best = min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
-    affected = best.rows[evidence.seq]
+    affected = best.rows[data.seq]
     shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
     if best.column == SEEN_BEFORE:
-        return [_prefix_cache(evidence, best, affected)]
+        return [_prefix_cache(data, best, affected)]
     return [
-        Finding(
-            code="subset",
-            evidence=f"{best.rows.sum():,} of {evidence.sample.num_sequences:,} sequences, those with {best.column} "
-            f"{shown}, have a gap {best.ratio:.3g} times that of the others (rms {evidence.rms(affected):.2g} against "
-            f"{evidence.rms(~affected):.2g} nats)",
-            effect=evidence.rms(affected),
-            share=float(affected.mean()),
-            weight=evidence.explained_by(affected),
-            next=commands.sql(evidence, _by_column(best.column, evidence)),
-            numbers={"column": best.column, "values": shown, "ratio": best.ratio},
+        data.finding(
+            "subset",
+            "column",
+            affected,
+            weight=data.explained_by(affected),
+            next=commands.sql(data, _by_column(best.column, data)),
+            numbers={
+                "column": best.column,
+                "values": shown,
+                "ratio": best.ratio,
+                "num_sequences": int(best.rows.sum()),
+                "of_sequences": data.sample.num_sequences,
+                "rms_elsewhere": data.rms(~affected),
+            },
         )
     ]
 
 
-def _prefix_cache(evidence: Evidence, split: Split, affected: np.ndarray) -> Finding:
-    return Finding(
-        code="change_inside_sequence",
-        evidence=f"the {split.rows.sum():,} sequences whose prompt came at an earlier step have a gap {split.ratio:.3g} times "
-        f"that of the others (rms {evidence.rms(affected):.2g} against {evidence.rms(~affected):.2g} nats): the engine took "
-        "keys and values of the prompt from its prefix cache, and older weights had computed these",
-        effect=evidence.rms(affected),
-        share=float(affected.mean()),
-        weight=evidence.explained_by(affected),
-        next=commands.query(evidence, "by-prompt"),
-        numbers={"column": split.column, "ratio": split.ratio},
+def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding:
+    return data.finding(
+        "change_inside_sequence",
+        "prefix_cache",
+        affected,
+        weight=data.explained_by(affected),
+        next=commands.query(data, "by-prompt"),
+        numbers={
+            "column": split.column,
+            "ratio": split.ratio,
+            "num_sequences": int(split.rows.sum()),
+            "rms_elsewhere": data.rms(~affected),
+        },
     )
 
 
-def _is_more_than_change(evidence: Evidence, rows: np.ndarray) -> bool:
-    """Whether a part's gap is more than rounding gives, judged by the others; or whether it was computed in less."""
-    inside = rows[evidence.sample.seq]
-    others, own = precisions(evidence.without(inside)), precisions(evidence.without(~inside))
+def _is_more_than_change(data: PairData, rows: np.ndarray) -> bool:
+    """Whether a part's mismatch is more than rounding gives, judged by the others; or whether it was computed in less."""
+    inside = rows[data.sample.seq]
+    others, own = precisions(data.without(inside)), precisions(data.without(~inside))
     coarser = any(one.logits == "float32" and two.logits in HALF for one, two in zip(others, own, strict=True))
-    return coarser or _noise(evidence, rows) > allowed_noise(others)
+    return coarser or _noise(data, rows) > allowed_noise(others)
 
 
 def _seen_before(sample: Sample) -> list[bool | None]:
@@ -129,23 +135,23 @@ def _seen_before(sample: Sample) -> list[bool | None]:
     return seen
 
 
-def _noise(evidence: Evidence, rows: np.ndarray) -> float:
+def _noise(data: PairData, rows: np.ndarray) -> float:
     """Median noise of some sequences, nats of a logit."""
-    values = evidence.noise[rows[evidence.seq] & np.isfinite(evidence.noise)]
+    values = data.noise[rows[data.seq] & np.isfinite(data.noise)]
     return float(np.median(values)) if len(values) else 0.0
 
 
-def _levels(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+def _levels(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     """[S] mean level of each sequence, and how many tokens show it."""
-    level = evidence.level_beyond_tokens
+    level = data.level_beyond_tokens
     there = np.isfinite(level)
-    weight = np.bincount(evidence.seq[there], minlength=evidence.sample.num_sequences).astype(float)
-    total = np.bincount(evidence.seq[there], level[there], minlength=len(weight))
+    weight = np.bincount(data.seq[there], minlength=data.sample.num_sequences).astype(float)
+    total = np.bincount(data.seq[there], level[there], minlength=len(weight))
     return np.where(weight > 0, total / np.maximum(weight, 1), np.nan), weight
 
 
-def _columns(evidence: Evidence) -> dict[str, list[Any]]:
-    sample = evidence.sample
+def _columns(data: PairData) -> dict[str, list[Any]]:
+    sample = data.sample
     return {
         "writer_a": list(sample.a.writers),
         "writer_b": list(sample.b.writers),
@@ -179,11 +185,11 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
     r2 = best / float((weight[there] * centred**2).sum()) if len(centred) else 0.0
     share = float(weight[rows & there].sum() / weight[there].sum())
     within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
-    gap = float(means[high].min() - means[low].max())
+    distance = float(means[high].min() - means[low].max())
     most = MAX_GROUPS_SHARE if name == "group_id" else MAX_SUBSET_SHARE
     if name in ORDERED and not _is_range(values, rows):
         return None
-    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or gap < MIN_SUBSET_WIDTHS * within:
+    if ratio < MIN_LEVEL_RATIO or r2 < MIN_SUBSET_R2 or share > most or distance < MIN_SUBSET_WIDTHS * within:
         return None
     return Split(name, [known[i] for i in high], rows, ratio, float(r2))
 
@@ -211,12 +217,12 @@ def _order(split: Split) -> tuple[int, int]:
     return _NAMED_FIRST.index(split.column) if known else -1, len(split.values)
 
 
-def _by_column(column: str, evidence: Evidence) -> str:
-    """A query of the gap by a column of sequences, or of one pass's scores."""
+def _by_column(column: str, data: PairData) -> str:
+    """A query of the mismatch by a column of sequences, or of one pass's scores."""
     table, name, passed = "sequences", column, ""
     if column.endswith(("_a", "_b")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
-        side = evidence.sample.a if column.endswith("_a") else evidence.sample.b
+        side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
     name = "policy_version" if name == "version" else name
     return (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence, declared
 from ..finding import Finding
+from ..pair_data import PairData, declared
 from ..thresholds import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE_R2,
@@ -19,7 +19,7 @@ from ..thresholds import (
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ScaleFit:
     """Logits of b = scale * logits of a, fitted."""
 
     scale: float
@@ -30,29 +30,30 @@ class Fit:
     """How many standard errors the scale lies off 1."""
 
 
-def find_temperature(evidence: Evidence) -> list[Finding]:
+def find_temperature(data: PairData) -> list[Finding]:
     """d follows the logits themselves: logprob + entropy where entropies were recorded, the log-odds elsewhere."""
-    fit = fit_scale(evidence)
+    fit = fit_scale(data)
     if fit is None or not is_temperature(fit):
         return []
-    a, b = evidence.sample.a.name, evidence.sample.b.name
-    said = _declared(evidence)
     temperature = 1 / fit.scale
     return [
-        Finding(
-            code="temperature",
-            evidence=f"{b}'s logits are {a}'s divided by {temperature:.3g} (fitted; {fit.r2:.0%} of the gap follows it)"
-            + (f"; recorded: {said}" if said else ""),
-            effect=evidence.rms(),
-            share=1.0,
+        data.finding(
+            "temperature",
+            "scaled_logits",
             weight=fit.r2,
-            next=commands.replay(evidence, f"--temperature {_to_try(evidence, temperature):.3g}", "temperature"),
-            numbers={"temperature": temperature, "r2": fit.r2, "standard_errors": fit.score},
+            next=commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature"),
+            numbers={
+                "temperature": temperature,
+                "r2": fit.r2,
+                "standard_errors": fit.score,
+                **data.names,
+                **_declared(data),
+            },
         )
     ]
 
 
-def is_temperature(fit: Fit) -> bool:
+def is_temperature(fit: ScaleFit) -> bool:
     """Whether a fit is far enough from 1, sure enough, and explains enough."""
     return (
         abs(np.log(fit.scale)) >= MIN_TEMPERATURE_SHIFT
@@ -61,24 +62,24 @@ def is_temperature(fit: Fit) -> bool:
     )
 
 
-def fit_scale(evidence: Evidence) -> Fit | None:
-    """Fit one factor between both sides' logits; None where too few tokens can tell."""
-    fits = [_by_entropy(evidence, side) for side in ("a", "b")] + [_by_odds(evidence)]
+def fit_scale(data: PairData) -> ScaleFit | None:
+    """ScaleFit one factor between both sides' logits; None where too few tokens can tell."""
+    fits = [_by_entropy(data, side) for side in ("a", "b")] + [_by_odds(data)]
     known = [fit for fit in fits if fit is not None]
     return max(known, key=lambda fit: fit.r2) if known else None
 
 
-def _by_entropy(evidence: Evidence, side: str) -> Fit | None:
+def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
     """Scaling logits by s moves a logprob by (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
-    recorded = getattr(evidence.sample, side).entropy
+    recorded = getattr(data.sample, side).entropy
     if recorded is None:
         return None
-    logprobs = getattr(evidence, side)
-    u = logprobs + recorded[evidence.keep]
+    logprobs = getattr(data, side)
+    u = logprobs + recorded[data.keep]
     there = np.isfinite(u) & (np.abs(u) < 20)
     if there.sum() < MIN_TEMPERATURE_TOKENS:
         return None
-    d = evidence.d[there] * (-1 if side == "a" else 1)
+    d = data.d[there] * (-1 if side == "a" else 1)
     x = np.stack([u[there], u[there] ** 2, np.ones(there.sum())], axis=1)
     keep = np.abs(d) <= np.quantile(np.abs(d), 0.99) + 1e-12
     x, d = x[keep], d[keep]
@@ -91,16 +92,14 @@ def _by_entropy(evidence: Evidence, side: str) -> Fit | None:
         scale = 1 / scale
     if not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
         return None
-    return Fit(scale, 1 - float(left @ left) / max(float(d @ d), 1e-30), abs(slope) / max(error, 1e-12))
+    return ScaleFit(scale, 1 - float(left @ left) / max(float(d @ d), 1e-30), abs(slope) / max(error, 1e-12))
 
 
-def _by_odds(evidence: Evidence) -> Fit | None:
+def _by_odds(data: PairData) -> ScaleFit | None:
     """The slope of b's log-odds on a's: with one alternative it is the factor, with k of them the line is raised by
     (s - 1) log k."""
-    odds_a, odds_b = (_log_odds(x) for x in (evidence.a, evidence.b))
-    there = (
-        np.isfinite(odds_a) & np.isfinite(odds_b) & (evidence.rest > 1e-5) & (np.minimum(evidence.a, evidence.b) > -15)
-    )
+    odds_a, odds_b = (_log_odds(x) for x in (data.a, data.b))
+    there = np.isfinite(odds_a) & np.isfinite(odds_b) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
     if there.sum() < MIN_TEMPERATURE_TOKENS:
         return None
     x, y = odds_a[there], odds_b[there]
@@ -117,7 +116,7 @@ def _by_odds(evidence: Evidence) -> Fit | None:
     error = np.sqrt(max(left, 0.0) / max(xx, 1e-30) / len(x))
     off = off - off.mean()
     explained = 1 - float(np.sum((y - scale * x) ** 2)) / max(float(off @ off), 1e-30)
-    return Fit(float(scale), explained, float(abs(scale - 1) / max(error, 1e-12)))
+    return ScaleFit(float(scale), explained, float(abs(scale - 1) / max(error, 1e-12)))
 
 
 def _log_odds(logprobs: np.ndarray) -> np.ndarray:
@@ -125,22 +124,21 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
         return np.asarray(logprobs - np.log(-np.expm1(np.minimum(logprobs, 0.0))))
 
 
-def _declared(evidence: Evidence) -> str:
-    """The temperatures that the trace names."""
+def _declared(data: PairData) -> dict[str, float | str]:
+    """The temperatures that the trace names, as `recorded_a`, `recorded_b` and `recorded_sampling`; and its logprobs_mode."""
+    settings = data.sample.settings["temperature"]
     named = {
-        f"{evidence.sample.a.name}'s contract": declared(evidence.contract("a"), "temperature"),
-        f"{evidence.sample.b.name}'s contract": declared(evidence.contract("b"), "sampling", "temperature"),
+        "recorded_a": declared(data.contract("a"), "temperature"),
+        "recorded_b": declared(data.contract("b"), "sampling", "temperature"),
+        "recorded_sampling": float(np.nanmedian(settings)) if np.isfinite(settings).any() else None,
     }
-    settings = evidence.sample.settings["temperature"]
-    if np.isfinite(settings).any():
-        named["sampling"] = float(np.nanmedian(settings))
-    parts = [f"{name} {value:g}" for name, value in named.items() if isinstance(value, (int, float))]
-    mode = declared(evidence.contract("b"), "logprobs_mode")
-    return ", ".join(parts + ([f"logprobs_mode {mode}"] if mode else []))
+    found: dict[str, float | str] = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    mode = declared(data.contract("b"), "logprobs_mode")
+    return found | ({"logprobs_mode": str(mode)} if mode else {})
 
 
-def _to_try(evidence: Evidence, fitted: float) -> float:
+def _to_try(data: PairData, fitted: float) -> float:
     """The recorded temperature, where the fit is near it; else the fit."""
-    settings = evidence.sample.settings["temperature"]
+    settings = data.sample.settings["temperature"]
     recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else fitted
     return recorded if abs(np.log(recorded / fitted)) < 0.3 else fitted

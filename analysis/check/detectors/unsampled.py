@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import commands
-from ..evidence import Evidence
 from ..finding import Finding
+from ..pair_data import PairData
 from ..thresholds import (
     MIN_UNSAMPLED_RUN,
     MIN_UNSAMPLED_SEQUENCES,
@@ -14,32 +14,35 @@ from ..thresholds import (
 )
 
 
-def find_unsampled(evidence: Evidence) -> list[Finding]:
+def find_unsampled(data: PairData) -> list[Finding]:
     """Runs of tokens whose logprob lies far below minus the entropy, on both sides; this takes recorded entropies.
 
     Of sampled tokens logprob + entropy is 0 on average, and after an improbable token the entropy rises: improbable ones
     do not follow each other.
     """
-    entropy = evidence.entropy
+    entropy = data.entropy
     if entropy is None:
         return []
-    runs = unlikely_runs(np.maximum(evidence.a, evidence.b) + entropy, evidence.seq, evidence.position)
-    rows = np.unique(evidence.seq[runs])
-    present = len(np.unique(evidence.seq))
+    runs = unlikely_runs(np.maximum(data.a, data.b) + entropy, data.seq, data.position)
+    rows = np.unique(data.seq[runs])
+    present = len(np.unique(data.seq))
     if len(rows) < max(3, MIN_UNSAMPLED_SEQUENCES * present):
         return []
-    likely = np.maximum(evidence.a, evidence.b)
+    likely = np.maximum(data.a, data.b)
     return [
-        Finding(
-            code="mask",
-            evidence=f"in {len(rows):,} of {present:,} sequences runs of tokens, {runs.sum():,} in all, have "
-            f"{likely[runs].mean():.3g} nats on average on both sides where their entropy is {entropy[runs].mean():.3g}: "
-            "sampling does not draw these; they are a prompt's or a tool's, and count in the loss",
-            effect=evidence.rms(runs),
-            share=float(runs.mean()),
+        data.finding(
+            "mask",
+            "unlikely_runs",
+            runs,
             weight=0.9,
-            next=commands.row(evidence, int(rows[0])),
-            numbers={"num_tokens": int(runs.sum()), "num_sequences": len(rows)},
+            next=commands.row(data, int(rows[0])),
+            numbers={
+                "num_tokens": int(runs.sum()),
+                "num_sequences": len(rows),
+                "of_sequences": present,
+                "mean_logprob": float(likely[runs].mean()),
+                "mean_entropy": float(entropy[runs].mean()),
+            },
         )
     ]
 

@@ -17,6 +17,8 @@ _CORRELATION_MARGIN = 2.0
 _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
+_ENOUGH = 40
+"""Values from which autocorrelation can be told from what happens to the run."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
@@ -30,7 +32,10 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """The standard deviation by the median absolute one; the plain one where more than half of the values are equal."""
+    """The standard deviation by the median absolute one; the plain one where more than half of the values are equal.
+
+    scipy.stats.median_abs_deviation gives the same in nine times the time.
+    """
     spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return spread if spread > 0 else float(np.std(values))
 
@@ -69,8 +74,25 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     return max(long_run_variance(values, num_fitted), variance * (1 + phi) / (1 - phi))
 
 
+def level_deviation(values: np.ndarray) -> float:
+    """Standard deviation of a mean of n values, times sqrt(n): what they scatter by, whatever their level and slope do.
+
+    Of a first-order autoregression the squares of x[i-1] - 2 x[i] + x[i+1] are var (6 - 8 phi + 2 phi^2) on average, and
+    its mean varies by var (1 + phi) / (1 - phi) / n. phi is that of the residuals around a running median of a fifth of
+    the series; of fewer than 40 values none is taken out.
+    """
+    n = len(values)
+    phi = 0.0
+    if n >= _ENOUGH:
+        left = values - running_median(values, n // 5, "edge")
+        phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300) + 5 / n
+    phi = min(max(phi, 0.0), 0.9)
+    scatter = robust_sd(values[:-2] - 2 * values[1:-1] + values[2:])
+    return scatter * math.sqrt((1 + phi) / (1 - phi) / (6 - 8 * phi + 2 * phi**2))
+
+
 def without_line(values: np.ndarray) -> np.ndarray:
-    """The residuals of a straight line."""
+    """The residuals of a straight line. scipy.signal.detrend gives the same in six times the time."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     return np.asarray(values - values.mean() - t * (t @ values) / max(float(t @ t), 1e-300))
 
@@ -91,6 +113,9 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """[n] the median of `width` neighbours of each value; `beyond` the ends they are mirrored, or the last is repeated."""
+    """[n] the median of `width` neighbours of each value; `beyond` the ends they are mirrored, or the last is repeated.
+
+    scipy's median filters take the upper of two middle values where the width is even.
+    """
     padded = np.pad(values, width // 2, mode=beyond)
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..statistics.change_points import Lines
+from .change_points import StretchSquares
 
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH = "jump", "both"
 """A jump beside one slope, and a jump at which the slope changes, too."""
 
-_REACH = 7.35
+REACH = 7.35
 """What a form's cost may lie above the least of all within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95,
 the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would need
 3.84, were its form and the variance known."""
@@ -49,7 +49,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
-    lines = Lines(values)
+    lines = StretchSquares(values)
     whole = float(lines.squares(0, n))
     t = np.arange(n)
     squares = {
@@ -62,7 +62,7 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     best = min(costs, key=lambda form: float(costs[form].min()))
     kind = RAMP if best == RAMP else SHIFT
     place, least = int(places[np.argmin(costs[best])]), float(costs[best].min())
-    inside = places[np.min(list(costs.values()), axis=0) - least <= _REACH]
+    inside = places[np.min(list(costs.values()), axis=0) - least <= REACH]
     before, after = _ends(values, place, best)
     return Located(
         place=place, low=int(inside[0]), high=int(inside[-1]), kind=kind, before=before, after=after,

@@ -1,4 +1,4 @@
-"""What the replays that a trace holds have settled."""
+"""How much of the mismatch the replays that a trace holds remove."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.database import Database, quoted
 from ..trace.source import Pair
-from .diagnosis import Settled
+from .diagnosis import ReplayEffect
 
-_SETTLES = 0.9
-"""Share of the gap that a replay must remove to have settled its cause."""
-_ADDS_LITTLE = 0.1
 _CONFIDENCE = 0.95
 
 _SUMS = """
@@ -27,8 +24,8 @@ GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """Of each sequence: its tokens, what lies between a and b and between c and b, and its group."""
 
 
-def settled(database: Database, pair: Pair, passes: list[str]) -> tuple[Settled, ...]:
-    """Every replay, put in the place of pass a: those that remove most of the gap first."""
+def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
+    """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
     found = []
     database.define("triangle")
     for name in passes:
@@ -40,30 +37,21 @@ def settled(database: Database, pair: Pair, passes: list[str]) -> tuple[Settled,
         if num and gap:
             gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
             interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
-            found.append(_settled(name.removeprefix(REPLAY_PREFIX), pair, int(num), gap / num, left / num, interval))
+            found.append(_effect(name.removeprefix(REPLAY_PREFIX), pair, int(num), gap / num, left / num, interval))
     return tuple(sorted(found, key=lambda each: -each.removed))
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """A 95 % interval over groups of 1 - left / gap, from what each sequence adds to both. No more than all can be removed."""
+    """A 95 % interval over groups of the share removed, 1 - left / gap, at most 1; from what each sequence adds to both sums."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]
     return found if isinstance(found, NoInterval) else (found[0], min(found[1], 1.0))
 
 
-def _settled(arm: str, pair: Pair, num: int, gap: float, left: float, interval: Interval | NoInterval) -> Settled:
-    removed = 1 - left / gap
-    if removed > _SETTLES:
-        sentence = f"with {arm}, {pair[0]} would agree with {pair[1]}: it is what makes the gap"
-    elif removed > _ADDS_LITTLE:
-        sentence = f"{arm} makes a part of the gap"
-    elif removed > -_ADDS_LITTLE:
-        sentence = f"{arm} does not make the gap"
-    else:
-        sentence = f"{arm} would make the gap larger"
+def _effect(arm: str, pair: Pair, num: int, gap: float, left: float, interval: Interval | NoInterval) -> ReplayEffect:
     low, high = ends(interval) or (None, None)
-    return Settled(
-        arm=arm, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=removed, low=low, high=high,
-        no_interval=str(interval) if isinstance(interval, NoInterval) else None, sentence=sentence,
+    return ReplayEffect(
+        arm=arm, pair=pair, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=1 - left / gap, low=low, high=high,
+        no_interval=str(interval) if isinstance(interval, NoInterval) else None,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar
@@ -11,15 +11,16 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from ..info import AttemptInfo
+from .finding import Finding, Number
 from .sample import Sample
 from .sums import Sums
 from .thresholds import MIN_REST, TOKEN_SHRINKAGE
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True)
-class Evidence:
+class PairData:
     """Everything that a detector may ask."""
 
     trace: str
@@ -37,10 +38,10 @@ class Evidence:
     keep: np.ndarray
     """[N] bool: the compared tokens that no earlier finding explains."""
 
-    def without(self, explained: np.ndarray) -> Evidence:
+    def without(self, explained: np.ndarray) -> PairData:
         """The same less tokens that a finding explains, [N] bool."""
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Evidence(**changed | {"keep": self.keep & ~explained})
+        return PairData(**changed | {"keep": self.keep & ~explained})
 
     @cached_property
     def a(self) -> np.ndarray:
@@ -128,21 +129,48 @@ class Evidence:
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
+    def finding(
+        self,
+        code: str,
+        signal: str,
+        affected: np.ndarray | None = None,
+        *,
+        weight: float = 1.0,
+        next: str = "",
+        numbers: Mapping[str, Number],
+    ) -> Finding:
+        """A finding about some of the kept tokens, [K] bool, or about all of them."""
+        share = 1.0 if affected is None else float(affected.mean())
+        return Finding(
+            code=code,
+            signal=signal,
+            effect=self.rms(affected),
+            share=share,
+            weight=weight,
+            next=next,
+            numbers=dict(numbers),
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The passes' names, as `a` and `b` of a finding's numbers."""
+        return {"a": self.sample.a.name, "b": self.sample.b.name}
+
     def contract(self, side: str) -> Contract:
         """The contract of most rows of pass `a` or `b`; empty where there is none."""
         hashes = [name for name in getattr(self.sample, side).contracts if name]
         return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
 
 
-def once(work: Callable[[Evidence], Found]) -> Callable[[Evidence], Found]:
-    """Work something out of an evidence once, however many detectors ask for it."""
+def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
+    """Compute something once for a PairData, however many detectors ask for it."""
 
     @wraps(work)
-    def known(evidence: Evidence) -> Found:
-        if known not in evidence.memo:
-            evidence.memo[known] = work(evidence)
-        found: Found = evidence.memo[known]
-        return found
+    def known(data: PairData) -> Result:
+        if known not in data.memo:
+            data.memo[known] = work(data)
+        result: Result = data.memo[known]
+        return result
 
     return known
 

@@ -1,0 +1,29 @@
+"""The columns that a table keeps where not all fit the terminal, the most telling first; `--wide` shows all of them."""
+
+from __future__ import annotations
+
+MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
+    "stats": (
+        "run", "step", "seq_id", "layer", "num_nan", "num_inf", "num_tokens", "k3", "mean_abs_d", "p99_abs_d", "max_abs_d",
+        "ess_token", "routing_agreement",
+    ),
+    "corrections": (
+        "run", "correction", "step", "quarter", "share_tokens_cut", "share_sequences_cut", "share_tokens_truncated",
+        "ess_token", "bias_token", "variance_token",
+    ),
+    "gradient": (
+        "step", "arm", "module", "cosine", "norm_ratio", "bias", "bias_error", "grad_norm", "logged_norm", "variance",
+    ),
+    "replay": ("arm", "step", "num_steps", "num_tokens", "share_equal", "mean_abs_d", "max_abs_d", "identity_held"),
+    "weights": (
+        "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
+        "stored_bytes",
+    ),
+    "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
+    "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
+    "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
+}  # fmt: skip
+"""Table -> column names. A table that is not here keeps the columns that come first."""
+
+NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
+"""Columns that are left out first where all rows have the same value."""

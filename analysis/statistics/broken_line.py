@@ -1,0 +1,59 @@
+"""Where a level breaks into a straight fall that ends at another level.
+
+Shapes: N values, one a step, without gaps; E places where the fall may end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .intervals import f_quantile
+from .location import REACH
+from .noise import long_run_variance
+
+_LARGEST_E = 12
+"""Places that are tried for the end of a fall."""
+
+
+def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
+    """The first index of the fall between two given levels, and those between which it lies: (low, index, high).
+
+    It is where the squares are least. Between are the breaks whose squares are within those of chance: F with 1 and N - 3
+    degrees of freedom, 90 %.
+    """
+    n = len(values)
+    costs = np.full(n, np.inf)
+    for i in range(n - 2):
+        fallen_EN = _fallen(i, n)
+        costs[i] = np.square(values - before * (1 - fallen_EN) - after * fallen_EN).sum(axis=1).min()
+    freedom = max(n - 3, 1)
+    inside = np.flatnonzero(costs <= costs.min() * (1 + f_quantile(0.90, 1, freedom) / freedom))
+    return int(inside[0]), int(np.argmin(costs)), int(inside[-1])
+
+
+def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
+    """The 95 % interval of the first index of the fall, both levels fitted, in noise that autocorrelates: docs/intervals.md.
+
+    `deviation` is the least that the noise is taken for: see noise.level_deviation.
+    """
+    centred = values - values.mean()
+    n = len(centred)
+    costs, left = np.full(n, np.inf), centred
+    for i in range(n - 2):
+        fallen_EN = _fallen(i, n)
+        fallen_EN -= fallen_EN.mean(axis=1, keepdims=True)
+        size_E = fallen_EN @ centred / np.einsum("en,en->e", fallen_EN, fallen_EN)
+        explained_E = size_E * (fallen_EN @ centred)
+        best = int(np.argmax(explained_E))
+        costs[i] = float(centred @ centred) - explained_E[best]
+        if costs[i] <= costs.min():
+            left = centred - size_E[best] * fallen_EN[best]
+    variance = max(long_run_variance(left, 3), float(left @ left) / max(n - 4, 1), deviation**2)
+    inside = np.flatnonzero(costs <= costs.min() + REACH * variance)
+    return int(inside[0]), int(inside[-1])
+
+
+def _fallen(start: int, n: int) -> np.ndarray:
+    """[E, N] the share of a fall from `start` on that is behind, for each end that it may have."""
+    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
+    return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -1,0 +1,225 @@
+"""The policy loss, term by term: what a ratio and an advantage add to the objective, what the clip does to them, and which
+terms have a gradient. sql/loss.sql has the same rules as macros; replay/gradients has the loss in torch.
+
+Shapes: T tokens of N sequences, one after the other; K terms, which are tokens, or sequences where the loss takes one ratio of
+each. Functions without shapes take arrays of one shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from ...schemas.loss import (
+    CISPO,
+    CURRENT,
+    PPO,
+    ROLLOUT,
+    SAPO,
+    SEQUENCE_MEAN,
+    TOKEN,
+    VESPO,
+    VESPO_LEAST_LAMBDA,
+    VESPO_LOG_RATIO,
+    Loss,
+)
+from .estimators import Array
+
+SAFETY_BOUND = 20.0
+"""Log-ratios are clamped to +-20 nats before their exp is taken, as frameworks do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The clip rule: between which ratios a loss leaves a term as it is, by the sign of the advantage; infinite where it does not clip.
+
+    A positive advantage is never cut below.
+    """
+
+    positive_high: float = math.inf
+    negative_low: float = -math.inf
+    negative_high: float = math.inf
+
+    @property
+    def logs(self) -> Bounds:
+        """Of ln ratio."""
+        found = (math.log(ratio) if ratio > 0 else -math.inf for ratio in astuple(self))
+        return Bounds(**dict(zip(self.__slots__, found, strict=True)))
+
+    def cut(self, ratio: Array, positive: np.ndarray) -> Array:
+        """The ratio at its bound where it is beyond it."""
+        at_most = np.minimum(ratio, self.positive_high)
+        if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
+            return at_most
+        return np.where(positive, at_most, np.clip(ratio, self.negative_low, self.negative_high))
+
+
+def bounds_of(loss: Loss) -> Bounds:
+    """The bounds of a loss: of ppo_clip's min(min(ratio, hard) A, clip(ratio) A), and of cispo's weight.
+
+    >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
+    Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)
+    """
+    if loss.kind == CISPO:
+        return Bounds(positive_high=loss.clip_high, negative_high=loss.clip_high)
+    if loss.kind == PPO:
+        high, hard = 1 + loss.clip_high, math.inf if loss.clip_hard is None else loss.clip_hard
+        return Bounds(positive_high=min(high, hard), negative_low=1 - loss.clip_low, negative_high=max(high, hard))
+    return Bounds()
+
+
+def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
+    """[K] log-ratios of the terms, from those of tokens, which are 0 where a token does not count; `num_N` count.
+
+    >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
+    >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
+    [2.0, 5.0]
+    """
+    if loss.level == TOKEN:
+        return log_ratio_T
+    if loss.kind == VESPO:
+        log_ratio_T = np.clip(log_ratio_T, -SAFETY_BOUND, SAFETY_BOUND)
+    total_N = np.add.reduceat(log_ratio_T, starts_N)
+    return np.asarray(total_N / np.maximum(num_N, 1)) if loss.level == SEQUENCE_MEAN else np.asarray(total_N)
+
+
+def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
+    """ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current / train."""
+    if loss.denominator == ROLLOUT:
+        return log_true
+    return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
+
+
+def clamped_exp(log_ratio: Array) -> Array:
+    """exp of log-ratios, which are clamped to +-20 nats.
+
+    >>> clamped_exp(np.array([0.0, -1e9])).tolist()
+    [1.0, 2.061153622438558e-09]
+    """
+    return np.exp(np.clip(log_ratio, -SAFETY_BOUND, SAFETY_BOUND))
+
+
+def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
+    """f_A(ratio), what a term adds to the objective, in the unit of the advantage.
+
+    ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
+    ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. Of cispo, min(ratio, clip_high) A, and of vespo, phi(ratio) A, it is
+    the weight on grad log p.
+
+    >>> contribution(Loss(), np.array([1.5, 0.5, 1.5]), np.array([1.0, 1.0, -1.0])).tolist()
+    [1.2, 0.5, -1.5]
+    >>> contribution(Loss(kind="sapo"), np.array([1.0]), np.array([1.0])).tolist()
+    [2.0]
+    """
+    if loss.kind == SAPO:
+        return sapo_gate(loss, ratio, advantage > 0) * advantage
+    if loss.kind == VESPO:
+        return np.exp(vespo_log_weight(loss, ratio, advantage >= 0)) * advantage
+    return bounds_of(loss).cut(ratio, advantage > 0) * advantage
+
+
+def log_weight(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
+    """ln of f_A(ratio) / A, f of `contribution`: what multiplies the advantage after the clip. `positive`: whether A > 0.
+
+    ppo_clip takes min(ratio A, clip(ratio) A), so that a positive advantage is cut above and a negative one below; cispo
+    cuts both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
+
+    >>> np.exp(log_weight(Loss(), np.log([1.5, 0.5, 1.5, 0.5]), np.array([True, True, False, False]))).round(6).tolist()
+    [1.2, 0.5, 1.5, 0.8]
+    """
+    if loss.kind == SAPO:
+        return np.log(sapo_gate(loss, clamped_exp(log_ratio), positive))
+    if loss.kind == VESPO:
+        return vespo_log_weight(loss, clamped_exp(log_ratio), positive)
+    return bounds_of(loss).logs.cut(log_ratio, positive)
+
+
+def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
+    """Sapo's 4 / tau sigmoid(tau (ratio - 1)), tau by whether A > 0. arXiv 2511.20347.
+
+    >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
+    [2.0, 3.523188]
+    """
+    tau = np.where(positive, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
+    return np.asarray(4 / tau / (1 + np.exp(-tau * (ratio - 1))))
+
+
+def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
+    """ln of vespo's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by whether A >= 0. arXiv 2602.10693.
+
+    The ratio is clamped to [1e-8, exp(20)].
+
+    >>> vespo_log_weight(Loss(kind="vespo", level="sequence_sum"), np.array([1.0, 2.0]), np.array([True, True])).round(6).tolist()
+    [0.0, -1.613706]
+    """
+    with np.errstate(divide="ignore"):
+        log_ratio = np.clip(np.log(ratio), *VESPO_LOG_RATIO)
+    k = np.where(positive, loss.vespo_k_pos, loss.vespo_k_neg)
+    decay = np.maximum(np.where(positive, loss.vespo_lambda_pos, loss.vespo_lambda_neg), VESPO_LEAST_LAMBDA)
+    return np.asarray(decay + k * log_ratio - decay * np.exp(log_ratio))
+
+
+def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
+    """bool: whether the ratio is beyond the bound that holds for the sign of its advantage. The one rule of what is clipped.
+
+    Losses without a bound clip nothing, nor does one without an advantage other than 0. `loss_clips` is the same in SQL.
+
+    >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
+    [True, False, False, True]
+    """
+    if not loss.has_clip:
+        return np.zeros(np.shape(ratio), bool)
+    bounds = bounds_of(loss)
+    below, above = ratio < bounds.negative_low, ratio > bounds.negative_high
+    return np.asarray(((advantage > 0) & (ratio > bounds.positive_high)) | ((advantage < 0) & (below | above)))
+
+
+def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
+    """bool: whether a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the bound.
+
+    `loss_has_gradient` is the same in SQL.
+
+    >>> ratio, advantage = np.array([1.5, 1.5]), np.array([1.0, 0.0])
+    >>> [has_gradient(loss, ratio, advantage).tolist() for loss in (Loss(), Loss(kind="cispo", clip_high=1.2))]
+    [[False, False], [True, False]]
+    """
+    known = np.asarray(advantage != 0)
+    return known & ~is_clipped(loss, ratio, advantage) if loss.kind == PPO else known
+
+
+def correction_weight(loss: Loss, log_ratio: Array) -> Array:
+    """The weight that the loss's correction gives r = exp(log_ratio), log_ratio = train - rollout in nats.
+
+    Truncated ratios become the bound, masked ones 0; a bound that is None does not bind.
+
+    >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
+    [2.0, 0.0]
+    """
+    ratio = clamped_exp(log_ratio)
+    low = 0.0 if loss.correction_low is None else loss.correction_low
+    high = np.inf if loss.correction_high is None else loss.correction_high
+    if loss.correction.endswith("truncate"):
+        return np.asarray(np.clip(ratio, low, high))
+    return np.asarray(np.where((ratio < low) | (ratio > high), 0.0, ratio))
+
+
+_OPTIONS = {
+    PPO: ("clip_low", "clip_high", "clip_hard"),
+    CISPO: ("clip_high",),
+    SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
+    VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+"""Kind of a loss -> what its term is made of."""
+
+
+def sql_options(loss: Loss) -> str:
+    """A loss as options of the macros of sql/loss.sql; numbers have the same bits there.
+
+    >>> sql_options(Loss(kind="cispo", clip_high=1.2))
+    "kind := 'cispo', clip_high := '1.2'::DOUBLE"
+    """
+    known = {name: getattr(loss, name) for name in _OPTIONS.get(loss.kind, ())}
+    numbers = [f"{name} := '{float(value)!r}'::DOUBLE" for name, value in known.items() if value is not None]
+    return ", ".join([f"kind := '{loss.kind}'", *numbers])

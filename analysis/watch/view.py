@@ -1,0 +1,275 @@
+"""A watched run as rich draws it: whole on paper, or as much of each section as a screen has lines for."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from ..dynamics.quantities import Series
+from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
+from ..rows import printable
+from .spark import ASCII, BLOCKS, spark
+from .watched import COLUMNS, WAITING, Watched, value_at
+
+_GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
+_STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
+_SHORTEST_SPARK = 8
+_HIGH = 45
+"""Lines from which a screen has empty ones between sections."""
+_LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
+"""Rows that a section keeps while another has more than its own."""
+_NOT_FINITE = "NaN/inf"
+
+
+class WatchedView:
+    """Head, first alarms, changes, latest steps, the whole run in sparklines, and what to do next."""
+
+    def __init__(self, seen: Watched, *, is_screen: bool = False):
+        """On a screen it is no higher than that, and goes on until the recording is over."""
+        self._seen, self._is_screen = seen, is_screen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        page = _Page(self._seen, console, options, console.height if self._is_screen else None)
+        yield from page.drawn(page.fitted())
+
+
+class _Page:
+    """A view on a terminal of one size and encoding."""
+
+    def __init__(self, seen: Watched, console: Console, options: ConsoleOptions, height: int | None):
+        self.seen, self._console, self._options = seen, console, options
+        self._width, self._height = options.max_width, height
+        self._is_airy = self._height is None or self._height >= _HIGH
+        order = {name: place for place, name in enumerate(COLUMNS)}
+        self._series = sorted(
+            (one for one in seen.series.values() if one.known.any() or len(one.not_finite)),
+            key=lambda one: order.get(one.name, len(order)),
+        )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Section -> the rows that it has to show."""
+        seen = self.seen
+        return {
+            "alarms": len(seen.alarms), "changes": len(seen.moved), "latest": len(seen.shown_steps),
+            "courses": len(self._series),
+        }  # fmt: skip
+
+    def fitted(self) -> dict[str, int]:
+        """Section -> the rows that are shown of it; on a screen a line each, and the longest sections give first."""
+        height, whole, rows = self._height, self.rows, self.rows
+        if height is None:
+            return whole
+        # Without rows each section but the latest steps says how many are missing.
+        empty = sum(
+            len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
+        )
+
+        def num_lines() -> int:
+            told = sum(0 < rows[name] == whole[name] for name in rows if name != "latest")
+            return empty + sum(rows.values()) - told
+
+        while num_lines() > height and (left := [name for name in rows if rows[name]]):
+            rows[max(left, key=lambda name: (max(rows[name] - _LEAST[name], 0), rows[name]))] -= 1
+        return rows
+
+    def drawn(self, rows: dict[str, int]) -> Iterator[RenderableType]:
+        """The sections with so many rows each."""
+        sections: list[RenderableType | None] = [
+            self._head(), self._alarms(rows["alarms"]), self._changes(rows["changes"]), self._latest(rows["latest"]),
+            self._courses(rows["courses"]), self._next(),
+        ]  # fmt: skip
+        for place, section in enumerate(section for section in sections if section is not None):
+            if place and self._is_airy:
+                yield Text()
+            yield section
+
+    def _text(self, text: str, style: str = "", **options: Any) -> Text:
+        """A text without what would act on the terminal or has no place in its encoding."""
+        text = printable(text)
+        if not self._can(text):
+            text = text.encode("ascii", "backslashreplace").decode()
+        return Text(text, style, **{"overflow": "fold", **options})
+
+    def _can(self, characters: str) -> bool:
+        try:
+            characters.encode(self._console.encoding)
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
+
+    def _row(self, text: str) -> Text:
+        """What a row says: on a screen in one line."""
+        return self._text(text, no_wrap=self._height is not None, overflow="crop" if self._height else "fold")
+
+    def _head(self) -> RenderableType:
+        seen = self.seen
+        state = seen.state.upper()
+        if seen.exit_code is not None:
+            state += f", the command ended with {seen.exit_code}"
+        name = _ending(self._text(seen.trace).plain, max(8, self._width - len(state) - 2))
+        facts = [f"steps {seen.num_steps:,}" + (f" ({seen.first_step} to {seen.last_step})" if seen.num_steps else "")]
+        facts += [f"sequences {seen.num_sequences:,}", f"response tokens {seen.num_tokens:,}"]
+        if seen.age_s is not None:
+            facts.append(f"last record {duration(seen.age_s)} ago")
+        if seen.steps_per_minute is not None:
+            facts.append(f"{_number(seen.steps_per_minute)} steps a minute ({seen.rate_from})")
+        parts: list[RenderableType] = [Text.assemble((name, _TITLE), "  ", (state, _STATES[seen.state]))]
+        if seen.state != WAITING:
+            parts += map(self._text, _packed(facts, self._width))
+        if seen.num_unread_steps:
+            unread = f"still reading: {seen.num_unread_steps:,} earlier steps are missing from what is below"
+            parts.append(self._text(unread, _NOTE))
+        return Group(*parts, *(self._text(f"note: {note}", _NOTE) for note in seen.notes))
+
+    def _alarms(self, num_rows: int) -> RenderableType | None:
+        seen = self.seen
+        if not seen.num_alarms:
+            return None
+        still = sum(alarm.still for alarm in seen.alarms)
+        count = f"{len(seen.alarms)} of {seen.num_alarms} sounded, {still} of them at the end"
+        title = self._title("FIRST ALARMS", count if seen.alarms else f"none of {seen.num_alarms} sounded")
+        table = _table(3)
+        for alarm in seen.alarms[:num_rows]:
+            value = "" if alarm.first_value is None else f" ({_number(alarm.first_value)})"
+            until = Text("still", _BAD) if alarm.still else Text(f"to {alarm.last_step}", _DIM)
+            told = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.says}; {alarm.definition}"
+            table.add_row(Text(str(alarm.first_step), _TITLE), until, self._row(told))
+        return Group(title, table, *self._more(len(seen.alarms) - num_rows))
+
+    def _changes(self, num_rows: int) -> RenderableType | None:
+        moved = self.seen.moved
+        if not moved:
+            return None
+        table = _table(2)
+        for each in moved[:num_rows]:
+            change = each.change
+            told = f"{each.name}  {_number(change.before)} to {_number(change.after)}, {change.kind}"
+            table.add_row(Text(f"{change.step} ({change.low} to {change.high})", _TITLE), self._row(told))
+        title = self._title("CHANGES", "at a step (95 % interval), shift or ramp")
+        return Group(title, table, *self._more(len(moved) - num_rows))
+
+    def _latest(self, num_rows: int) -> RenderableType | None:
+        seen = self.seen
+        if not seen.shown_steps:
+            return None
+        steps = seen.shown_steps[len(seen.shown_steps) - num_rows :]
+        table, used = _table(0), 0
+        columns = []
+        for name in ("step", *(name for name in COLUMNS if name in seen.series)):
+            cells = [str(step) if name == "step" else _cell(seen.series[name], step) for step in steps]
+            used += max(map(len, (name, *cells))) + 2
+            if used - 2 > self._width:
+                break
+            table.add_column(Text(name, _DIM), justify="right", no_wrap=True, overflow="crop")
+            columns.append([Text(cell, _BAD if cell == _NOT_FINITE else "") for cell in cells])
+        for row in zip(*columns, strict=True):
+            table.add_row(*row)
+        table.show_header = True
+        return Group(self._title("LATEST STEPS", "the last one may still grow" if seen.state == LIVE else ""), table)
+
+    def _courses(self, num_rows: int) -> RenderableType | None:
+        """A line a series: its name, its course, and what its ends mean."""
+        if not self._series:
+            return None
+        characters = BLOCKS if self._can(BLOCKS) else ASCII
+        ends = _ENDS if self._width >= 72 else _ENDS[:1]
+        steps = self._series[0].steps
+        table = _table(0)
+        table.show_header = True
+        table.add_column("WHOLE RUN", max_width=max(12, self._width // 4), no_wrap=True, overflow="crop")
+        table.add_column(f"steps {steps[0]} to {steps[-1]}", overflow="crop")
+        for name in ends:
+            table.add_column(Text(name, _DIM), justify="right", no_wrap=True, overflow="crop")
+        for one in self._series[:num_rows]:
+            name = one.name if one.scale == "linear" else f"{one.name} ({one.scale})"
+            table.add_row(name, _Course(one, characters), *_ends(one)[: len(ends)])
+        return Group(table, *self._more(len(self._series) - num_rows))
+
+    def _title(self, title: str, rest: str) -> Text:
+        return Text.assemble((title, _TITLE), "  ", rest, no_wrap=True, overflow="crop")
+
+    def _more(self, number: int) -> Sequence[Text]:
+        return [Text(f"... and {number} more", _DIM, no_wrap=True, overflow="crop")] if number else []
+
+    def _next(self) -> RenderableType:
+        seen = self.seen
+        if self._height is not None and not seen.is_over:
+            return Text("Ctrl-C ends this view and not the recording", _DIM, no_wrap=True, overflow="crop")
+        verb = "watch" if seen.state == WAITING else "diagnose" if seen.num_steps else "info"
+        ended = "The recording has ended: " + seen.state if seen.is_over else "The recording goes on"
+        if seen.state == WAITING:
+            ended = "Nothing is recorded yet"
+        # A command is copied whole: the terminal may break it, and this does not.
+        command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
+        return Group(self._text(f"{ended}. Next:"), command)
+
+
+class _Course:
+    """A sparkline in as many columns as its place has."""
+
+    def __init__(self, series: Series, characters: str):
+        self._series, self._characters = series, characters
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(_SHORTEST_SPARK, len(self._series.steps)), len(self._series.steps))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        drawn = spark(self._series, options.max_width, self._characters)
+        yield Text(drawn, _BAD if len(self._series.not_finite) else "cyan", no_wrap=True, overflow="crop")
+
+
+_ENDS = ("last", "smallest", "largest")
+
+
+def _ends(series: Series) -> tuple[str, str, str]:
+    known = series.values[series.known]
+    last = _cell(series, int(max([*series.steps[series.known][-1:], *series.not_finite[-1:]])))
+    return (last, _number(known.min()), _number(known.max())) if len(known) else (last, "", "")
+
+
+def _table(num_columns: int) -> Table:
+    """A table without lines, of columns without names, of which the last may be long."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
+    for place in range(num_columns):
+        is_last = place == num_columns - 1
+        table.add_column(no_wrap=not is_last, justify="left" if place or is_last else "right", overflow="fold")
+    return table
+
+
+def _packed(facts: Sequence[str], width: int) -> list[str]:
+    """Facts in as few lines as hold them."""
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        if len(lines[-1]) + 3 + len(fact) <= width:
+            lines[-1] += "   " + fact
+        else:
+            lines.append(fact)
+    return lines
+
+
+def _ending(text: str, width: int) -> str:
+    """The end of the text in no more columns than `width`: of a path the part that tells."""
+    while cell_len(text) > width:
+        text = "~" + text[2:] if len(text) > 1 else ""
+    return text
+
+
+def _cell(series: Series, step: int) -> str:
+    value = value_at(series, step)
+    return "" if value is None else _number(value)
+
+
+def _number(value: float) -> str:
+    """Three digits, and whole numbers below a million as they are."""
+    if not np.isfinite(value):
+        return _NOT_FINITE
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

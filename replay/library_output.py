@@ -1,0 +1,78 @@
+"""What libraries print while they build and run models: it does not reach the terminal, unless something fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, TextIO
+
+from ..schemas.errors import TimTraceError
+
+_STDOUT, _STDERR = 1, 2
+_MOST_LINES = 40
+"""Last lines that are shown with an error."""
+
+
+@contextmanager
+def library_output_held_back() -> Iterator[TextIO]:
+    """Keep what is written to stdout and stderr, by C code too; gives a stream that still is the real stderr.
+
+    What was kept is written to stderr when an error comes out of a library: its reason is often there.
+    """
+    with tempfile.TemporaryFile() as kept:
+        stream, saved = _replaced(kept)
+        try:
+            yield stream
+        except Exception as error:
+            _restored(saved, stream)
+            if not isinstance(error, TimTraceError) or error.__cause__ is not None:
+                _show(kept)
+            raise
+        finally:
+            _restored(saved, stream)
+
+
+def _replaced(kept: BinaryIO) -> tuple[TextIO, dict[int, int]]:
+    """Send stdout and stderr to the file; gives the real stderr, and descriptor -> its copy."""
+    _flush()
+    saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
+    stream = sys.stderr
+    if _is_descriptor(stream, _STDERR):
+        stream = os.fdopen(os.dup(_STDERR), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1)
+    for number in saved:
+        os.dup2(kept.fileno(), number)
+    return stream, saved
+
+
+def _restored(saved: dict[int, int], stream: TextIO) -> None:
+    """Give stdout and stderr back, once."""
+    if saved:
+        _flush()
+        while saved:
+            number, copy = saved.popitem()
+            os.dup2(copy, number)
+            os.close(copy)
+        if stream is not sys.stderr:
+            stream.close()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _is_descriptor(stream: TextIO, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError):
+        return False
+
+
+def _show(kept: BinaryIO) -> None:
+    kept.seek(0)
+    lines = kept.read().decode(errors="backslashreplace").splitlines()[-_MOST_LINES:]
+    if lines:
+        print("tim-trace: libraries printed before the error:", *lines, sep="\n  ", file=sys.stderr)

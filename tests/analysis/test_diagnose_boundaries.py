@@ -1,0 +1,261 @@
+"""Every level and verdict of diagnose, just under and just over its boundary."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tim_trace import cli
+from tim_trace.analysis.check.detectors.numerics import Precision
+from tim_trace.analysis.check.finding import FAULTS, Finding
+from tim_trace.analysis.check.result import CheckResult
+from tim_trace.analysis.diagnosis import replay_effects
+from tim_trace.analysis.diagnosis.alarms import ALARMS
+from tim_trace.analysis.diagnosis.diagnose import _figures, _next, alarm_readings, coarser_dtype, size_comparison
+from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
+from tim_trace.analysis.diagnosis.figures import FIGURES
+from tim_trace.analysis.diagnosis.metrics import own_metrics
+from tim_trace.analysis.diagnosis.replay_effects import removed_interval
+from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text, effect_text, numerics_text, size_text
+from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
+
+
+def effect(removed):
+    return ReplayEffect(
+        arm="bf16", pair=("train", "rollout"), num_tokens=10, gap_rms=1.0, left_rms=0.5, removed=removed, low=None, high=None,
+        no_interval="fewer than 8 groups",
+    )  # fmt: skip
+
+
+def checked(code="rounding", command=""):
+    finding = Finding(
+        code=code, signal="equal_bits", effect=0.1, share=1.0, next=command,
+        numbers={"num_tokens": 2, "a": "train", "b": "rollout", "contracts_known": 1},
+    )  # fmt: skip
+    return CheckResult(
+        trace="run", pair="train:rollout", num_tokens=2, num_sampled_tokens=2, rms_d=0.1, findings=(finding,)
+    )
+
+
+def diagnosed(code="rounding", replays=()):
+    return Diagnosis(
+        checked=checked(code),
+        numerics=Numerics(
+            passes=("train", "rollout"), declared=("float32", None), logits=("float32", "bfloat16"), values=(None, "float16")
+        ),
+        metrics={}, size=SizeComparison(code="unpublished", own=0.1, coarser=None), figures=(),
+        alarms=alarm_readings({"mean_abs_d": 0.04}), replays=tuple(replays), next=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("removed", "code", "words"),
+    [
+        (1.0, "settles", "it is what makes the mismatch"),
+        (0.901, "settles", "it is what makes the mismatch"),
+        (0.899, "part", "bf16 makes a part of the mismatch"),
+        (0.101, "part", "bf16 makes a part of the mismatch"),
+        (0.099, "nothing", "bf16 does not make the mismatch"),
+        (-0.099, "nothing", "bf16 does not make the mismatch"),
+        (-0.101, "adds", "bf16 would make the mismatch larger"),
+    ],
+)
+def test_what_a_replay_does(removed, code, words):
+    replay = effect(removed)
+    assert replay.code == code
+    assert words in effect_text(replay)
+    diagnosis = diagnosed(replays=[replay])
+    assert diagnosis.settled_by == (replay if code == "settles" else None)
+    assert (
+        diagnosis_json(diagnosis)["replays"][0] | {"code": code, "sentence": effect_text(replay)}
+        == (diagnosis_json(diagnosis)["replays"][0])
+    )
+
+
+def test_the_first_replay_that_settles_is_named():
+    replays = [effect(0.5), effect(0.95), effect(0.99)]
+    assert diagnosed(replays=replays).settled_by == replays[1]
+
+
+# The ends of what was published of healthy runs: rms_d in nats, by the coarser side's dtype.
+RANGES = {
+    "float32": (1.9e-3, 2.2e-3),
+    "float16": (5.0e-3, 5.0e-3),
+    "bfloat16": (0.0306, 0.045),
+    "float8": (0.131, 0.131),
+}
+
+
+@pytest.mark.parametrize("coarser", RANGES)
+@pytest.mark.parametrize(
+    ("end", "factor", "code"), [(0, 0.99, "below"), (0, 1.0, "within"), (1, 1.0, "within"), (1, 1.01, "above")]
+)
+def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, factor, code):
+    own = RANGES[coarser][end] * factor
+    size = size_comparison("rounding", own, _figures({"rms_d": own}, coarser), coarser)
+    assert (size.code, size.low, size.high) == (code, *RANGES[coarser])
+    said = size_text(size, is_valid=True)
+    assert f"is {code} what others measured with {coarser}" in said
+    assert said.endswith("look for a cause." if code == "above" else "it is normal.")
+    assert size_text(size, is_valid=False).endswith("no matter of numerics as long as the comparison is not valid.")
+
+
+def test_a_size_without_figures_or_without_mismatch():
+    unknown = size_comparison("rounding", 0.1, _figures({"rms_d": 0.1}, None), None)
+    assert (unknown.code, unknown.low, unknown.high) == ("unpublished", None, None)
+    assert size_text(unknown, is_valid=True).endswith("no published figure has an unknown dtype as its coarser side.")
+    assert "not valid" in size_text(unknown, is_valid=False)
+    equal = size_comparison("equal", 0.0, _figures({"rms_d": 0.0}, "float32"), "float32")
+    assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "There is no mismatch.")
+
+
+def test_figures_of_broken_runs_are_no_range():
+    faults = {figure.metric for figure in FIGURES if figure.is_fault}
+    assert "mean_abs_d" in faults
+    found = [each for each in _figures({"rms_d": 0.04}, "bfloat16") if each.fits]
+    broken = [
+        SimpleNamespace(**{"fits": True, "figure": SimpleNamespace(metric="rms_d", is_fault=True, low=0.0, high=9.0)})
+    ]
+    assert size_comparison("rounding", 1.0, [*found, *broken], "bfloat16").code == "above"
+
+
+@pytest.mark.parametrize(
+    ("sides", "coarser"),
+    [
+        ((None, None), None),
+        (("float32", None), "float32"),
+        (("float32", "float16"), "float16"),
+        (("bfloat16", "float16"), "bfloat16"),
+        (("bfloat16", "float8"), "float8"),
+        (("float64", "float32"), "float32"),
+    ],
+)
+def test_the_coarser_side_decides(sides, coarser):
+    assert coarser_dtype(tuple(Precision(dtype, None, None) for dtype in sides)) == coarser
+
+
+def test_a_figure_fits_by_its_coarser_side_and_comes_first():
+    metrics = {"rms_d": 0.1, "mean_abs_d": 0.1}
+    found = _figures(metrics, "float8")
+    assert {each.figure.dtypes for each in found if each.fits} == {("bfloat16", "float8")}
+    assert [each.fits for each in found] == sorted((each.fits for each in found), reverse=True)
+    assert not any(each.fits for each in _figures(metrics, None))
+
+
+# Published levels, as the sources have them: raised above the level, or below it.
+LEVELS = [
+    ("verl", "prob_diff_mean", 0.01, True), ("verl", "k1", 0.1, True), ("verl", "chi2_token", 1.0, True),
+    ("verl", "ess_token", 0.3, False), ("NeMo-RL", "mean_exp_abs_d", 1.05, True), ("NeMo-RL", "k3", 1e-3, True),
+    ("Miles", "k3", 1.0, True), ("Miles", "mean_abs_d", 0.8, True), ("prime-rl", "k3", 0.15, True),
+    ("Tinker", "k3", 0.01, True), ("Liu and Li", "k3", 1e-3, True), ("Liu and Li", "k3", 2e-2, True),
+    ("Ling team (IcePop)", "mean_abs_d", 0.05, True), ("slime", "mean_abs_d", 0.03, True),
+]  # fmt: skip
+
+
+def raised(who, metric, level, own):
+    (reading,) = [
+        each
+        for each in alarm_readings({metric: own})
+        if (each.alarm.who, each.alarm.metric) == (who, metric) and each.alarm.level == level
+    ]
+    return reading.is_raised
+
+
+@pytest.mark.parametrize(("who", "metric", "level", "above"), LEVELS)
+def test_an_alarm_is_raised_beyond_its_level(who, metric, level, above):
+    assert raised(who, metric, level, level * 1.01) is above
+    assert raised(who, metric, level, level * 0.99) is not above
+    assert not raised(who, metric, level, level)
+
+
+def test_every_alarm_has_its_level_here():
+    assert {(alarm.who, alarm.metric, alarm.level, alarm.above) for alarm in ALARMS} == set(LEVELS)
+
+
+def test_only_of_k1_a_negative_value_alarms_like_a_positive_one():
+    assert raised("verl", "k1", 0.1, -0.101)
+    assert not raised("verl", "k1", 0.1, -0.099)
+    assert not raised("verl", "chi2_token", 1.0, -1.5)
+
+
+def test_alarms_of_metrics_that_the_trace_lacks_are_left_out():
+    assert {each.alarm.metric for each in alarm_readings({"k1": 0.2})} == {"k1"}
+
+
+DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
+TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
+RECORD = "tim-trace record --weights delta -o RUN -- COMMAND   (this trace has no weights to replay with)"
+
+
+@pytest.mark.parametrize(
+    ("code", "removed", "has_weights", "expected"),
+    [
+        ("rounding", None, True, ("look", TRIANGULATE)),
+        ("rounding", 0.899, True, ("look", TRIANGULATE)),
+        ("rounding", 0.901, True, ()),
+        ("rounding", None, False, ("look", RECORD)),
+        ("temperature", None, True, ("look",)),
+        ("temperature", None, False, ("look", RECORD)),
+        ("temperature", 0.901, True, ()),
+        ("equal", None, True, ()),
+        ("equal", None, False, ()),
+    ],
+)
+def test_what_is_next(code, removed, has_weights, expected):
+    data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
+    replays = () if removed is None else (effect(0.0), effect(removed))
+    assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(code, 1) for code in FAULTS] + [("rounding", 0), ("equal", 0)])
+def test_a_fault_is_the_exit_code(monkeypatch, code, exit_code):
+    monkeypatch.setattr("tim_trace.analysis.diagnosis.diagnose.diagnose", lambda *_, **__: diagnosed(code))
+    assert CliRunner().invoke(cli.main, ["diagnose", "run"]).exit_code == exit_code
+
+
+def test_what_each_side_computed_in_is_said():
+    assert numerics_text(diagnosed().numerics) == (
+        "train says float32; its logits were not rounded to 16 bits. rollout does not say its dtype; its logits lie on the "
+        "grid of bfloat16, and its logprobs were rounded to float16."
+    )
+
+
+def test_blocks_stand_where_there_is_something_to_say():
+    text = diagnosis_text(diagnosed())
+    assert "REPLAYS" not in text
+    assert "SETTLE" not in text
+    assert "WHAT DID REPLAYS SETTLE?" in diagnosis_text(diagnosed(replays=[effect(0.5)]))
+    # slime's level is 0.03 and the trace has 0.04: the one that is raised stands first.
+    lines = text[text.index("WHICH ALARMS SOUND?") :].splitlines()
+    assert [line.split()[0] for line in lines[4:7]] == ["SOUNDS", "silent", "silent"]
+
+
+def test_json_keeps_the_keys_of_alarms_and_adds_codes():
+    told = diagnosis_json(diagnosed())
+    by_who = {reading["alarm"]["who"]: reading for reading in told["alarms"]}
+    assert (by_who["slime"]["sounds"], by_who["Miles"]["sounds"]) == (True, False)
+    assert by_who["slime"]["alarm"]["says"] == by_who["slime"]["alarm"]["summary"]
+    assert told["normal"] == size_text(diagnosed().size, is_valid=True)
+    assert told["numerics"]["sentence"] == numerics_text(diagnosed().numerics)
+
+
+def test_no_replay_removes_more_than_all(monkeypatch):
+    groups = np.arange(3, dtype=np.uint64)
+    for drawn, expected in (((0.9, 1.2), (0.9, 1.0)), ((0.9, 0.95), (0.9, 0.95))):
+        monkeypatch.setattr(replay_effects, "bootstrap", lambda *_, drawn=drawn: {"removed": drawn})
+        assert removed_interval(np.ones(3), np.ones(3), groups) == expected
+
+
+def test_the_largest_and_the_mean_exponential_of_d_are_those_of_the_tokens():
+    d = np.array([0.5, -1.0, 800.0])
+    sums = SimpleNamespace(
+        num_tokens=3,
+        columns={"num_tokens": np.array([3, 0]), "max_abs_d": np.array([800.0, 0.0])}
+        | dict.fromkeys(set(OF_DIFFERENCES) - {"max_abs_d"}, np.array([1.0, 0.0])),
+    )
+    data = SimpleNamespace(sums=sums, sample=SimpleNamespace(d=d, compared=np.array([True, True, False])))
+    found = own_metrics(data)
+    assert found["max_abs_d"] == 800.0
+    assert found["mean_exp_abs_d"] == pytest.approx((math.exp(0.5) + math.e) / 2)
+    assert own_metrics(SimpleNamespace(sums=SimpleNamespace(num_tokens=0))) == {}
