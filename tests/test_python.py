@@ -152,7 +152,8 @@ def _cases():
 
 @pytest.mark.parametrize(("verb", "name"), list(_cases()))
 @pytest.mark.filterwarnings("ignore::tim_trace.schemas.errors.TimTraceWarning")
-def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name):
+def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     function = getattr(tim_trace, verb)
     trace_name = next((key for key in ("trace", "traces") if key in inspect.signature(function).parameters), None)
     given = GIVEN.get(verb, {}) | ({trace_name: trace} if trace_name else {})
