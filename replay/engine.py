@@ -99,8 +99,9 @@ def replay(
 
 
 def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, changes: dict[str, Any]) -> list[Arm]:
-    check_arguments(Arm, changes, name="replay")
-    own = Arm(**{key: value for key, value in changes.items() if value is not None})
+    given = {key: value for key, value in changes.items() if value is not None}
+    check_arguments(Arm, given, name="replay")
+    own = Arm(**given)
     arms = [single if isinstance(single, Arm) else parse_arm(single) for single in given]
     arms += read_arms(arm_file) if arm_file is not None else []
     if not own.is_identity or changes.get("name"):
