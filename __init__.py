@@ -1,3 +1,50 @@
-"""tim-trace: record, replay and query the training-inference mismatch of LLM RL runs."""
+"""tim-trace: record, replay and query the training-inference mismatch of LLM RL runs.
+
+Every verb of the command line is a function here, under the same name and with the same options. Names are imported when
+they are asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from tim_trace.schemas.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from tim_trace.analysis import (
+        attribute,
+        check,
+        connect,
+        corrections,
+        diagnose,
+        dynamics,
+        export,
+        gate,
+        gradient,
+        import_parquet,
+        info,
+        objective,
+        query,
+        record,
+        replay,
+        report,
+        sql,
+        stats,
+        triangulate,
+        verify,
+        watch,
+        weights,
+    )
+    from tim_trace.schemas.loss import Loss
+    from tim_trace.tracer.recorder import Recorder
 
 __version__ = "0.1.0"
+__all__ = [
+    "Loss", "Recorder", "attribute", "check", "connect", "corrections", "diagnose", "dynamics", "export", "gate",
+    "gradient", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
+    "triangulate", "verify", "watch", "weights",
+]  # fmt: skip
+
+make_lazy(
+    __name__,
+    dict.fromkeys(__all__, "tim_trace.analysis")
+    | {"Loss": "tim_trace.schemas.loss", "Recorder": "tim_trace.tracer.recorder"},
+)

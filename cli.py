@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from . import __version__
-from .schemas.errors import ColumnsLeftOut, DamageWarning, InvalidQuery, TimTraceError, TimTraceWarning, tell_damage
+from .analysis.frameworks.registry import FRAMEWORKS
+from .schemas.errors import (
+    ColumnsLeftOut,
+    DamageWarning,
+    InvalidQuery,
+    TimTraceError,
+    TimTraceWarning,
+    speaking_options,
+    tell_damage,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
@@ -126,7 +135,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _plain_warnings():
+            with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
         except TimTraceError as error:
             command = self.commands.get(ctx.invoked_subcommand or "")
@@ -162,7 +171,7 @@ class _GroupedOptions(click.Command):
 
 
 _IN_MIS = ", mis.py"
-_FRAMEWORKS = ("verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf")
+_FRAMEWORKS = tuple(FRAMEWORKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +307,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
     """
-    from .tracer.launch import record as run
+    from .analysis import record as run
 
     _tell(f"recording to {os.path.abspath(output)}")
     recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, **options)
@@ -330,10 +339,10 @@ def import_(format: str, path: str, output: str, map: Sequence[str], force: bool
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
     PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
     """
+    from .analysis import import_parquet
     from .analysis.stats import comparable_pair
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
-    from .tracer.importers.neutral import import_parquet
 
     imported = import_parquet(path, output=output, map=parse_map(map), force=force, progress=_progress)
     summarize(imported.folder, progress=_progress)
@@ -348,7 +357,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
     """Say what a trace holds, who wrote it, what is missing and what is damaged."""
     from dataclasses import asdict
 
-    from .analysis.info import info as look
+    from .analysis import info as look
     from .analysis.info_text import info_text
 
     found = [look(trace) for trace in traces]
@@ -370,8 +379,8 @@ def verify(trace: str, form: _Form) -> None:
     """
     from dataclasses import asdict
 
+    from .analysis import verify as read_all
     from .analysis.verify import verification_text
-    from .analysis.verify import verify as read_all
 
     found = read_all(trace, progress=_progress)
     form.answer(
@@ -423,7 +432,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 
     Each says in its head which unit it has, where its formula is from, and how to read it: --sql prints it.
     """
-    from .analysis.queries.catalogue import listed, named_query, query
+    from .analysis import query
+    from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.pairs import parse_pair
 
     if name is None:
@@ -525,8 +535,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_prints()
 def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
+    from .analysis import stats as compare
     from .analysis.stats import likeness
-    from .analysis.stats import stats as compare
     from .analysis.trace.database import Database
 
     database = Database(list(traces))
@@ -547,7 +557,7 @@ def diagnose(trace: str, pair: str, form: _Form) -> None:
     against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay would
     settle the rest. The exit code is 1 when the comparison is not valid.
     """
-    from .analysis.diagnosis.diagnose import diagnose as look
+    from .analysis import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
     found = look(trace, pair=pair, progress=_progress)
@@ -569,7 +579,7 @@ def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
-    from .analysis.check.check import check as look
+    from .analysis import check as look
     from .analysis.check.text import checked_json, checked_text
 
     found = look(trace, pair=pair, partial=partial, progress=_progress)
@@ -609,7 +619,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
     the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
     """
-    from .analysis.corrections import corrections as would_have
+    from .analysis import corrections as would_have
 
     form.table(would_have(list(traces), **options), "corrections")
 
@@ -658,7 +668,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
     read from the trace; options take the place of what it says.
     """
-    from .analysis.objective.objective import objective as bend
+    from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_rows, objective_text
 
     found = bend(trace, progress=_progress, **options)
@@ -682,7 +692,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
     length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
     """
-    from .analysis.dynamics.dynamics import dynamics as look
+    from .analysis import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
 
     found = look(trace, pair=pair, steps=steps, progress=_progress)
@@ -760,9 +770,9 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     Without a change, steps are replayed as recorded. That is done first in any case: it gives back the recorded bits,
     or says what differs here. Steps that an arm has already are not done again.
     """
+    from .analysis import replay as score_again
     from .analysis.main_columns import MAIN_COLUMNS
     from .analysis.rows import table, to_text
-    from .replay.engine import replay as score_again
     from .replay.results import by_arm
 
     with _library_output_held_back():
@@ -798,7 +808,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it."""
     from dataclasses import asdict
 
-    from .analysis.triangulate import triangulate as who
+    from .analysis import triangulate as who
     from .analysis.triangulate_text import triangulation_rows, triangulation_text
 
     with _library_output_held_back():
@@ -851,8 +861,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """
     from dataclasses import asdict
 
+    from .analysis import gradient as take
     from .analysis.gradient_text import gradient_rows, gradient_text
-    from .replay.gradients.engine import gradient as take
 
     with _library_output_held_back():
         found = take(trace, progress=_progress, **options)
@@ -889,8 +899,9 @@ def weights(
     exported: tuple[int, str] | None, form: _Form,
 ) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
-    from .analysis.weights import OK, engine_dtype, export
-    from .analysis.weights import weights as versions
+    from .analysis import export
+    from .analysis import weights as versions
+    from .analysis.weights import OK, engine_dtype
 
     if exported is not None:
         with _library_output_held_back():
@@ -923,7 +934,7 @@ def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
     an intervention.
     """
 
-    from .analysis.attribution.attribute import attribute as who
+    from .analysis import attribute as who
     from .analysis.attribution.text import attribution_json, attribution_text
 
     found = who(trace, control=control, pair=pair, progress=_progress)
@@ -956,7 +967,7 @@ def report(
     The first RUN is reported; series of the others lie over its own. The page needs no network: verdict, series, mismatch,
     tokens and provenance are inside, with the query behind each figure.
     """
-    from .analysis.report.report import report as put_together
+    from .analysis import report as put_together
 
     paths = (output, png, svg, pdf)
     if not any(paths):
@@ -986,8 +997,8 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     has the step at which it sounded first: published levels under their own definitions, and this project's own rule
     (docs/collapses.md). What sounds is no verdict: diagnose gives one. Nothing is written to the trace.
     """
+    from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show
-    from .analysis.watch.watch import watch as look
     from .analysis.watch.watched import latest_rows, watched_json
 
     is_one = once or form.as_json or form.as_csv or not can_redraw()
@@ -1020,7 +1031,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
     both sides of the bound, or where there is none.
     """
-    from .analysis.gate.gate import gate as judge
+    from .analysis import gate as judge
     from .analysis.rows import table as table_of
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)

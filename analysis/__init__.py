@@ -1,22 +1,67 @@
-"""Questions to traces. Everything here runs without torch, except for LengthDecayLR, which is for training."""
+"""Questions to traces: every verb of the command line as a function. Importing it imports none of them.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Everything here runs without torch, except for LengthDecayLR, which is for training, and for replays.
+"""
 
-from .trace.database import connect
+from typing import TYPE_CHECKING
+
+from ..schemas.lazy import make_lazy
 
 if TYPE_CHECKING:
-    from . import report
+    from ..replay.engine import replay
+    from ..replay.gradients.engine import gradient
+    from ..tracer.importers.neutral import import_parquet
+    from ..tracer.launch import record
+    from .attribution.attribute import attribute
+    from .check.check import check
+    from .corrections import corrections
+    from .diagnosis.diagnose import diagnose
+    from .dynamics.dynamics import dynamics
     from .dynamics.length_decay_lr import LengthDecayLR
+    from .gate.gate import gate
+    from .info import info
+    from .objective.objective import objective
+    from .queries.catalogue import query
+    from .query import sql
+    from .report.report import report
+    from .stats import stats
+    from .trace.database import connect
+    from .triangulate import triangulate
+    from .verify import verify
+    from .watch.watch import watch
+    from .weights import export, weights
 
-__all__ = ["LengthDecayLR", "connect", "report"]
+__all__ = [
+    "LengthDecayLR", "attribute", "check", "connect", "corrections", "diagnose", "dynamics", "export", "gate", "gradient",
+    "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "watch", "weights",
+]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name == "LengthDecayLR":
-        from .dynamics.length_decay_lr import LengthDecayLR
-
-        return LengthDecayLR
-    if name == "report":
-        return import_module(".report", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+make_lazy(
+    __name__,
+    {
+        "LengthDecayLR": ".dynamics.length_decay_lr",
+        "attribute": ".attribution.attribute",
+        "check": ".check.check",
+        "connect": ".trace.database",
+        "corrections": ".corrections",
+        "diagnose": ".diagnosis.diagnose",
+        "dynamics": ".dynamics.dynamics",
+        "export": ".weights",
+        "gate": ".gate.gate",
+        "gradient": "..replay.gradients.engine",
+        "import_parquet": "..tracer.importers.neutral",
+        "info": ".info",
+        "objective": ".objective.objective",
+        "query": ".queries.catalogue",
+        "record": "..tracer.launch",
+        "replay": "..replay.engine",
+        "report": ".report.report",
+        "sql": ".query",
+        "stats": ".stats",
+        "triangulate": ".triangulate",
+        "verify": ".verify",
+        "watch": ".watch.watch",
+        "weights": ".weights",
+    },
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
+from ..schemas.results import Result
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
@@ -75,8 +76,10 @@ class AttemptInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceInfo:
+class TraceInfo(Result):
     """What a trace holds."""
+
+    _text = "tim_trace.analysis.info_text:info_text"
 
     run: str
     path: str

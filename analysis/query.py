@@ -7,7 +7,7 @@ from typing import Any
 
 import duckdb
 
-from ..schemas.errors import InvalidQuery, TimTraceError
+from ..schemas.errors import InvalidQuery, TimTraceError, option
 from .rows import Rows
 from .trace.connection import NOT_OF_FILES
 from .trace.database import Database, Traces, quoted
@@ -75,7 +75,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
     elif kind in _READING:
         return
     raise InvalidQuery(
-        f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with --unsafe"
+        f"sql: {kind.name} is more than reading, which is all that a query may do; allow it with {option('unsafe')}"
     )
 
 
@@ -90,5 +90,5 @@ def _confine(database: Database) -> None:
 
 def _explained(message: str) -> str:
     if "file system operations are disabled" in message or "extensions is disabled" in message:
-        return f"sql: {message.splitlines()[0]}; a query reads the trace and nothing else, allow more with --unsafe"
+        return f"sql: {message.splitlines()[0]}; a query reads the trace and nothing else, allow more with {option('unsafe')}"
     return f"sql: {message.strip()}"

@@ -17,18 +17,24 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from ..schemas.errors import ColumnsLeftOut
+from ..schemas.results import Table
 from .main_columns import NO_NEWS
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Table):
     """A table of results."""
+
+    _text = "tim_trace.analysis.rows:to_text"
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
         """Each row as column -> value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..schemas.errors import InvalidOption, NothingToCompare
+from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..tracer.progress import Progress, no_progress
 from .distributions.summary import has_captured, summary
 from .frameworks.framework import Framework
@@ -78,7 +78,9 @@ def stats(
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
     """A framework's own numbers."""
     if by not in LIKE:
-        raise InvalidOption(f"like {framework.name}: has no numbers by {by}; use --by {' or '.join(LIKE)}")
+        raise InvalidOption(
+            f"like {framework.name}: has no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
+        )
     database.define_like([framework.name])
     rows = framework.numbers(database, names, by)
     if not len(rows):

@@ -23,6 +23,7 @@ from ..replay.recorded import RecordedRun
 from ..replay.steps import parse_steps
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
+from ..schemas.results import Result
 from ..tracer.progress import Progress, no_progress
 from .rows import Rows
 from .statistics.correlations import pearson
@@ -56,8 +57,10 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Triangulation:
+class Triangulation(Result):
     """Both sides' errors, and what single changes remove of the gap."""
+
+    _text = "tim_trace.analysis.triangulate_text:triangulation_text"
 
     run: str
     reference: str

@@ -11,6 +11,7 @@ from typing import Any
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.results import Result
 from ..tracer.dense_group import open_dense, sealed_root
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import Snapshot
@@ -26,8 +27,10 @@ COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Result):
     """What of a trace is as it was written."""
+
+    _text = "tim_trace.analysis.verify:verification_text"
 
     trace: str
     folders: Rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
-from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, tell_damage
+from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
 from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
@@ -54,11 +54,13 @@ def weights(
     if by not in ("version", "module"):
         raise InvalidOption(f"by: got {by!r}; use version or module")
     if dtype is not None and by == "module":
-        raise InvalidOption("dtype: goes with --by version")
+        raise InvalidOption(f"dtype: goes with {option('by', 'version')}")
     reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
         if by == "module":
-            raise InvalidOption(f"{trace}: its weights are checkpoints, which tell no changes; use --by version")
+            raise InvalidOption(
+                f"{trace}: its weights are checkpoints, which tell no changes; use {option('by', 'version')}"
+            )
         rows = _of_checkpoints(reader)
     else:
         rows = _by_version(reader) if by == "version" else _by_module(reader)
@@ -118,7 +120,9 @@ def _open(
     reader = open_weights(store, weights_from)
     tell_damage(reader.damaged)
     if not reader.versions:
-        hint = reader.damaged[0] if reader.damaged else "record with --weights delta, or --weights-from DIR"
+        hint = (
+            reader.damaged[0] if reader.damaged else f"record with --weights delta, or {option('weights_from', 'DIR')}"
+        )
         if isinstance(reader, WeightReader) and not reader.damaged and reader.checkpoints is not None:
             hint = reader.told_checkpoints
         raise WeightsMissing(f"{trace}: has no weights; {hint}")

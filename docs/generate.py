@@ -1,17 +1,20 @@
-"""Write the parts of docs/ that come from the code: every --help, every column and every threshold.
+"""Write the parts of docs/ that come from the code: every --help, column, threshold and public name.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # fail when they are stale
 """
 
 import ast
+import inspect
 import itertools
 import re
 import string
 import sys
+import textwrap
 from pathlib import Path
 
 import click
+import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
 from tim_trace.schemas.sums import KINDS
@@ -85,6 +88,55 @@ def evidence():
     return "\n".join(lines)
 
 
+def signature(public, name):
+    """How a function is called, without annotations and `progress`."""
+    parameters = inspect.signature(public).parameters
+    texts, stars = [], False
+    for key, parameter in parameters.items():
+        if key in ("self", "progress"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not stars:
+            texts, stars = [*texts, "*"], True
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        texts.append(("**" if parameter.kind is parameter.VAR_KEYWORD else "") + key + default)
+    return "\n".join(
+        textwrap.wrap(f"{name}({', '.join(texts)})", 110, subsequent_indent="    ", break_long_words=False)
+    )
+
+
+def first_line(public):
+    return inspect.getdoc(public).splitlines()[0]
+
+
+def fields_of(public):
+    """The fields of a dataclass as a Markdown table, with the docstring under each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(public))).body[0].body
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    for assigned, said in itertools.pairwise(body):
+        if isinstance(assigned, ast.AnnAssign):
+            told = said.value.value if isinstance(said, ast.Expr) else ""
+            default = getattr(public(), assigned.target.id)
+            lines.append(
+                f"| `{assigned.target.id}` | `{default!r}` | {' '.join(told.split()).replace('|', chr(92) + '|')} |"
+            )
+    return "\n".join(lines)
+
+
+def public_names():
+    """Signature and first docstring line of every public name; of a class those of its methods."""
+    for name in tim_trace.__all__:
+        public = getattr(tim_trace, name)
+        yield f"### {name}\n\n{first_line(public)}\n\n```\n{signature(public, name)}\n```"
+        if name == "Loss":
+            yield fields_of(public)
+        if name == "Recorder":
+            methods = [(key, method) for key, method in vars(public).items() if inspect.isfunction(method)]
+            for key, method in methods:
+                if not key.startswith("_"):
+                    called = signature(method, f"recorder.{key}")
+                    yield f"#### Recorder.{key}\n\n{first_line(method)}\n\n```\n{called}\n```"
+
+
 def pages():
     """Page -> marker -> generated text."""
     return {
@@ -93,6 +145,7 @@ def pages():
             "evidence": evidence(),
             "thresholds": thresholds("dynamics/fall.py", "attribution/thresholds.py"),
         },
+        "python.md": {"names": "\n\n".join(public_names())},
         "faults.md": {"thresholds": thresholds("check/thresholds.py")},
         "trace-format.md": {
             "tables": "\n\n".join(table(spec) for spec in TABLES.values()),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import InvalidOption
+from ..schemas.errors import InvalidOption, option
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """What --dtype takes -> torch's name of the weights' dtype."""
@@ -110,13 +110,13 @@ class Arm:
     def _check_engine(self) -> None:
         wrong = [name.replace("_", "-") for name in _NOT_OF[self.engine] if getattr(self, name)]
         if wrong and self.engine == "hf":
-            raise InvalidOption(f"{wrong[0]}: is vLLM's; add --engine vllm")
+            raise InvalidOption(f"{wrong[0]}: is vLLM's; add {option('engine', 'vllm')}")
         if wrong:
             others = (*_NOT_OF[self.engine], "name", "engine")
             taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in others]
             whose = "vLLM" if self.engine == "vllm" else f"engine {self.engine}"
             raise InvalidOption(
-                f"{wrong[0]}: {whose} has no such setting here; with --engine {self.engine} use {', '.join(taken)}"
+                f"{wrong[0]}: {whose} has no such setting here; with {option('engine', self.engine)} use {', '.join(taken)}"
             )
         if self.engine == "exact" and self.dtype == "tf32":
             raise InvalidOption("dtype: engine exact has no tf32; use fp64, fp32, bf16 or fp16")
@@ -125,11 +125,15 @@ class Arm:
         """Refuse changes that exclude each other."""
         prefill = self.mode == "prefill"
         if self.kv_dtype and prefill and self.engine == "hf":
-            raise InvalidOption("kv-dtype: a prefill reads no cache; add --mode decode or --mode chunked:N")
+            raise InvalidOption(
+                f"kv-dtype: a prefill reads no cache; add {option('mode', 'decode')} or {option('mode', 'chunked:N')}"
+            )
         for name in ("compile", "padding"):
             value = getattr(self, name)
             if value in (True, "packed") and not prefill:
-                raise InvalidOption(f"{name}{'' if value is True else ' packed'}: works with --mode prefill alone")
+                raise InvalidOption(
+                    f"{name}{'' if value is True else ' packed'}: works with {option('mode', 'prefill')} alone"
+                )
         if self.compile and self.routing:
             raise InvalidOption(
                 "compile: routers inside a compiled backbone cannot be forced; replay routing without it"
@@ -137,7 +141,7 @@ class Arm:
         if self.padding == "packed" and self.attention not in PACKABLE:
             raise InvalidOption(
                 f"attention {self.attention}: cannot keep to each row of a packed forward; use math, flash, efficient "
-                "or cudnn, or pad with --padding left or right"
+                f"or cudnn, or pad with {option('padding', 'left')} or right"
             )
 
     @property

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ..schemas.arguments import check_arguments
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay, InvalidOption
+from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
@@ -21,7 +22,7 @@ from .differences import differences
 from .loaded import LoadedModel
 from .meter import Meter
 from .recorded import RecordedRow, RecordedRun
-from .results import ReplayedStep
+from .results import ReplayedStep, ReplayedSteps
 from .scored import Scored
 from .scorers import Scorer, scorer_of
 from .steps import parse_steps
@@ -54,7 +55,7 @@ def replay(
     force: bool = False,
     progress: Progress = no_progress,
     **changes: Any,
-) -> list[ReplayedStep]:
+) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
     `changes` are one arm's, by the names of `Arm`; `arm` holds further ones (as text, `dtype=fp16,batch-size=1`), and so
@@ -81,7 +82,7 @@ def replay(
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
-    results: list[ReplayedStep] = []
+    results = ReplayedSteps()
     held: dict[int, bool] = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
@@ -98,7 +99,9 @@ def replay(
 
 
 def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, changes: dict[str, Any]) -> list[Arm]:
-    own = Arm(**{key: value for key, value in changes.items() if value is not None})
+    options = {key: value for key, value in changes.items() if value is not None}
+    check_arguments(Arm, options, name="replay")
+    own = Arm(**options)
     arms = [single if isinstance(single, Arm) else parse_arm(single) for single in given]
     arms += read_arms(arm_file) if arm_file is not None else []
     if not own.is_identity or changes.get("name"):
@@ -129,7 +132,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
         done = set() if force and not serves_others else set(target.steps)
         if done and target.has_other_changes:
             raise InvalidOption(
-                f"{target.name} is there already with other changes; choose a name (--name), or replace it with --force"
+                f"{target.name} is there already with other changes; choose a name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
         left = [step for step in steps if step not in done]
         if not serves_others:
@@ -141,7 +144,7 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
         name = asked[0][0].name
         raise InvalidOption(
             f"{name} has all of these steps already; look at it (tim-trace stats RUN --pair {name}:train), or replace it with "
-            "--force"
+            f"{option('force')}"
         )
     for entry in wanted:
         if force and not entry.done:
@@ -164,7 +167,7 @@ def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contra
         if found:
             raise CannotReplay(
                 f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                "replay such steps apart, with --steps"
+                f"replay such steps apart, with {option('steps', 'FIRST:LAST')}"
             )
 
 

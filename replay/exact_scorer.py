@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay
+from ..schemas.errors import CannotReplay, option
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import model as models
@@ -27,16 +27,18 @@ class ExactArmScorer(HfScorer):
         super().__init__(run, arm, contract, device, capture)
         if self.capture.dense:
             raise CannotReplay(
-                "capture: engine exact keeps no distributions; replay its arms without, or use --engine hf"
+                f"capture: engine exact keeps no distributions; replay its arms without, or use {option('engine', 'hf')}"
             )
         if run.model_factory is not None:
-            raise CannotReplay("engine exact: has layers of its own, and takes no --model-factory; use --engine hf")
+            raise CannotReplay(
+                f"engine exact: has layers of its own, and takes no model factory; use {option('engine', 'hf')}"
+            )
         check(run.model)
         autocast = self.numerics.autocast
         if autocast is not None:
             raise CannotReplay(
                 f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, and this engine "
-                "computes in one dtype; add --dtype bf16, fp16, fp32 or fp64"
+                f"computes in one dtype; add {option('dtype', 'bf16')}, fp16, fp32 or fp64"
             )
 
     @property

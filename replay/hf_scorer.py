@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract
-from ..schemas.errors import CannotReplay, TimTraceWarning
+from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..tracer import environment
 from ..tracer.dense import Distribution
 from ..tracer.projection import Projection
@@ -172,7 +172,7 @@ class HfScorer:
         if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
             raise CannotReplay(
                 f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
-                + ("use a machine with more" if largest == 1 else "use --batch-size with fewer")
+                + ("use a machine with more" if largest == 1 else f"use {option('batch_size', largest // 2)}")
             ) from error
         warnings.warn(
             f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..schemas.results import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,16 @@ class ReplayedArm:
     max_abs_d: float
     identity_held: int
     """Steps in which replaying as recorded gave every bit back."""
+
+
+class ReplayedSteps(list[ReplayedStep], Table):
+    """Every step under every arm."""
+
+    _text = "tim_trace.analysis.replay_text:replay_text"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        names = [field.name for field in fields(ReplayedStep)]
+        return names, [[getattr(step, name) for name in names] for step in self]
 
 
 def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:

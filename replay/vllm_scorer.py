@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract, engine_dtype
-from ..schemas.errors import CannotReplay
+from ..schemas.errors import CannotReplay, option
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
 from ..tracer.weights.reader import Tensor
@@ -28,9 +28,13 @@ class VllmScorer:
         self.numerics = Numerics(arm, contract)
         self.capture = capture or Capture()
         if self.capture.level == HIDDEN:
-            raise CannotReplay("capture hidden: vLLM gives no hidden states; use logits or topk:K, or --engine hf")
+            raise CannotReplay(
+                f"capture hidden: vLLM gives no hidden states; use logits or topk:K, or {option('engine', 'hf')}"
+            )
         if arm.dtype in ("fp64", "tf32"):
-            raise CannotReplay(f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or --engine hf")
+            raise CannotReplay(
+                f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or {option('engine', 'hf')}"
+            )
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
         self._engine: VllmEngine | None = None

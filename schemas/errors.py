@@ -1,7 +1,40 @@
 """Every error and warning that tim-trace raises on purpose; anything else is a bug and keeps its traceback."""
 
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_speaks_options = False
+"""Whether errors are read by somebody who wrote a command."""
+
+
+@contextmanager
+def speaking_options() -> Iterator[None]:
+    """Let errors, warnings and notes name options as the command line has them."""
+    global _speaks_options
+    before, _speaks_options = _speaks_options, True
+    try:
+        yield
+    finally:
+        _speaks_options = before
+
+
+def option(name: str, value: object = True) -> str:
+    """An option as the caller writes it: as a keyword in Python, as a flag on the command line.
+
+    >>> option("force"), option("by", "step")
+    ('force=True', "by='step'")
+    >>> with speaking_options():
+    ...     option("force"), option("by", "step"), option("use_rs", False)
+    ('--force', '--by step', '--no-use-rs')
+    """
+    if not _speaks_options:
+        return f"{name}={value!r}"
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
 
 
 class TimTraceError(Exception):
@@ -66,6 +99,14 @@ class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""
 
 
+class WrongType(TimTraceError, TypeError):
+    """An argument is of a type that cannot be taken."""
+
+
+class NotInstalled(TimTraceError, ImportError):
+    """A library that is asked for is not installed."""
+
+
 class TimTraceWarning(UserWarning):
     """Something went another way than asked; the message says which."""
 
@@ -81,4 +122,13 @@ class ColumnsLeftOut(TimTraceWarning):
 def tell_damage(sentences: Iterable[str]) -> None:
     """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
     for sentence in sentences:
-        warnings.warn(sentence, DamageWarning, stacklevel=4)
+        warnings.warn(sentence, DamageWarning, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """Frames from the caller of this to the first one outside of this package, whose line a warning names."""
+    package, depth = __name__.partition(".")[0], 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -1,3 +1,4 @@
+import ast
 import re
 import shutil
 import subprocess
@@ -32,9 +33,18 @@ def test_no_module_but_the_package_s_own_lies_at_the_root():
     assert {str(path) for path in python_files() if len(path.parts) == 1} == {"__init__.py", "__main__.py", "cli.py"}
 
 
-def test_the_root_package_holds_nothing_but_its_version():
-    lines = (ROOT / "__init__.py").read_text().splitlines()
-    assert [line for line in lines if line and not line.startswith('"""')] == [f'__version__ = "{version()}"']
+def test_the_root_package_holds_no_class_no_state_and_no_relative_import():
+    body = ast.parse((ROOT / "__init__.py").read_text()).body
+    assert not [node for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.ImportFrom) and node.level]
+    assigned = [target.id for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    assert assigned == ["__version__", "__all__"]
+    kinds = (
+        ast.Expr,
+        ast.ImportFrom,
+        ast.If,
+        ast.Assign,
+    )  # docstring and call, imports, those for type checkers, names
+    assert all(isinstance(node, kinds) for node in body)
 
 
 def version():
@@ -84,7 +94,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     sources = {str(path) for path in python_files() if path.parts[0] not in outside}
     queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis").glob("*/*.sql")}
     page = {f"analysis/report/page/report.{kind}" for kind in ("html", "css", "js")}
-    assert inside == sources | queries | page
+    assert inside == sources | queries | page | {"py.typed"}
 
 
 def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):

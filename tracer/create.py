@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists
+from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
@@ -149,7 +149,9 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     except (OSError, DamagedTrace) as error:
         raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder") from error
     if not force:
-        raise TraceExists(f"{path}: a trace is there already; name another folder, or replace it with --force")
+        raise TraceExists(
+            f"{path}: a trace is there already; name another folder, or replace it with {option('force')}"
+        )
     refuse_live(store, path, "is not replaced")
     listed = tokenizer_files(store)
     foreign = [name for name in names(folder) if not (is_own(name) or name in listed)]

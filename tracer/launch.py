@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.clock import now
-from ..schemas.errors import InvalidOption, TimTraceError, TraceExists
+from ..schemas.errors import InvalidOption, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
@@ -80,7 +80,9 @@ def record(
             "record: no command given; write it after --, as in: tim-trace record -o RUN -- python train.py"
         )
     if resume and force:
-        raise InvalidOption("record: --resume adds to the trace that lies there and --force replaces it; choose one")
+        raise InvalidOption(
+            f"record: {option('resume')} adds to the trace that lies there and {option('force')} replaces it; choose one"
+        )
     spec = Capture.parse(capture, capture_fraction)
     spec.check_records()
     if weights not in WEIGHTS_CHOICES:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..schemas.arguments import checked
 from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
@@ -80,6 +81,7 @@ class Recorder:
     ...     recorder.add_metrics(1, {"loss": 0.25})
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -157,6 +159,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @checked
     def flush(self, *, sync: bool = False) -> None:
         """Return once everything that was added before survives `kill -9`; with `sync`, a loss of power, too.
 
@@ -166,6 +169,7 @@ class Recorder:
         """
         self.writer.flush(sync=sync)
 
+    @checked
     def close(self, *, at_exit: bool = False) -> None:
         """Write and seal what is queued. Raises InvalidRecord for device tensors that were found wrong at last.
 
@@ -176,10 +180,12 @@ class Recorder:
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
         """Which sequences' distributions are to be kept: [B] bool, the same in every process and every run."""
+        step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
         return np.array([self.capture.selects(step, seq_id) for seq_id in seq_ids], bool)
 
+    @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Say what decides a pass's numbers from now on, and return the contract's hash.
 
@@ -196,8 +202,10 @@ class Recorder:
 
     def save_tokenizer(self, tokenizer: Any) -> None:
         """Keep a transformers tokenizer in the trace, so that tokens can be shown as text; the first one stays."""
+        _check_has("tokenizer", tokenizer, "save_pretrained", "tokenizer of transformers")
         self.writer.save_tokenizer(tokenizer)
 
+    @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
         """Note the identity of the trained model and its tokenizer, in words of your own."""
         state = self.writer.state
@@ -395,6 +403,8 @@ class Recorder:
         version = step_number(version, "version")
         if not isinstance(tensors, Mapping):
             raise InvalidRecord(f"version {version}: got {shown(tensors)}; give a state_dict, name -> tensor")
+        for name, tensor in tensors.items():
+            _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -428,7 +438,7 @@ class Recorder:
         ...     recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.28, aggregation="token_mean"))
         """
         if not isinstance(loss, Loss):
-            raise InvalidRecord(f"loss: got {shown(loss)}; give a tim_trace.schemas.loss.Loss")
+            raise InvalidRecord(f"loss: got {shown(loss)}; give a tim_trace.Loss")
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
@@ -439,6 +449,7 @@ class Recorder:
 
         Raises InvalidRecord when the step goes back.
         """
+        _check_has(f"step {step}, optimizer", optimizer, "param_groups", "torch optimizer")
         self.add_metrics(step, optimizer_statistics(optimizer))
 
     def _add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -699,6 +710,12 @@ def _check_types(what: str, **given: tuple[Any, Any]) -> None:
     for name, (value, type) in given.items():
         if value is not None and not isinstance(value, type):
             raise InvalidRecord(f"{what}, {name}: got {shown(value)}; give a {' or '.join(_type_names(type))}")
+
+
+def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
+    """Raise InvalidRecord for a value that lacks what is used of it."""
+    if not hasattr(value, attribute):
+        raise InvalidRecord(f"{what}: got {shown(value)}; give a {wanted}")
 
 
 def _type_names(type: Any) -> list[str]:

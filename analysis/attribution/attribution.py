@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from ..dynamics.fall import Fall
 from ..statement import Statement, sentences
 from .suspect import Suspect
@@ -40,8 +41,10 @@ class Difference(Statement):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
+class Attribution(Result):
     """Whether a run fell, and why."""
+
+    _text = "tim_trace.analysis.attribution.text:attribution_text"
 
     trace: str
     control: str | None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from .finding import Broken, Finding
 from .notes import Note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
+class CheckResult(Result):
     """What a check of two passes found."""
+
+    _text = "tim_trace.analysis.check.text:checked_text"
 
     trace: str
     pair: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...schemas.results import Result
 from ..advice import Advice
 from ..check.result import CheckResult
 from .alarms import Alarm
@@ -93,8 +94,10 @@ class ReplayEffect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Result):
     """The answer to: valid, which factor, normal?"""
+
+    _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: CheckResult
     numerics: Numerics

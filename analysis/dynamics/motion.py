@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...schemas.results import Result
 from ..statement import Statement, sentences
 from .changes import ChangePoint
 from .fall import Fall
@@ -36,8 +37,10 @@ class SeriesSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dynamics:
+class Dynamics(Result):
     """The answer to: is anything moving, what moved first, and what would a schedule have done?"""
+
+    _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
     trace: str
     run: str

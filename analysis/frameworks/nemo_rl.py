@@ -95,3 +95,6 @@ class NemoRl:
             *null_without(database, ("approx_entropy", *of_ratios), CURRENT),
             *masked_out(database, (*pair, CURRENT), "NeMo-RL", rejects=self.seq_logprob_error_threshold is not None),
         ]
+
+
+FRAMEWORK = NemoRl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...schemas.errors import option
 from ..trace.database import Database, quoted
 from ..trace.hyperparameters import read_hyperparameters
 
@@ -75,11 +76,10 @@ def set_otherwise(database: Database, options: Mapping[str, object]) -> list[str
         if flags:
             told.append(
                 f"{source.run}: was trained with other options than these numbers'; for what it logged itself: "
-                f"--by step {' '.join(flags)}"
+                f"{option('by', 'step')} {' '.join(flags)}"
             )
     return told
 
 
 def _flag(name: str, value: object, *, is_flag: bool) -> str:
-    option = "--" + name.replace("_", "-")
-    return option if is_flag else f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
+    return option(name) if is_flag else option(name, value)

@@ -43,3 +43,6 @@ class OpenRlhf:
             *null_without(database, ("ppo_kl", "ppo_clip_ratio"), CURRENT),
             *masked_out(database, (*pair, CURRENT), "OpenRLHF"),
         ]
+
+
+FRAMEWORK = OpenRlhf

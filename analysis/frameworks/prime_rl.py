@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, option
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -42,6 +42,9 @@ class PrimeRl:
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [
-            "prime-rl's trainer is the policy inside the loss: with several updates a step, ask --pair current:rollout",
+            f"prime-rl's trainer is the policy inside the loss: with several updates a step, ask {option('pair', 'current:rollout')}",
             *null_without(database, ("entropy/all", "kl_ent_ratio"), pair[0], column="entropy", what="entropy of pass"),
         ]
+
+
+FRAMEWORK = PrimeRl

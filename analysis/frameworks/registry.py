@@ -1,41 +1,70 @@
-"""The frameworks by name."""
+"""The frameworks: each is a module of this package, with a file of SQL of the same name beside it.
+
+The module has the framework's class as FRAMEWORK, whose fields are its options, and may have `register(connection)`, which
+makes functions known that the macros call. The SQL has its macros: the names of all begin with the module's, and
+`<module>_runs(a, b, ...)` and `<module>_steps(a, b, ...)` are its numbers. Nothing else in this project names a framework.
+"""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import InvalidOption
-from .framework import Framework
-from .nemo_rl import NemoRl
-from .openrlhf import OpenRlhf
-from .prime_rl import PrimeRl
-from .slime import Slime
-from .trl import Trl
-from .verl import Verl
+from ...schemas.arguments import check_arguments
+from ...schemas.errors import InvalidOption, option
 
-FRAMEWORKS: dict[str, type[Framework]] = {
-    framework.name: framework for framework in (Verl, Trl, Slime, NemoRl, PrimeRl, OpenRlhf)
-}
+if TYPE_CHECKING:
+    from ..trace.connection import Connection
+    from .framework import Framework
+
+
+class _Frameworks(Mapping[str, "type[Framework]"]):
+    """Name of a framework -> its class, which is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[Framework]:
+        found: type[Framework] = _module(name).FRAMEWORK
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_files())
+
+    def __len__(self) -> int:
+        return len(_files())
+
+
+FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
     """A framework with those of its options that are given: not None, and of another framework's not False."""
-    if name not in FRAMEWORKS:
-        raise InvalidOption(f"like: got {name!r}; use {', '.join(FRAMEWORKS)}")
-    given = {option: value for option, value in options.items() if value is not None}
+    check_name(name)
+    given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
-    for option, value in given.items():
-        if option not in own and value is not False:
-            raise InvalidOption(f"{option}: {name} has no such option; {_whose(option)}")
-    return FRAMEWORKS[name](**{option: value for option, value in given.items() if option in own})
+    for key, value in given.items():
+        if key not in own and value is not False:
+            raise InvalidOption(f"{key}: {name} has no such option; {_whose(key)}")
+    chosen = {key: value for key, value in given.items() if key in own}
+    check_arguments(FRAMEWORKS[name], chosen, name=name)
+    return FRAMEWORKS[name](**chosen)
 
 
 def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
-    for option, value in options.items():
+    for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"{option}: without a framework there is none; {_whose(option)}")
+            raise InvalidOption(f"{key}: without a framework there is none; {_whose(key)}")
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidOption for a framework that there is not."""
+    if name not in FRAMEWORKS:
+        raise InvalidOption(f"like: got {name!r}; use {', '.join(FRAMEWORKS)}")
 
 
 def options_of(name: str) -> tuple[str, ...]:
@@ -43,6 +72,38 @@ def options_of(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(FRAMEWORKS[name]))  # type: ignore[arg-type]
 
 
-def _whose(option: str) -> str:
-    owners = [name for name in FRAMEWORKS if option in options_of(name)]
-    return f"it belongs to {' and '.join(owners)}: leave it away, or ask --like {owners[0]}" if owners else "see --help"
+def named_in(query: str) -> list[str]:
+    """The frameworks whose macros a query may call."""
+    return [name for name, file in _files().items() if f"{file.stem}_" in query.lower()]
+
+
+def define_macros(name: str, connection: Connection) -> None:
+    """Make a framework's macros and functions known to a connection, once."""
+    module = _module(name)
+    if hasattr(module, "register"):
+        module.register(connection)
+    connection.execute(macros(name))
+
+
+def macros(name: str) -> str:
+    """A framework's SQL."""
+    return _files()[name].read_text(encoding="utf-8")
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Framework -> its file of SQL."""
+    folders = [Path(folder) for folder in import_module(__package__).__path__]
+    files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
+    return {file.stem.replace("_", "-"): file for file in files if file.exists()}
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f".{_files()[name].stem}", __package__)
+
+
+def _whose(name: str) -> str:
+    owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
+    if not owners:
+        return "no framework has it"
+    return f"it belongs to {' and '.join(owners)}: leave it away, or ask {option('like', owners[0])}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, option
 from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
@@ -86,7 +86,7 @@ class Slime:
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                "tis_batch_normalize: slime has none of tis_level geometric; turn it off, with --no-tis-batch-normalize"
+                f"tis_batch_normalize: slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}"
             )
 
     def _check_bounds(self) -> None:
@@ -127,3 +127,6 @@ class Slime:
         if not self.tis_batch_normalize:
             names.add("mis_batch_norm_factor")
         return names
+
+
+FRAMEWORK = Slime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...schemas.errors import InvalidOption, NothingToCompare
+from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
 from ..rows import Rows
 from ..trace.database import Database
@@ -79,7 +79,9 @@ class Trl:
         options = options_of(self)
         if by == "run":
             if self.logging_steps is not None:
-                raise InvalidOption("logging_steps: a row of a whole run is no log of TRL's; use --by step")
+                raise InvalidOption(
+                    f"logging_steps: a row of a whole run is no log of TRL's; use {option('by', 'step')}"
+                )
             options = {name: value for name, value in options.items() if not name.startswith("logging_")}
         # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
@@ -122,3 +124,6 @@ class Trl:
         if self.trainer == "rloo":
             del options["loss_type"], options["importance_sampling_level"]
         return options
+
+
+FRAMEWORK = Trl

@@ -7,11 +7,13 @@ from typing import ClassVar
 
 from ...schemas.errors import InvalidOption
 from ..rows import Rows
-from ..trace.database import Database, sql_file
+from ..trace.database import Database
 from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
 from .framework import call, check_choice, literal
-from .verl_sums import computed
+from .verl_sums import computed, register
+
+__all__ = ["FRAMEWORK", "REJECTIONS", "Verl", "register"]
 
 REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
@@ -51,11 +53,8 @@ class Verl:
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        try:
-            with computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
-                return self._numbers(database, pair, by)
-        finally:
-            database.connection.execute(sql_file("verl_rows"))
+        with computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
+            return self._numbers(database, pair, by)
 
     def _numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         keys = ("run", "step")
@@ -89,6 +88,9 @@ class Verl:
         if not self.rollout_is_batch_normalize:
             names.add("rollout_corr/rollout_is_batch_norm_factor")
         return names
+
+
+FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:

@@ -1,4 +1,4 @@
-"""What verl's off-policy numbers need of each sequence: the sums behind the macros of sql/verl.sql.
+"""What verl's off-policy numbers need of each sequence: the sums behind the macros of verl.sql.
 
 Shapes: T tokens of several sequences, one after the other; N sequences. Each sequence's sums depend on its own tokens
 alone, so that they have the same digits whatever is computed beside them, and by how many threads.
@@ -45,15 +45,15 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 def computed(connection: Connection, verl_rows: str) -> Iterator[None]:
     """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
 
-    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read. `verl_summed` has
-    to be defined anew afterwards.
+    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read.
     """
     batches = connection.mapped_batches(verl_rows, _summed)
     connection.register("verl_computed", pa.Table.from_batches(list(batches)))
-    connection.execute("CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
+    connection.execute("CREATE TEMP MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
     try:
         yield
     finally:
+        connection.execute("DROP MACRO TABLE temp.verl_summed")
         connection.unregister("verl_computed")
 
 

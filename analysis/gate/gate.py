@@ -6,12 +6,15 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...schemas.errors import InvalidOption
+from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
 from ..check.check import check
 from ..check.result import CheckResult
 from ..check.text import evidence_text
+from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
@@ -43,8 +46,10 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gated:
+class Gated(Table):
     """What became of every condition, in their order."""
+
+    _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
 
@@ -52,6 +57,15 @@ class Gated:
     def fails(self) -> bool:
         """Whether a value violates its condition."""
         return any(verdict.fails for verdict in self.verdicts)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        rows = table(self.verdicts)
+        return rows.columns, rows.rows
+
+
+def gated_text(gated: Gated, width: int | None = None) -> str:
+    """Write what became of every condition for reading, a row each."""
+    return to_text(table(gated.verdicts), width)
 
 
 def gate(
@@ -83,7 +97,7 @@ def gate(
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
     if not fail_on:
-        raise InvalidOption("fail-on: no condition was given; try --fail-on check --fail-on 'tim.k3>1e-3'")
+        raise InvalidOption("fail-on: no condition was given; use check, or a number and its bound, as tim.k3>1e-3")
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
     Database(trace, lean=True).check_whole(partial=partial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...schemas.loss import Loss
+from ...schemas.results import Result
 from ..rows import Rows
 from ..statement import Statement, sentences
 from .concentration import Concentration
@@ -27,8 +28,10 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Objective(Result):
     """What the mismatch does to a run's objective."""
+
+    _text = "tim_trace.analysis.objective.text:objective_text"
 
     trace: str
     loss: Loss

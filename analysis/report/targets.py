@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...schemas.errors import FileThere, StorageError
+from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
@@ -16,7 +16,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     if not there:
         return
     more = f", and {len(there) - 1} more of the same figures" if len(there) > 1 else ""
-    way = "name a file in it" if there[0].is_dir() else "name another place, or replace files with --force"
+    way = "name a file in it" if there[0].is_dir() else f"name another place, or replace files with {option('force')}"
     raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'there already'}{more}; {way}")
 
 

@@ -12,7 +12,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, tell_damage
+from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import TABLES
 from ...schemas.sums import KINDS, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
@@ -24,7 +24,7 @@ from ..correction import define as define_corrections
 from ..correction import published
 from ..distributions.function import ComparedDistributions
 from ..distributions.measures import MEASURES
-from ..frameworks.verl_sums import register as register_verl_sums
+from ..frameworks import registry
 from ..routing import register as register_routing
 from ..rows import Rows
 from .connection import Connection
@@ -32,17 +32,6 @@ from .pair_sums import register as register_pair_sums
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-FRAMEWORK_MACROS = {
-    "verl": ("verl_rows", "verl", "verl_correction"),
-    "trl": ("trl",),
-    "slime": ("slime",),
-    "nemo-rl": ("nemo_rl",),
-    "prime-rl": ("prime_rl",),
-    "openrlhf": ("openrlhf",),
-}
-"""Framework -> the files of its macros, whose names begin with its own. They take a while to define, and few questions
-need them."""
 
 _OBJECTIVE = ("objective_", "loss_", "clamped_exp", "correction_weight")
 """What a query names that needs the macros of objectives, which take a while to define as well."""
@@ -104,8 +93,8 @@ class Database:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; --partial "
-                "(partial=True) answers from the rest"
+                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; "
+                f"{option('partial')} answers from the rest"
             )
 
     @property
@@ -116,7 +105,6 @@ class Database:
     def _define_macros(self) -> None:
         register_routing(self.connection, self.sources)
         register_pair_sums(self.connection)
-        register_verl_sums(self.connection)
         for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
             self.define(name)
         self._define_lookup()
@@ -227,18 +215,21 @@ class Database:
             self._defined.add(name)
 
     def define_like(self, frameworks: Collection[str]) -> None:
-        """Make the macros of frameworks' own numbers known. Raises InvalidOption for one that there is not."""
-        for framework in frameworks:
-            if framework not in FRAMEWORK_MACROS:
-                raise InvalidOption(f"like: got {framework!r}; use {', '.join(FRAMEWORK_MACROS)}")
-            for name in FRAMEWORK_MACROS[framework]:
-                self.define(name)
+        """Make the macros of frameworks' own numbers known, which few questions need and which take a while to define.
+
+        Raises InvalidOption for a framework that there is not.
+        """
+        for name in frameworks:
+            registry.check_name(name)
+            if name not in self._defined:
+                registry.define_macros(name, self.connection)
+                self._defined.add(name)
 
     def define_named(self, query: str) -> None:
         """Make the macros known of the frameworks that a query names, and those of objectives."""
         if any(name in query.lower() for name in _OBJECTIVE):
             self.define_objective()
-        self.define_like([name for name in FRAMEWORK_MACROS if f"{name.replace('-', '_')}_" in query.lower()])
+        self.define_like(registry.named_in(query))
 
     def define_objective(self) -> None:
         """Make the macros of objectives known."""
@@ -305,7 +296,10 @@ def sql_file(name: str) -> str:
 
 
 def _urls(traces: Traces) -> list[str]:
-    return [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+    urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
+    if not urls:
+        raise InvalidOption("traces: got none; name one folder or several")
+    return urls
 
 
 def _open(traces: Traces) -> list[Source]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, option
 from .database import Database, quoted
 from .source import Pair
 
@@ -37,7 +37,9 @@ def why_nothing(database: Database, pair: Pair) -> str:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
     others = list(counts)
     if len(others) > 1:
-        return f"{where}: {problem}; compare two of: {', '.join(others)}, as --pair {others[0]}:{others[1]}"
+        return (
+            f"{where}: {problem}; compare two of: {', '.join(others)}, as {option('pair', f'{others[0]}:{others[1]}')}"
+        )
     if others:
         return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
     return f"{where}: {problem}; the trace has no scores at all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,14 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
             pass
     if last is not None:
         console.print(last, crop=False)
+
+
+def watched_text(seen: Watched) -> str:
+    """Write a view as it is printed where there is no terminal."""
+    console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
+    with console.capture() as captured:
+        console.print(WatchedView(seen), crop=False)
+    return captured.get()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...replay.steps import select_steps
+from ...schemas.results import Result
 from ..dynamics.changes import ChangePoint
 from ..dynamics.quantities import Series
 from ..rows import Rows
@@ -61,8 +62,10 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Watched:
+class Watched(Result):
     """A run, as far as it is recorded."""
+
+    _text = "tim_trace.analysis.watch.screen:watched_text"
 
     trace: str
     run: str

@@ -8,7 +8,7 @@ import socket
 import time
 
 from ...replay.steps import select_steps
-from ...schemas.errors import DamagedTrace, TraceNotFound
+from ...schemas.errors import DamagedTrace, TraceNotFound, option
 from ...tracer.snapshot import Examined
 from ..dynamics.changes import change_points
 from ..dynamics.quantities import Series
@@ -168,7 +168,7 @@ class Watcher:
             there = ", ".join(sorted(extents.passes)) or "none"
             notes.append(
                 f"no mismatch to show: no scores of pass {' and '.join(map(repr, lacking))} yet; passes by now: {there}"
-                " (--pair A:B compares two others)"
+                f" ({option('pair', 'A:B')} compares two others)"
             )
         if state not in (LIVE, WAITING) and not ended:
             notes.append("every process that recorded has ended, the recorded command not yet")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, option
 from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
 from . import packing, trusted
@@ -58,7 +58,7 @@ def build(
     except Exception as error:  # whatever transformers raises for a config that is none of the class's
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
-            "that the trace names (tim-trace info), choose another --attention, or build it with --model-factory"
+            f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return model.to(device)
 

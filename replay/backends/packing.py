@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, option
 
 NAME = "tim_trace_packed"
 """As which transformers knows it."""
@@ -72,4 +72,6 @@ def _attention(
 
 
 def _cannot(why: str) -> CannotReplay:
-    return CannotReplay(f"padding packed: cannot be done for this model: {why}; use --padding left or right")
+    return CannotReplay(
+        f"padding packed: cannot be done for this model: {why}; use {option('padding', 'left')} or right"
+    )

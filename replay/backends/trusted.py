@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...schemas.contract import Contract
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, option
 from . import packing
 
 SCORING_FUNCTIONS = (
@@ -39,7 +39,6 @@ _DROPPED = frozenset({
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
 """Layers, heads or experts that a config may ask for."""
-_FACTORY = "or build the model with --model-factory MODULE:FUNCTION, whose code is then yours"
 
 
 class _Torch(msgspec.Struct):
@@ -91,6 +90,10 @@ class _Scoring(msgspec.Struct):
     rows_a_forward: int | None = None
 
 
+def _factory() -> str:
+    return f"or build the model with {option('model_factory', 'MODULE:FUNCTION')}, whose code is then yours"
+
+
 def check_contract(contract: Contract, where: str) -> None:
     """Raise CannotReplay for a contract of which a replay cannot read what it needs."""
     try:
@@ -109,7 +112,7 @@ def check_scoring(contract: Contract) -> None:
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
             raise CannotReplay(
                 f"the contract names the {field} {_named(name)}, which is not TRL's own, so it is not called; replay a trace of "
-                f"TRL's own trainers, {_FACTORY}"
+                f"TRL's own trainers, {_factory()}"
             )
 
 
@@ -123,7 +126,7 @@ def check_attention(name: str, *, is_own_model: bool = False) -> None:
     if name not in ATTENTIONS:
         raise CannotReplay(
             f"the contract names the attention {_named(name)}, which is none of {', '.join(ATTENTIONS[:-1])}, so it is not loaded; "
-            f"{_FACTORY[3:]}"
+            f"{_factory()[3:]}"
         )
     if name in _FLASH:
         from transformers.utils import import_utils
@@ -131,7 +134,7 @@ def check_attention(name: str, *, is_own_model: bool = False) -> None:
         if not getattr(import_utils, _FLASH[name])():
             raise CannotReplay(
                 f"the contract names the attention {name}, whose package is not installed here, and nothing is fetched in its "
-                f"place; install it, {_FACTORY}"
+                f"place; install it, {_factory()}"
             )
 
 
@@ -140,7 +143,7 @@ def check_experts(name: str | None) -> None:
     if name is not None and name not in EXPERTS:
         raise CannotReplay(
             f"the contract names the experts {_named(name)}, which are none of {', '.join(EXPERTS)}, so they are not loaded; "
-            f"{_FACTORY[3:]}"
+            f"{_factory()[3:]}"
         )
 
 
@@ -171,7 +174,7 @@ def model_class(path: str) -> Any:
     if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
             f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is none of the installed transformers' "
-            f"language models, so it is not imported; install the transformers that the trace names (tim-trace info), {_FACTORY}"
+            f"language models, so it is not imported; install the transformers that the trace names (tim-trace info), {_factory()}"
         )
     return found
 
@@ -189,7 +192,7 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name == "architecture" and ":" in str(value):  # timm's names of places
             raise CannotReplay(
-                f"the model's config names the architecture {_named(value)}, which is a place; {_FACTORY[3:]}"
+                f"the model's config names the architecture {_named(value)}, which is a place; {_factory()[3:]}"
             )
         found[name] = _safe_value(name, value)
     return found

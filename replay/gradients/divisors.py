@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, option
 from ...schemas.loss import Loss
 from .update import LossRow, Update
 
@@ -30,7 +30,9 @@ def divisors(loss: Loss, update: Update) -> Divisors:
             pair = (tokens, float(len(places)))
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
-                raise CannotReplay("loss: aggregation constant has no max_tokens; say it with --loss max_tokens=N")
+                raise CannotReplay(
+                    f"loss: aggregation constant has no max_tokens; say it with {option('loss', 'max_tokens=N')}"
+                )
             pair = (sequences[0] * loss.max_tokens, sequences[1])
         else:
             pair = sequences

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing
+from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...tracer.progress import Progress, no_progress
 from ..batching import check_tokens
@@ -182,7 +182,7 @@ def _loss(run: RecordedRun, settings: dict[str, object], text: str | None) -> Lo
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(
-            f"{run.store.url}: says no loss that is known here{named}; say it with --loss, as "
-            "--loss kind=ppo_clip,clip_high=0.28,aggregation=token_mean, or record it with Recorder.add_loss"
+            f"{run.store.url}: says no loss that is known here{named}; say it as "
+            f"{option('loss', 'kind=ppo_clip,clip_high=0.28,aggregation=token_mean')}, or record it with Recorder.add_loss"
         )
     return recorded

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ...schemas.loss import Loss
+from ...schemas.results import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,10 @@ class GradientStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientReport:
+class GradientReport(Result):
     """Gradients of a run's steps under each arm; the first arm is the recording."""
+
+    _text = "tim_trace.analysis.gradient_text:gradient_text"
 
     run: str
     loss: Loss

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.dataset as ds
 
-from ...schemas.errors import CannotReplay
+from ...schemas.errors import CannotReplay, option
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
 from ...schemas.passes import CURRENT, TRAIN
 from ...tracer.recorder import HYPERPARAMETER
@@ -148,7 +148,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            "record it, or say a loss without it, as --loss denominator=train,correction=none,kl_coefficient=0"
+            f"record it, or say a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"

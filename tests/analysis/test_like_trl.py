@@ -411,7 +411,7 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
         stats(tmp_path / "run", like="trl", epsilon=-1.0)
     with pytest.raises(InvalidOption, match="logging_steps: got 0; give 1 or more steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_steps=0)
-    with pytest.raises(InvalidOption, match="logging_steps: a row of a whole run is no log of TRL's; use --by step"):
+    with pytest.raises(InvalidOption, match="logging_steps: a row of a whole run is no log of TRL's; use by='step'"):
         stats(tmp_path / "run", like="trl", logging_steps=2)
     with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)

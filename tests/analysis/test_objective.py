@@ -619,7 +619,8 @@ def test_a_loss_that_is_not_recorded_is_assumed_and_said(opened):
     found = objective(database)
     assert found.loss == Loss()
     assert (
-        found.loss_from == "assumed, since the trace says of no loss that is known: say it with --loss and its bounds"
+        found.loss_from
+        == "assumed, since the trace says of no loss that is known: say it with loss='KIND' and its bounds"
     )
     asked = objective(database, loss="gspo", clip_high=0.01)
     assert (asked.loss.level, asked.loss.clip_low, asked.loss.clip_high) == ("sequence_mean", 3e-4, 0.01)

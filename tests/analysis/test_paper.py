@@ -347,7 +347,7 @@ def test_a_line_has_one_colour_in_every_panel_of_the_run():
 def test_files_that_are_there_stay_unless_forced(tmp_path):
     charts = (series(line([1.0, 2.0])),)
     (tmp_path / "k3.csv").write_text("mine")
-    with pytest.raises(FileThere, match=r"k3\.csv: is there already; .*--force"):
+    with pytest.raises(FileThere, match=r"k3\.csv: is there already; .*force=True"):
         write_figures(charts, tmp_path, "png")
     assert [path.name for path in tmp_path.iterdir()] == ["k3.csv"]
     write_figures(charts, tmp_path, "png", force=True)

@@ -70,7 +70,7 @@ def test_writing_and_other_files_are_refused(trace, query):
     (file,) = (trace / "scores").glob("*.parquet")
     before = {path: path.stat().st_mtime_ns for path in trace.parent.rglob("*")}
     text = query.format(run=trace, file=file, outside=outside, secret=secret)
-    with pytest.raises(InvalidQuery, match=r"--unsafe|does not exist|single SELECT"):
+    with pytest.raises(InvalidQuery, match=r"unsafe=True|does not exist|single SELECT"):
         sql(trace, text)
     assert {path: path.stat().st_mtime_ns for path in trace.parent.rglob("*")} == before
 
@@ -117,7 +117,7 @@ def test_a_remote_trace_is_confined_too(trace):
             sql("memory://runs/remote", "SELECT count(*) FROM tokens").rows
             == sql(trace, "SELECT count(*) FROM tokens").rows
         )
-        with pytest.raises(InvalidQuery, match="--unsafe"):
+        with pytest.raises(InvalidQuery, match="unsafe=True"):
             sql("memory://runs/remote", "SELECT * FROM read_csv('memory:///runs/secret.csv')")
     finally:
         memory.rm("/runs", recursive=True)

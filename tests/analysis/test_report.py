@@ -19,6 +19,7 @@ from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
+from tim_trace.analysis.report import sample
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
 from tim_trace.analysis.report.chart import Heatmap, Histogram, LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
@@ -247,7 +248,7 @@ def test_runs_of_one_folder_name_are_told_apart(tmp_path):
 def test_a_file_that_lies_there_is_replaced_with_force_alone(run, tmp_path):
     target = tmp_path / "report.html"
     target.write_text("mine")
-    with pytest.raises(FileThere, match="--force"):
+    with pytest.raises(FileThere, match="force=True"):
         report(run, output=target)
     assert target.read_text() == "mine"
     report(run, output=target, force=True)
@@ -281,8 +282,8 @@ def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
 
 
 def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):
-    monkeypatch.setattr("tim_trace.analysis.report.sample.WHOLE", 100)
-    monkeypatch.setattr("tim_trace.analysis.report.sample.MOST_TOKENS", 48 * 5)
+    monkeypatch.setattr(sample, "WHOLE", 100)
+    monkeypatch.setattr(sample, "MOST_TOKENS", 48 * 5)
     part, told = without_most_steps(Database(run))
     steps = [step for (step,) in part.ask("SELECT DISTINCT step FROM sequences ORDER BY 1").rows]
     assert len(steps) == 5

@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_dtype(trace):
 def test_what_cannot_be_rounded_to_is_refused(trace):
     with pytest.raises(InvalidOption, match="got 'int4'; use fp32, bf16 or fp16"):
         weights(trace, dtype="int4")
-    with pytest.raises(InvalidOption, match="--by version"):
+    with pytest.raises(InvalidOption, match="by='version'"):
         weights(trace, dtype="bf16", by="module")
 
 

@@ -289,7 +289,7 @@ def test_an_overflow_is_nan_where_it_is_seen_and_nowhere_else():
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM; it runs LlamaForCausalLM, .*; use --engine hf"),
+        ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM; it runs LlamaForCausalLM, .*; use engine='hf'"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "no activation 'gelu'"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary embedding 'dynamic'"),
         ("Qwen2ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rotary embedding 'longrope'"),
@@ -304,7 +304,7 @@ def test_a_model_that_it_cannot_run_is_refused(name, config, message):
                                     "deterministic", "compile", "mode=decode,kv-dtype=fp8"])  # fmt: skip
 def test_a_setting_that_it_lacks_is_refused(change):
     with pytest.raises(
-        InvalidOption, match="engine exact has no such setting here; with --engine exact use dtype, quant"
+        InvalidOption, match="engine exact has no such setting here; with engine='exact' use dtype, quant"
     ):
         parse_arm(f"engine=exact,{change}")
 
@@ -354,7 +354,7 @@ def test_the_contract_says_what_scored(tmp_path):
 def test_a_recording_under_autocast_needs_a_dtype(tmp_path):
     trace = tmp_path / "run"
     shutil.copytree(train(capture="logprobs", config={"bf16": True}).trace, trace)
-    with pytest.raises(CannotReplay, match=r"used autocast to torch.bfloat16 .* add --dtype bf16, fp16, fp32 or fp64"):
+    with pytest.raises(CannotReplay, match=r"used autocast to torch.bfloat16 .* add dtype='bf16', fp16, fp32 or fp64"):
         replay(trace, engine="exact")
     assert not (trace / "passes" / "replay").exists()
 

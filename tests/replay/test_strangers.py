@@ -69,7 +69,7 @@ def test_a_file_inside_of_the_trace_is_not_run(tmp_path, monkeypatch, verb):
     record(tmp_path / "run", name="stranger_model.Model")
     (tmp_path / "run" / "stranger_model.py").write_text("import os; os.environ['STRANGER'] = 'ran'\nclass Model: ...\n")
     monkeypatch.syspath_prepend(str(tmp_path / "run"))
-    with pytest.raises(CannotReplay, match=r"'stranger_model\.Model'.*--model-factory") as caught:
+    with pytest.raises(CannotReplay, match=r"'stranger_model\.Model'.*model_factory='MODULE:FUNCTION'") as caught:
         verb(tmp_path / "run")
     assert "STRANGER" not in os.environ
     assert "stranger_model" not in sys.modules
@@ -106,7 +106,7 @@ def test_no_function_is_called_but_trl_s_own(tmp_path, monkeypatch, field, name)
     monkeypatch.setattr(builtins, "print", lambda *_, **__: called.append("print"))
     monkeypatch.setattr(os, "abort", lambda: called.append("abort"))
     record(tmp_path / "run", contract=TRL | {field: name or "nothing"})
-    with pytest.raises(CannotReplay, match=rf"{field}.*--model-factory|none that can be replayed"):
+    with pytest.raises(CannotReplay, match=rf"{field}.*model_factory='MODULE:FUNCTION'|none that can be replayed"):
         replay(tmp_path / "run")
     assert called == []
 
@@ -199,10 +199,10 @@ def test_a_folder_that_the_trace_names_is_read_on_the_user_s_word_alone(tmp_path
     save_checkpoint(model, outside)
     for verb in (replay, triangulate, weights):
         with pytest.raises(
-            WeightsMissing, match=rf"'{outside}', which is not read unless you name.*--weights-from DIR"
+            WeightsMissing, match=rf"'{outside}', which is not read unless you name.*weights_from='DIR'"
         ):
             verb(tmp_path / "run")
-    with pytest.raises((CannotReplay, WeightsMissing), match="--weights-from DIR"):
+    with pytest.raises((CannotReplay, WeightsMissing), match="weights_from='DIR'"):
         gradient(tmp_path / "run")
     (result,) = replay(tmp_path / "run", weights_from=outside)
     assert result.max_abs_d < 1e-6

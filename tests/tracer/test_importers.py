@@ -558,7 +558,7 @@ def test_metrics_keep_numbers_text_and_what_is_missing(tmp_path):
 def test_an_existing_trace_is_left_alone(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW])
     import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
-    with pytest.raises(TraceExists, match="--force"):
+    with pytest.raises(TraceExists, match="force=True"):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
     import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run", force=True)
 

@@ -271,7 +271,7 @@ def test_an_empty_response_is_a_sequence(tmp_path):
 def test_a_trace_that_is_there_is_left_alone_without_force(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add_step(recorder, 1, make_batch())
-    with pytest.raises(TraceExists, match="--force"):
+    with pytest.raises(TraceExists, match="force=True"):
         Recorder(tmp_path / "run")
     with Recorder(tmp_path / "run", force=True):
         pass

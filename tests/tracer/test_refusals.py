@@ -408,7 +408,7 @@ def test_a_closed_recorder_takes_nothing_in_silence(recorder):
 def test_what_is_added_has_its_own_type(recorder):
     with pytest.raises(InvalidRecord, match=r"hyperparameters: got \[1\] \(list\); give a dict"):
         recorder.add_hyperparameters([1])
-    with pytest.raises(InvalidRecord, match=r"loss: got .*; give a tim_trace.schemas.loss.Loss"):
+    with pytest.raises(InvalidRecord, match=r"loss: got .*; give a tim_trace.Loss"):
         recorder.add_loss({"kind": "ppo_clip"})
     with pytest.raises(InvalidRecord, match=r"version: got 1.5"):
         recorder.add_weights(1.5, {"w": torch.ones(1)})

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from ...schemas.checksums import whole_hash
-from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
+from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing, option
 from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
@@ -292,7 +292,7 @@ class WeightReader:
         """Where the trace says that its weights are, and how to have them read."""
         return (
             f"they lie in checkpoints outside of it, by its own word in {self.checkpoints!r}, which is not read unless you name "
-            "the folder: --weights-from DIR, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
+            f"the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for verbs without that option"
         )
 
     def _range(self) -> str:
@@ -300,7 +300,7 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return "it has none: record with --weights delta, or name checkpoints with --weights-from"
+            return f"it has none: record with --weights delta, or name checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....schemas.errors import CannotReplay
+from ....schemas.errors import CannotReplay, option
 from .attention import MOST_KEYS, KeyValueCache
 from .head import ExactHead
 from .layers import Experts, Linear, Mlp, RmsNorm, Rotary
@@ -25,16 +25,18 @@ def check(identity: Mapping[str, Any]) -> None:
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
-            f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use --engine hf"
+            f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use {option('engine', 'hf')}"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise CannotReplay(f"engine exact: has no activation {config['hidden_act']!r}, only silu; use --engine hf")
+        raise CannotReplay(
+            f"engine exact: has no activation {config['hidden_act']!r}, only silu; use {option('engine', 'hf')}"
+        )
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type") or rotary.get("type") or "default"
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
             f"engine exact: rotary embedding {kind!r}: turns a token by angles that depend on how much is read at a time, "
-            "or only a part of it; default, linear, llama3 and yarn over the whole head work; use --engine hf"
+            f"or only a part of it; default, linear, llama3 and yarn over the whole head work; use {option('engine', 'hf')}"
         )
 
 

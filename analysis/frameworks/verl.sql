@@ -1,3 +1,107 @@
+-- The off-policy numbers of verl 0.9.0 under its own names: compute_offpolicy_metrics of
+-- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
+-- trainer (old_log_probs), b the rollout.
+--   Token means are over the tokens that count in the loss. Means over sequences are over all of the batch: one that is
+--   masked as a whole takes part with a mean logprob of 0. NaN and infinities inside of the mask pass through.
+--   kl = mean(-d); k3_kl = mean(exp(d) - 1 - d), not clamped; chi2_token clamps d, chi2_seq the sum of d, to 20 nats;
+--   log_ppl_diff is of the means over a sequence's tokens, rollout less trainer: above 0 the trainer is less confident.
+
+-- verl_rows(a, b): sequences that both passes scored, with what of them is compared; an empty mask counts every token.
+CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
+    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
+           scores_a.logprobs AS old, scores_b.logprobs AS rollout, coalesce(s.response_mask, []::BOOLEAN[]) AS mask
+    FROM sequences AS s
+    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+    WHERE scores_a."pass" = a AND scores_b."pass" = b
+      AND scores_a.logprobs IS NOT NULL AND scores_b.logprobs IS NOT NULL;
+
+-- verl_summed(a, b): the sums of each sequence.
+CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE
+    SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
+    FROM (SELECT * EXCLUDE (old, rollout, mask), verl_sums(old, rollout, mask) AS sums FROM verl_rows(a, b));
+
+CREATE OR REPLACE MACRO verl_clamped(x) AS torch_clamp(x, -20.0, 20.0);
+
+-- verl_sequences(a, b): the same with the means of its logprobs; a sequence without a token has 0.
+CREATE OR REPLACE MACRO verl_sequences(a, b) AS TABLE
+    SELECT *, sum_old / greatest(num_tokens, 1) AS mean_old, sum_rollout / greatest(num_tokens, 1) AS mean_rollout
+    FROM verl_summed(a, b);
+
+-- verl_groups(a, b, by_step): a row a step, or a run with step NULL.
+CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
+    SELECT run, step,
+           training_ppl AS "rollout_corr/training_ppl", training_log_ppl AS "rollout_corr/training_log_ppl",
+           kl AS "rollout_corr/kl", k3_kl AS "rollout_corr/k3_kl",
+           rollout_ppl AS "rollout_corr/rollout_ppl", rollout_log_ppl AS "rollout_corr/rollout_log_ppl",
+           log_ppl_diff AS "rollout_corr/log_ppl_diff", log_ppl_abs_diff AS "rollout_corr/log_ppl_abs_diff",
+           log_ppl_diff_max AS "rollout_corr/log_ppl_diff_max", log_ppl_diff_min AS "rollout_corr/log_ppl_diff_min",
+           ppl_ratio AS "rollout_corr/ppl_ratio",
+           chi2_token AS "rollout_corr/chi2_token", chi2_seq AS "rollout_corr/chi2_seq",
+           (num_tokens > 0)::INTEGER AS "training/rollout_probs_diff_valid",
+           diff_max AS "training/rollout_probs_diff_max", total_diff / num_tokens AS "training/rollout_probs_diff_mean",
+           CASE WHEN num_tokens > 1 THEN sqrt(floored((total_spread - total_off * total_off / num_tokens)
+                                                           / (num_tokens - 1)))
+                ELSE 'NaN'::DOUBLE END AS "training/rollout_probs_diff_std",
+           coalesce(correlation(num_tokens, total_off_old, total_off_rollout, total_old, total_rollout, total_product),
+                    'NaN'::DOUBLE) AS "training/rollout_actor_probs_pearson_corr"
+    FROM (
+        SELECT run, grouped_step AS step, sum(num_tokens) AS num_tokens,
+               mean_in_order(exp(-mean_old), place) AS training_ppl,
+               mean_in_order(-mean_old, place) AS training_log_ppl,
+               -sum_in_order(sum_d, place) / sum(num_tokens) AS kl,
+               sum_in_order(sum_k3, place) / sum(num_tokens) AS k3_kl,
+               mean_in_order(exp(-mean_rollout), place) AS rollout_ppl,
+               mean_in_order(-mean_rollout, place) AS rollout_log_ppl,
+               mean_in_order(mean_rollout - mean_old, place) AS log_ppl_diff,
+               mean_in_order(abs(mean_rollout - mean_old), place) AS log_ppl_abs_diff,
+               torch_max(mean_rollout - mean_old) AS log_ppl_diff_max,
+               torch_min(mean_rollout - mean_old) AS log_ppl_diff_min,
+               mean_in_order(exp(mean_rollout - mean_old), place) AS ppl_ratio,
+               sum_in_order(sum_expm1_2d, place) / sum(num_tokens) AS chi2_token,
+               mean_in_order(expm1(2 * verl_clamped(sum_d)), place) AS chi2_seq,
+               torch_max(max_prob_diff) AS diff_max,
+               sum_in_order(sum_prob_diff, place) AS total_diff,
+               -- Squares and products of probabilities, taken around a centre near their means.
+               sum_in_order(num_tokens * off_diff, place) AS total_off,
+               sum_in_order(spread_prob_diff + num_tokens * off_diff * off_diff, place) AS total_spread,
+               sum_in_order(num_tokens * off_a, place) AS total_off_old,
+               sum_in_order(num_tokens * off_b, place) AS total_off_rollout,
+               sum_in_order(spread_prob_a + num_tokens * off_a * off_a, place) AS total_old,
+               sum_in_order(spread_prob_b + num_tokens * off_b * off_b, place) AS total_rollout,
+               sum_in_order(spread_prob_ab + num_tokens * off_a * off_b, place) AS total_product
+        FROM (
+            SELECT *, mean_prob_diff - median(mean_prob_diff) OVER grouped AS off_diff,
+                   exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
+                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
+            FROM (
+                -- NULL of a sequence without a token, which adds nothing to what follows.
+                SELECT *, CASE WHEN num_tokens > 0 THEN fall_from(top_a, peak_a, mean_fall_a) END AS fall_a,
+                       CASE WHEN num_tokens > 0 THEN fall_from(top_b, peak_b, mean_fall_b) END AS fall_b
+                FROM (
+                    SELECT *, max(CASE WHEN num_tokens > 0 THEN peak_a END) OVER grouped AS top_a,
+                           max(CASE WHEN num_tokens > 0 THEN peak_b END) OVER grouped AS top_b
+                    FROM (
+                        SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
+                               row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
+                        FROM verl_sequences(a, b)
+                    )
+                    WINDOW grouped AS (PARTITION BY run, grouped_step)
+                )
+            )
+            WINDOW grouped AS (PARTITION BY run, grouped_step)
+        )
+        GROUP BY run, grouped_step
+    )
+    WHERE num_tokens > 0
+    ORDER BY run, step;
+
+CREATE OR REPLACE MACRO verl_steps(a, b) AS TABLE
+    SELECT * FROM verl_groups(a, b, true);
+
+CREATE OR REPLACE MACRO verl_runs(a, b) AS TABLE
+    SELECT * EXCLUDE (step) FROM verl_groups(a, b, false);
+
 -- The rollout correction of verl 0.9.0: importance-sampling weights and rejections, by compute_rollout_correction_weights
 -- and compute_rollout_rejection_mask of verl/trainer/ppo/rollout_corr_helper.py. Pass a is the trainer, b the rollout;
 -- rho = exp(d). A log-ratio is clamped to 20 nats before its exp. The options have verl's names and take verl's text.

@@ -1,0 +1,91 @@
+"""Arguments of public functions, held against their annotations."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Integral, Real
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from .errors import WrongType
+
+_Public = TypeVar("_Public", bound=Callable[..., Any])
+
+_NAMES = {str: "a str", os.PathLike: "a path", bool: "True or False", int: "an int", float: "a number"}
+_NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
+
+
+def checked(public: _Public) -> _Public:
+    """The function, raising WrongType for an argument that is not of its annotated type; a class stays as it is."""
+    if not inspect.isfunction(public):
+        return public
+    signature = inspect.signature(public)
+
+    @wraps(public)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError:  # a name that is missing or unknown: the call itself says which
+            given = {}
+        check_arguments(public, given)
+        return public(*args, **options)
+
+    return cast(_Public, call)
+
+
+def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
+    """Raise WrongType for a value that is not of the type that a function or dataclass annotates for its name."""
+    hints = _hints(owner)
+    for option, value in values.items():
+        if option in hints and not fits(value, hints[option]):
+            raise WrongType(
+                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}; give {' or '.join(_wanted(hints[option]))}"
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; True for annotations that are not known here."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, choice) for choice in arguments)
+    if origin in (Sequence, tuple, list) or origin is Mapping:
+        return _holds(value, origin, arguments)
+    if origin in (int, float):
+        return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+    if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+        return True
+    return isinstance(value, origin)
+
+
+def _holds(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
+    if origin is Mapping:
+        return isinstance(value, Mapping)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return False
+    return not arguments or all(fits(element, arguments[0]) for element in value)
+
+
+@cache
+def _hints(owner: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(owner)
+
+
+def _wanted(hint: Any) -> list[str]:
+    """The types of an annotation in words."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))
+    if origin in (Sequence, tuple, list):
+        return [f"a list ({' or '.join(_wanted(arguments[0]))})" if arguments else "a list"]
+    return [_NAMES.get(origin, getattr(origin, "__name__", str(origin)))]
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:37] + "...")
+    return f"a value of type {type(value).__name__}"

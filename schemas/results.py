@@ -1,0 +1,84 @@
+"""What results of verbs have in common: they print as text, show themselves in a notebook, and hand out tables."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+from .errors import NotInstalled
+
+
+class Result:
+    """What a verb found. It prints as the verb's text, which is what a notebook shows, too."""
+
+    __slots__ = ()
+
+    _text: ClassVar[str]
+    """Module and function that write it, as module:function."""
+
+    def __str__(self) -> str:
+        module, _, function = self._text.partition(":")
+        return str(getattr(import_module(module), function)(self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Table(Result):
+    """A result of rows, for pandas, Arrow and Polars."""
+
+    __slots__ = ()
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """Names of the columns, and the rows."""
+        raise NotImplementedError
+
+    def arrow(self) -> Any:
+        """The rows as a pyarrow.Table. A column whose values have no common type becomes text."""
+        import pyarrow as pa
+
+        names, rows = self._table()
+        columns = zip(*rows, strict=True) if rows else ([] for _ in names)
+        return pa.Table.from_arrays([_array(column) for column in columns], list(names))
+
+    def df(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        _library("pandas", "df")
+        return self.arrow().to_pandas()
+
+    def pl(self) -> Any:
+        """The rows as a polars.DataFrame."""
+        return _library("polars", "pl").from_arrow(self.arrow())
+
+    def _repr_html_(self) -> str:
+        names, rows = self._table()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows[:_MOST_SHOWN])
+        more = f"<p>{len(rows):,} rows, the first {_MOST_SHOWN} shown</p>" if len(rows) > _MOST_SHOWN else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+_MOST_SHOWN = 100
+"""Rows that a notebook shows."""
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _array(values: Sequence[Any]) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if value is None else str(value) for value in values])
+
+
+def _library(name: str, method: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise NotInstalled(f"{method}: needs {name}, which is not installed; pip install {name}") from error
