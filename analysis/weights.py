@@ -9,7 +9,7 @@ from typing import Any
 
 from ..replay.arms import DTYPES
 from ..schemas import contract as contracts
-from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
+from ..schemas.errors import DamagedTrace, InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
 from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
 from ..schemas.passes import ROLLOUT
@@ -78,7 +78,10 @@ def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
     stored = {tensor.dtype for part in next(iter(reader.parts.values())) for tensor in reader.layout(part).tensors}
     short = {long: name for name, long in DTYPES.items() if name != "tf32"}
     for name in store.files(f"{PASSES}/{ROLLOUT}"):
-        engine = contracts.engine_dtype(read_contract(store, ROLLOUT, name.removesuffix(".json")))
+        try:
+            engine = contracts.engine_dtype(read_contract(store, ROLLOUT, name.removesuffix(".json")))
+        except DamagedTrace:  # which the answer over the trace names
+            continue
         if engine in short and engine not in stored:
             return short[engine]
     return None
