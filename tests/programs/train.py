@@ -1,6 +1,7 @@
 """Train a tiny model with TRL, as a user's script would: it knows nothing of tim-trace."""
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -65,9 +66,8 @@ def pretend(version, without):
 
 def hide_vllm():
     """Let TRL take vLLM for missing, where nothing uses it: importing it takes a third of a short training."""
-    import trl.import_utils
-
-    trl.import_utils.is_vllm_available = lambda *_, **__: False
+    # TRL's package is lazy: the module is no attribute of it yet.
+    importlib.import_module("trl.import_utils").is_vllm_available = lambda *_, **__: False
 
 
 class Dies(TrainerCallback):
