@@ -57,6 +57,10 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
+        # What the engine made of a default counts, too: compiled kernels give other bits.
+        model_config = (self.rollout.get("config") or {}).get("model_config") or {}
+        if isinstance(is_eager := model_config.get("enforce_eager"), bool):
+            arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size

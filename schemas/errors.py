@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 _speaks_options = False
@@ -29,12 +29,19 @@ def option(name: str, value: object = True) -> str:
     ...     option("force"), option("by", "step"), option("use_rs", False)
     ('--force', '--by step', '--no-use-rs')
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not _speaks_options:
         return f"{name}={value!r}"
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {value:g}" if isinstance(value, float) else f"--{flag} {value}"
+    return f"--{flag} {value}"
+
+
+def options(values: Mapping[str, object]) -> str:
+    """Several options, as the caller writes them one after the other."""
+    return (" " if _speaks_options else ", ").join(option(name, value) for name, value in values.items())
 
 
 class TimTraceError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...schemas.errors import option
+from ...schemas.errors import options
 from ..trace.database import Database, quoted
 from ..trace.hyperparameters import read_hyperparameters
 
@@ -63,23 +63,19 @@ def masked_out(
     ]
 
 
-def set_otherwise(database: Database, options: Mapping[str, object]) -> list[str]:
+def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
     """Say which options a run was trained with, where the trace says that they differ from those of the numbers."""
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)
-        flags = [
-            _flag(name, trained[name], is_flag=isinstance(value, bool))
-            for name, value in options.items()
+        other: dict[str, object] = {
+            name: True if isinstance(value, bool) else trained[name]
+            for name, value in given.items()
             if name in trained and trained[name] not in (value, "None")
-        ]
-        if flags:
+        }
+        if other:
             told.append(
                 f"{source.run}: was trained with other options than these numbers'; for what it logged itself: "
-                f"{option('by', 'step')} {' '.join(flags)}"
+                f"{options({'by': 'step'} | other)}"
             )
     return told
-
-
-def _flag(name: str, value: object, *, is_flag: bool) -> str:
-    return option(name) if is_flag else option(name, value)

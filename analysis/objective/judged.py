@@ -9,7 +9,7 @@ from ...schemas.results import Result
 from ..rows import Rows
 from ..statement import Statement, sentences
 from .concentration import Concentration
-from .text import CANNOT, LOSS_BASIS, NOTES, verdict_sentence
+from .text import CANNOT, NOTES, loss_basis, verdict_sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Objective(Result):
     trace: str
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss is from, of text.LOSS_BASIS."""
+    """Where the loss is from, of text.loss_basis."""
     passes: tuple[str, str, str]
     """What stands for the trainer at the sampling weights, for the engine, and for the policy inside the loss."""
     num_updates: int
@@ -85,7 +85,7 @@ class Objective(Result):
     @property
     def loss_from(self) -> str:
         """Where the loss is from."""
-        return ", with ".join(sentences(self.loss_basis, LOSS_BASIS))
+        return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
         """A figure of the run; None where it has none."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ...schemas.errors import option
 from ..check.text import wrapped
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement
@@ -95,14 +96,17 @@ NOTES: Mapping[str, str] = {
 }
 """Code of a note -> the sentence."""
 
-LOSS_BASIS: Mapping[str, str] = {
-    "recorded": "as the trace records it",
-    "not_recorded": "assumed, since the trace says of no loss that is known: say it with --loss and its bounds",
-    "unreadable": "assumed, since what the trace says of it cannot be read ({error}): say it with --loss and its bounds",
-    "asked": "as it was asked for",
-    "fields_asked": "{fields} as asked for",
-}
-"""Code of where the loss is from -> the words."""
+
+def loss_basis() -> Mapping[str, str]:
+    """Code of where the loss is from -> the words."""
+    how = f"say it with {option('loss', 'KIND')} and its bounds"
+    return {
+        "recorded": "as the trace records it",
+        "not_recorded": f"assumed, since the trace says of no loss that is known: {how}",
+        "unreadable": f"assumed, since what the trace says of it cannot be read ({{error}}): {how}",
+        "asked": "as it was asked for",
+        "fields_asked": "{fields} as asked for",
+    }
 
 
 def verdict_sentence(part: Statement, confidence: float) -> str:

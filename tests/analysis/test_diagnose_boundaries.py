@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
 from tim_trace.analysis.check.detectors.numerics import Precision
@@ -185,7 +186,7 @@ def test_alarms_of_metrics_that_the_trace_lacks_are_left_out():
 
 DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
-RECORD = "tim-trace record --weights delta -o RUN -- COMMAND   (this trace has no weights to replay with)"
+RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_what_is_next(code, removed, has_weights, expected):
 
 @pytest.mark.parametrize(("code", "exit_code"), [(code, 1) for code in FAULTS] + [("rounding", 0), ("equal", 0)])
 def test_a_fault_is_the_exit_code(monkeypatch, code, exit_code):
-    monkeypatch.setattr("tim_trace.analysis.diagnosis.diagnose.diagnose", lambda *_, **__: diagnosed(code))
+    monkeypatch.setattr(tim_trace.analysis, "diagnose", lambda *_, **__: diagnosed(code))
     assert CliRunner().invoke(cli.main, ["diagnose", "run"]).exit_code == exit_code
 
 

@@ -384,7 +384,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
         ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),
         ({"loss": "clip=2"}, InvalidOption, "clip_low"),
-        ({"loss": "aggregation=constant", "steps": "1"}, CannotReplay, "--loss max_tokens=N"),
+        ({"loss": "aggregation=constant", "steps": "1"}, CannotReplay, "loss='max_tokens=N'"),
         ({"loss": "kl_coefficient=0.1", "steps": "1"}, CannotReplay, "pass 'reference'"),
     ],
 )

@@ -324,7 +324,7 @@ def test_the_logits_of_a_factory_s_model_are_captured(table):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "the model cannot be rebuilt.*model_factory="),
+        ((), "the model cannot be rebuilt.*--model-factory "),
         (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
         (
             ("--model-factory", "factory:build", "--mode", "decode"),

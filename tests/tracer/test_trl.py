@@ -293,7 +293,7 @@ def test_means_over_logged_steps_are_what_trl_logged():
     assert len(clipped) > 1
     assert likeness(run.trace, like="trl")[2] == (
         "run: was trained with other options than these numbers'; for what it logged itself: "
-        "--by step --loss-type grpo --epsilon 0.01 --epsilon-high 0.02 --logging-steps 3"
+        "by='step', loss_type='grpo', epsilon=0.01, epsilon_high=0.02, logging_steps=3"
     )
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
 

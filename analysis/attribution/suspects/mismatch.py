@@ -13,7 +13,7 @@ from ..suspect import Suspect
 from .lag import declared_lag
 from .timing import AFTER, FIRST, order, rises
 
-_OF_WEIGHTS = ("stale_weights", "partial_sync", "adapter", "quantised", "change_inside_sequence", "subset")
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
     "temperature",
@@ -53,7 +53,7 @@ def kind(facts: Facts) -> str:
     if run.begins == FROM_UPDATES:
         is_stuck = run.grows or (stale is not None and stale.is_excluded)
         return "partial_sync" if is_stuck else "stale_weights"
-    return code
+    return str(first.numbers.get("cause") or code) if first else code
 
 
 def _size(mean_abs_d: float) -> Evidence:
