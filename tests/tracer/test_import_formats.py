@@ -277,16 +277,16 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["scores=reward"], r"--map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
+        (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
         (
             ["score=rewards"],
-            "--map: 'score' cannot become 'rewards'; a trace takes step, prompt_ids, response_ids, .*finish_reason",
+            "map: 'score' cannot become 'rewards'; a trace takes step, prompt_ids, response_ids, .*finish_reason",
         ),
         (["score=reward"], r"the columns reward and score both become 'reward'; map one to nothing, as reward="),
         (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; map one to nothing, as score="),
-        (["score"], "--map: got 'score'; give theirs=ours, as completion_ids=response_ids"),
-        (["=reward"], "--map: got '=reward'; give theirs=ours"),
-        (["score=top_p", "score=top_k"], "--map: 'score' becomes both 'top_p' and 'top_k'; a column has one name"),
+        (["score"], "map: got 'score'; give theirs=ours, as completion_ids=response_ids"),
+        (["=reward"], "map: got '=reward'; give theirs=ours"),
+        (["score=top_p", "score=top_k"], "map: 'score' becomes both 'top_p' and 'top_k'; a column has one name"),
         (["step="], "lacks the columns step .*as theirs=step"),
     ],
 )
@@ -295,7 +295,7 @@ def test_a_map_that_cannot_be_is_one_line(tmp_path, texts, message):
     with pytest.raises(ImportFailed, match=message) as caught:
         import_parquet(path, output=tmp_path / "run", map=parse_map(texts))
     done = tim_trace("import", "parquet", path, "-o", tmp_path / "run", *(f"--map={text}" for text in texts))
-    assert (done.code, done.stderr) == (2, f"Error: {caught.value}\n")
+    assert (done.code, done.stderr) == (2, f"Error: {caught.value}\n".replace("Error: map:", "Error: --map:"))
     assert not (tmp_path / "run").exists()
 
 
