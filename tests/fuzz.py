@@ -379,10 +379,13 @@ class Fuzzer:
     def rests(self, case, trace, told, cuts):
         """What may be left of a trace without the files that are told: (paths removed, journals cut), likely ones first."""
         known = self.files[case.base]
-        yield frozenset(path for path in known if path in told and kind_of(path) not in ("reserve", "sums")), cuts
+        exact = {path for path in known if path in told and kind_of(path) not in ("reserve", "sums")}
+        yield frozenset(exact - {"trace.json"}), cuts
         choices = []
         for path in known:
             if not any(covers(name, path) for name in told) or kind_of(path) in ("reserve", "sums"):
+                continue
+            if path == "trace.json":  # without it a folder is no trace
                 continue
             if kind_of(path) == "journal":
                 ends = message_ends((self.bases / case.base / RUN / path).read_bytes())

@@ -316,16 +316,17 @@ def _read_contracts(snapshot: Snapshot) -> None:
             )
             continue
         digest = file.removesuffix(".json")
-        if snapshot.manifest.is_checked and f"{PASSES}/{name}" not in accounted:
-            if not any(found.is_alive for found in snapshot.liveness.values()):  # one may be about to name it
-                snapshot.ignored.append(
-                    f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
-                )
-            continue
         try:
-            snapshot.contracts.append((pass_name, digest, read_contract(store, pass_name, digest)))
+            contract = read_contract(store, pass_name, digest)
         except DamagedTrace as error:
             snapshot.damaged.append(str(error))
+            continue
+        if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted:
+            snapshot.contracts.append((pass_name, digest, contract))
+        elif not any(found.is_alive for found in snapshot.liveness.values()):  # one may be about to name it
+            snapshot.ignored.append(
+                f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
+            )
 
 
 def _find_missing(snapshot: Snapshot) -> None:
