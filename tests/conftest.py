@@ -18,10 +18,10 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # as in the background of a shell: what tests start would ignore it, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# In the background of a shell, or under nohup, they are ignored: what tests start would ignore them, too.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 DATA = Path(__file__).parent / "data"
 
