@@ -1,6 +1,9 @@
+import contextlib
 import re
+import shlex
 import sys
 
+import click
 import pytest
 from builders import ROOT, run
 from tim_trace import cli
@@ -41,6 +44,40 @@ def test_every_folder_of_the_repository_is_in_the_readme_s_tree():
     assert folders
     for name in folders:
         assert re.search(rf"^{name}/", README, re.MULTILINE), name
+
+
+def commands():
+    """Every command of ours that README and docs show, as page and words."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = re.sub(
+            r"```\nUsage:.*?```", "", page.read_text(), flags=re.DOTALL
+        )  # of --help, whose examples other tests run
+        lines = text.replace("\\\n", " ").splitlines()
+        for number, line in enumerate(lines):
+            found = re.match(r"(?:    |\$ )(?:\.venv/bin/)?(tim-trace .*)", line)
+            inline = [
+                span for span in re.findall(r"`(tim-trace [a-z][^`]*)`", line) if span.split()[1] in cli.main.commands
+            ]
+            spans = [found.group(1)] if found else inline
+            for command in spans:
+                if command.count('"') % 2:
+                    command += " " + lines[number + 1].strip()
+                yield page.name, shlex.split(re.sub(r"\s#.*", "", command))[1:]
+
+
+TEMPLATES = re.compile(r"[\[\]]|\.\.\.|\b[A-Z]{4,}\b")
+"""In words that stand for others: [--control RUN2], FRAMEWORK."""
+
+
+@pytest.mark.parametrize(("page", "words"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
+def test_every_command_that_a_page_shows_is_one(page, words):
+    name, *rest = words
+    command = cli.main.commands[name]
+    if isinstance(command, click.Group):
+        command, rest = command.commands[rest[0]], rest[1:]
+    if len(rest) > 1 and not any(TEMPLATES.search(word) for word in rest if not word.startswith("SELECT")):
+        with contextlib.suppress(click.MissingParameter):  # where a command is named for one of its options
+            command.make_context(name, rest)
 
 
 def fences(language):
