@@ -39,7 +39,7 @@ POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class SideErrors:
     """One side's error against the reference."""
 
     name: str
@@ -76,7 +76,7 @@ class Triangulation(Result):
     """Root mean square of d = train - rollout, nats."""
     resolution: float
     """Mean rounding of the reference, which is kept as float32, nats: errors below it cannot be told."""
-    sides: tuple[Side, ...]
+    sides: tuple[SideErrors, ...]
     correlation: float
     """Pearson correlation of the two errors."""
     identity_held: bool
@@ -219,9 +219,9 @@ def _num_sequences(tokens: dict[str, np.ndarray]) -> int:
     return 1 + int(fresh.sum())
 
 
-def _side(name: str, own: np.ndarray, share: float, interval: Interval | NoInterval) -> Side:
+def _side(name: str, own: np.ndarray, share: float, interval: Interval | NoInterval) -> SideErrors:
     low, high = ends(interval) or (None, None)
-    return Side(
+    return SideErrors(
         name=name, mean=float(own.mean()), mean_abs=float(np.abs(own).mean()), rms=_rms(own),
         share=share, share_low=low, share_high=high,
     )  # fmt: skip

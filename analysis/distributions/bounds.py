@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .divergence import Array, Full, entropy, even_entropy, log_softmax, unknown
-from .topk import Side, TopK, argmax, columns, entropy_bounds, is_broken
+from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is_broken
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
@@ -113,7 +113,9 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
     return found
 
 
-def _low_high(a: Side, b: Side, outside: bool) -> Callable[[H, float | None], tuple[Array, Array]]:
+def _low_high(
+    a: PartialDistribution, b: PartialDistribution, outside: bool
+) -> Callable[[H, float | None], tuple[Array, Array]]:
     """What gives the two ends for an h; `disjoint` is h(1, 0) where that is finite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
@@ -129,7 +131,7 @@ def _low_high(a: Side, b: Side, outside: bool) -> Callable[[H, float | None], tu
     return ends
 
 
-def _rest(side: Side, both: Array) -> tuple[Array, Array]:
+def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
     """The least and largest mass of all tokens that are not listed on both sides."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
@@ -138,7 +140,7 @@ def _rest(side: Side, both: Array) -> tuple[Array, Array]:
     return low, np.maximum(np.clip(high + _DIGITS, 0.0, 1.0), low)
 
 
-def _least_of_the_rest(h: H, a: Side, b: Side, both: Array) -> Array:
+def _least_of_the_rest(h: H, a: PartialDistribution, b: PartialDistribution, both: Array) -> Array:
     only_a, only_b = a.listed_CM & ~both, b.listed_CM & ~both
     one = _Box(*_rest(a, both), *_rest(b, both)).least(h)
     in_b = np.minimum(a.tail_hi_C, only_b.sum(axis=1) * a.cap_C)
@@ -155,7 +157,7 @@ def _least_of_the_rest(h: H, a: Side, b: Side, both: Array) -> Array:
     return np.maximum(one, np.maximum(two, three) + neither)
 
 
-def _most_of_the_rest_kl(a: Side, b: Side, outside: bool) -> Array:
+def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside: bool) -> Array:
     both = a.listed_CM & b.listed_CM
     only_a, only_b = a.listed_CM & ~both, b.listed_CM & ~both
     has_tail = (a.tail_hi_C > 0) & (a.cap_C > 0)
@@ -166,7 +168,7 @@ def _most_of_the_rest_kl(a: Side, b: Side, outside: bool) -> Array:
     return np.where(unbounded, np.inf, high)
 
 
-def _most_on_the_least(a: Side, q_CM: Array) -> Array:
+def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
     """The largest sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)

@@ -54,7 +54,7 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PartialDistribution:
     """What is known of one side on M columns."""
 
     lo_CM: Array
@@ -69,7 +69,7 @@ class Side:
     """Largest probability of such a token."""
 
 
-def columns(a: Full | TopK, b: Full | TopK) -> tuple[Side, Side, bool]:
+def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
     """Both sides on shared columns, and whether there may be tokens in none of them.
 
     Top-K does not say how large its vocabulary is; next to a full side it is taken to be that side's.
@@ -84,14 +84,14 @@ def columns(a: Full | TopK, b: Full | TopK) -> tuple[Side, Side, bool]:
     return (*sides, False) if full is a else (*sides[::-1], False)
 
 
-def _known(full: Full, width: int) -> Side:
+def _known(full: Full, width: int) -> PartialDistribution:
     p_CV = np.exp(log_softmax(full.logits_CV))
     p_CM = np.pad(p_CV, ((0, 0), (0, width - p_CV.shape[1])))
     none = np.zeros(len(p_CM))
-    return Side(p_CM, p_CM, np.ones(p_CM.shape, bool), none, none, none)
+    return PartialDistribution(p_CM, p_CM, np.ones(p_CM.shape, bool), none, none, none)
 
 
-def _scattered(part: TopK, width: int) -> Side:
+def _scattered(part: TopK, width: int) -> PartialDistribution:
     low_CK, high_CK = part.intervals
     lo_CM, hi_CM = np.zeros((len(low_CK), width)), np.zeros((len(low_CK), width))
     listed_CM = np.zeros((len(low_CK), width), bool)
@@ -101,24 +101,24 @@ def _scattered(part: TopK, width: int) -> Side:
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
     # There is no token beyond these columns, so none of them can hold more than the cap.
     tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
-    return Side(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
+    return PartialDistribution(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
 
 
-def _merged(a: TopK, b: TopK) -> tuple[Side, Side]:
+def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
     """Columns of a's list, then of b's; a token of both stands in a's column, and b's then says 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
     shape = (len(place_CK), width_a + width_b)
 
-    def side(part: TopK, places: Array, in_own: Array) -> Side:
+    def side(part: TopK, places: Array, in_own: Array) -> PartialDistribution:
         low_CK, high_CK = part.intervals
         lo_CM, hi_CM, listed_CM = np.zeros(shape), np.zeros(shape), np.zeros(shape, bool)
         listed_CM[:, width_a:] = shared_CK
         for target, values in ((lo_CM, low_CK), (hi_CM, high_CK), (listed_CM, in_own)):
             np.put_along_axis(target, places, values, axis=1)
         tail_lo, tail_hi = part.tail
-        return Side(lo_CM, hi_CM, listed_CM, tail_lo, tail_hi, np.minimum(high_CK.min(axis=1), tail_hi))
+        return PartialDistribution(lo_CM, hi_CM, listed_CM, tail_lo, tail_hi, np.minimum(high_CK.min(axis=1), tail_hi))
 
     own_a = np.broadcast_to(np.arange(width_a), a.ids_CK.shape)
     return side(a, own_a, np.ones(own_a.shape, bool)), side(b, place_CK, np.ones(place_CK.shape, bool))

@@ -73,7 +73,7 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _StepBatch:
     """Sums of the tokens of N sequences, and every |d|."""
 
     step_N: np.ndarray
@@ -94,7 +94,7 @@ def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _of_batch(rows: pa.RecordBatch) -> _Batch:
+def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -112,10 +112,10 @@ def _of_batch(rows: pa.RecordBatch) -> _Batch:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
     size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _Batch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T))
+    return _StepBatch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T))
 
 
-def _by_step(batches: list[_Batch]) -> dict[str, np.ndarray]:
+def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
     """The same columns as _KEPT's, of steps with a token, and the estimate of the entropy."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
@@ -151,7 +151,7 @@ def _quantile(parts: list[Array], p: float) -> float:
     return float(np.quantile(np.concatenate(parts), p, overwrite_input=True))
 
 
-def _sizes(batches: list[_Batch]) -> dict[int, list[Array]]:
+def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
     """Step -> |d| of its tokens, in parts."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:

@@ -14,7 +14,7 @@ from ..diagnosis.alarms import ALARMS, Alarm
 from ..dynamics.quantities import Series
 from . import rule
 from .repeats import Repeats
-from .watched import Condition, FirstAlarm
+from .watched import AlarmCondition, FirstAlarm
 
 Array = np.ndarray
 
@@ -23,7 +23,7 @@ _MEASURED = "docs/collapses.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged(Condition):
+class Judged(AlarmCondition):
     """An alarm over a run."""
 
     steps: Array

@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class AlarmCondition:
     """What an alarm sounds at."""
 
     who: str
@@ -39,7 +39,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstAlarm(Condition):
+class FirstAlarm(AlarmCondition):
     """An alarm that sounded, and the step at which it did so first."""
 
     first_step: int

@@ -2,11 +2,13 @@
 
 import ast
 import math
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
 from tim_trace.analysis.check import sample as sampling
@@ -38,8 +40,8 @@ from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Fin
 from tim_trace.analysis.check.notes import notes
 from tim_trace.analysis.check.pair_data import PairData
 from tim_trace.analysis.check.result import CheckResult
-from tim_trace.analysis.check.sample import SETTINGS, Sample, Side
-from tim_trace.analysis.check.sums import Sums
+from tim_trace.analysis.check.sample import SETTINGS, PassSample, Sample
+from tim_trace.analysis.check.sums import PairSums
 from tim_trace.analysis.check.text import checked_json, checked_text, evidence_text
 
 
@@ -50,7 +52,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
     num = len(lengths)
 
     def side(name, values):
-        return Side(
+        return PassSample(
             name=name, logprobs=values, is_null=np.isnan(values), entropy=entropy if name == "train" else None,
             versions=np.full(num, np.nan), contracts=[None] * num, writers=["w"] * num,
         )  # fmt: skip
@@ -64,7 +66,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         settings={name: np.full(num, np.nan) for name in SETTINGS} | (settings or {}),
     )  # fmt: skip
     d2 = sample.d[np.isfinite(sample.d)] ** 2
-    sums = Sums(steps=np.array([1]), columns={"num_tokens": np.array([len(d2)]), "sum_d2": np.array([d2.sum()])})
+    sums = PairSums(steps=np.array([1]), columns={"num_tokens": np.array([len(d2)]), "sum_d2": np.array([d2.sum()])})
     return PairData(
         trace="run", sample=sample, sums=sums, contracts={}, passes=["rollout", "train"], has_weights=False, model={},
         keep=sample.compared, **more,
@@ -477,7 +479,7 @@ def said_behind(along):
 def chosen_steps(num_steps, tokens_a_step=1, worst=()):
     rows = [(step, tokens_a_step) for step in range(num_steps)]
     answer = SimpleNamespace(fetchall=lambda: rows)
-    database = SimpleNamespace(connection=SimpleNamespace(execute=lambda query: answer))
+    database = SimpleNamespace(connection=SimpleNamespace(execute=lambda *_: answer), memory={})
     return len(sampling._chosen_steps(database, list(worst)))
 
 
@@ -915,7 +917,7 @@ def test_a_fault_fails_and_says_what_is_broken(code, monkeypatch):
         "engine": "NOT VALID, an engine is broken: ",
     }
     assert checked_text(result).startswith(head[broken_part])
-    monkeypatch.setattr("tim_trace.analysis.check.check.check", lambda *_, **__: result)
+    monkeypatch.setattr(tim_trace.analysis, "check", lambda *_, **__: result)
     assert CliRunner().invoke(cli.main, ["check", "run"]).exit_code == (1 if code in FAULTS else 0)
 
 
@@ -961,7 +963,7 @@ def test_the_share_that_was_inspected_is_said():
     ],
 )
 def test_the_order_of_findings(monkeypatch, holes, copied_rows, equal, misplaced, others, expected):
-    import tim_trace.analysis.check.detectors as detectors
+    detectors = import_module("tim_trace.analysis.check.detectors")  # `analysis.check` is the function
 
     def found(codes):
         return lambda data: [Finding(code=code, signal="", effect=0.0, share=1.0) for code in codes]
