@@ -60,13 +60,7 @@ class Session:
         except TimTraceError:
             raise
         except (duckdb.Error, ValueError) as error:  # DuckDB knows kinds of statements that its Python half does not
-            # Of a function of ours that was given other rows than the trace's: the question is wrong, not the trace.
-            is_ours = isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
-            if (
-                not is_ours
-                and not isinstance(error, _OF_QUESTION)
-                and (damage := self._database.damage(error)) is not None
-            ):
+            if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
 

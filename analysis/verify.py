@@ -14,7 +14,6 @@ from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TA
 from ..schemas.results import Result
 from ..tracer.dense_group import open_dense, sealed_root
 from ..tracer.progress import Progress, no_progress
-from ..tracer.snapshot import Snapshot
 from ..tracer.store import first_line
 from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
@@ -99,7 +98,7 @@ class _Verifier:
         self.counts: dict[str, _Count] = {name: _Count() for name in (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER)}
         self.damaged: list[str] = []
         self.ignored: list[str] = []
-        self._records = _records(self.snapshot)
+        self._records = self.snapshot.accounted
 
     @property
     def num_bytes(self) -> int:
@@ -211,13 +210,3 @@ class _Verifier:
             self.damaged.append(f"{self.store.shown(relative)}: {first_line(error)}; restore it from a copy")
             count.num_damaged += 1
         return num_bytes
-
-
-def _records(snapshot: Snapshot) -> dict[str, SealedFile]:
-    """What writers say of their files."""
-    return {
-        name: record
-        for state in snapshot.writers
-        if not state.is_removed
-        for name, record in (state.files or {}).items()
-    }

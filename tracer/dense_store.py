@@ -21,7 +21,7 @@ from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .dense_group import BFLOAT16, DATA_TYPES
-from .store import Store, first_line
+from .store import Store, first_line, unreadable
 from .verified_file import VerifiedFile
 
 FILES = "tim-trace files"
@@ -115,9 +115,7 @@ class SealedGroup:
         try:
             content = self.store.read_range(relative, 0, MAX_DOCUMENT_BYTES + 1)
         except OSError as error:
-            raise DamagedTrace(
-                f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
-            ) from error
+            raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
             raise DamagedTrace(f"{where}: is larger than any that a trace has")
         return content

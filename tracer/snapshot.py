@@ -90,6 +90,12 @@ class Snapshot:
         return any(found.is_alive for found in self.liveness.values())
 
     @property
+    def accounted(self) -> dict[str, SealedFile]:
+        """Path -> what its writer says of it, for every file of a writer that counts."""
+        counting = [state for state in self.writers if not state.is_removed]
+        return {name: record for state in counting for name, record in (state.files or {}).items()}
+
+    @property
     def num_attempts(self) -> int:
         """Attempts at training that it holds; 0 where no writer tells."""
         return len({state.attempt for state in self.writers if state.attempt is not None})
@@ -307,7 +313,7 @@ def _torn(where: str, num_bytes: int) -> str:
 
 def _read_contracts(snapshot: Snapshot) -> None:
     store = snapshot.store
-    accounted = {name for state in snapshot.writers if not state.is_removed for name in state.files or ()}
+    accounted = snapshot.accounted
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
@@ -323,7 +329,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             continue
         if not snapshot.manifest.is_checked or f"{PASSES}/{name}" in accounted:
             snapshot.contracts.append((pass_name, digest, contract))
-        elif not any(found.is_alive for found in snapshot.liveness.values()):  # one may be about to name it
+        elif not snapshot.is_live:  # else a writer may be about to name it
             snapshot.ignored.append(
                 f"{store.shown(f'{PASSES}/{name}')}: no writer accounts for it; it was passed over, remove it"
             )

@@ -276,9 +276,7 @@ class Store:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise DamagedTrace(
-                f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
-            ) from error
+            raise unreadable(where, error) from error
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id not in (None, manifest.run_id):
@@ -287,6 +285,11 @@ class Store:
                 "the one that is not of this trace"
             )
         return state
+
+
+def unreadable(where: str, error: OSError) -> DamagedTrace:
+    """What to say of a file of a trace that the system does not give."""
+    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}); restore it from a copy")
 
 
 def first_line(error: BaseException) -> str:

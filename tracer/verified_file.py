@@ -8,7 +8,7 @@ import xxhash
 
 from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, block_digest, short_hash
 from ..schemas.errors import DamagedTrace
-from .store import Store
+from .store import Store, unreadable
 
 
 class VerifiedFile:
@@ -101,9 +101,7 @@ class VerifiedFile:
         try:
             content = self.store.read_range(self.relative, start, stop)
         except OSError as error:
-            raise DamagedTrace(
-                f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
-            ) from error
+            raise unreadable(where, error) from error
         if len(content) != stop - start:
             raise DamagedTrace(
                 f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}; restore it from a copy"

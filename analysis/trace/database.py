@@ -206,7 +206,7 @@ class Database:
 
     def damage(self, error: Exception) -> TimTraceError | None:
         """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
-        return _damage(self.sources, self.files, self.distributions, error)
+        return _damage(self.sources, self.files, error)
 
     def define(self, name: str) -> None:
         """Make the macros of one of this package's .sql files known, once."""
@@ -319,22 +319,27 @@ def _open(traces: Traces) -> list[Source]:
 def _explained(
     sources: Sequence[Source], files: TraceFiles, distributions: ComparedDistributions, error: Exception
 ) -> TimTraceError:
-    """What an error of DuckDB's says of the traces."""
-    if (damage := _damage(sources, files, distributions, error)) is not None:
+    """What an error of DuckDB's says of the traces, where the question is one of ours."""
+    if files.error is None and distributions.error is not None:
+        return distributions.error
+    if (damage := _damage(sources, files, error)) is not None:
         return damage
+    if _is_of_function(error):
+        return DamagedTrace(str(error).strip().splitlines()[-1])
     runs = ", ".join(source.store.url for source in sources)
     return QueryFailed(f"{runs}: the question could not be answered ({first_line(error)})")
 
 
-def _damage(
-    sources: Sequence[Source], files: TraceFiles, distributions: ComparedDistributions, error: Exception
-) -> TimTraceError | None:
-    """The damage that an error of DuckDB's is of; None where no file of the traces is the cause."""
-    if (told := files.error or distributions.error) is not None:
-        return told
-    if isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error):
-        return DamagedTrace(str(error).strip().splitlines()[-1])  # of a function of ours that DuckDB called
-    return _unreadable(sources, error)
+def _damage(sources: Sequence[Source], files: TraceFiles, error: Exception) -> TimTraceError | None:
+    """The damaged file that an error of DuckDB's is of; None where none is the cause."""
+    if files.error is not None:
+        return files.error
+    return None if _is_of_function(error) else _unreadable(sources, error)
+
+
+def _is_of_function(error: Exception) -> bool:
+    """Whether a function of ours that DuckDB called raised it: for rows that it was given, not for a file."""
+    return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:

@@ -19,7 +19,7 @@ from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing, optio
 from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
-from ..store import Store, first_line
+from ..store import Store, first_line, unreadable
 from .chunks import DOCUMENT, Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
 
 
@@ -80,8 +80,7 @@ class WeightReader:
             self._note_lost(name, str(error), known.get(segment.writer))
             return
         except OSError as error:
-            told = f"{where}: cannot be read ({error.strerror or error}); restore it from a copy"
-            self._note_lost(name, told, known.get(segment.writer))
+            self._note_lost(name, str(unreadable(where, error)), known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
             self.damaged.append(f"{where}: was written as {record.segment}.{record.version}.json; remove it")
