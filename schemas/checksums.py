@@ -80,6 +80,9 @@ class BlockDigests:
         return self._whole.hexdigest()
 
 
-def block_digest(block: Bytes) -> bytes:
-    """XXH3-64 of a block, big-endian."""
-    return xxhash.xxh3_64_digest(block)
+def block_digest(*parts: Bytes) -> bytes:
+    """XXH3-64 of a block that lies in parts, big-endian."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

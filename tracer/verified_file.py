@@ -6,7 +6,7 @@ import threading
 
 import xxhash
 
-from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, block_digest, short_hash
+from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, block_digest, short_hash
 from ..schemas.errors import DamagedTrace
 from .store import Store, unreadable
 
@@ -79,11 +79,16 @@ class VerifiedFile:
         first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
         if self._blocks is None or all(self._seen[first : last + 1]):
             return self._fetch(start, stop)
-        begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, self._end)
-        content = memoryview(self._fetch(begin, end))
+        content = self._fetch(start, stop)
+        view = memoryview(content)
         for index in range(first, last + 1):
-            self._compare(index, content[(index - first) * BLOCK_BYTES : (index - first + 1) * BLOCK_BYTES])
-        return bytes(content[start - begin : stop - begin])
+            if not self._seen[index]:
+                begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._end)
+                asked = view[max(begin - start, 0) : end - start]
+                before = self._fetch(begin, start) if begin < start else b""
+                after = self._fetch(stop, end) if stop < end else b""
+                self._compare(index, (before, asked, after))
+        return content
 
     def _read_tail(self) -> bytes:
         if self._end == self.num_bytes:
@@ -108,14 +113,13 @@ class VerifiedFile:
             )
         return content
 
-    def _compare(self, index: int, block: memoryview) -> None:
+    def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:
         assert self._blocks is not None
-        if self._seen[index]:
-            return
-        if block_digest(block) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+        if block_digest(*parts) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+            begin = index * BLOCK_BYTES
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: damaged between bytes {index * BLOCK_BYTES:,} and "
-                f"{index * BLOCK_BYTES + len(block):,} (the checksum differs); restore it from a copy, or "
+                f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
+                f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a copy, or "
                 "move it away to ask the rest"
             )
         with self._lock:
