@@ -421,14 +421,21 @@ class Recorder:
         self._add_metrics(step, values)
         self._metric_step = step
 
-    def add_hyperparameters(self, values: Mapping[str, Any]) -> None:
+    def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
         """Record the run's settings: metrics of step 0 under `hyperparameter/`; what is no number is kept as text.
 
-        Raises InvalidRecord.
+        Those that change on the way are given again with the first step that they hold for, so that a cause can be
+        looked for among them.
+
+        Raises InvalidRecord when the step goes back.
         """
         if not isinstance(values, Mapping):
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
-        self._add_metrics(0, {f"{HYPERPARAMETER}{k}": "None" if v is None else v for k, v in values.items()})
+        named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
+        if step:
+            self.add_metrics(step, named)
+        else:
+            self._add_metrics(0, named)
 
     def add_loss(self, loss: Loss) -> None:
         """Record how the loss is made, so that `objective` and `gradient` can make it again.
