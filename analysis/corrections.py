@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
-from .correction import Correction, define, published
+from .correction import Correction, published
 from .rows import Rows
-from .trace.database import Database, Traces, opened, sql_file
+from .trace.database import Database, Traces, opened
 from .trace.pairs import parse_pair, quoted_pair, why_nothing
 from .trace.source import Pair
 
@@ -51,7 +51,7 @@ def corrections(
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
     database = opened(traces)
-    define(database.connection, rules, sql_file("corrections"))
+    database.define_corrections(rules)
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))

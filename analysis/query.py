@@ -11,6 +11,7 @@ from ..schemas.errors import InvalidQuery, TimTraceError, option
 from .rows import Rows
 from .trace.connection import NOT_OF_FILES
 from .trace.database import Database, Traces, quoted
+from .trace.macros import words_of
 
 _READING = {
     duckdb.StatementType.SELECT,
@@ -44,7 +45,7 @@ class Session:
     def ask(self, query: str) -> Rows:
         """Run one query; of several statements the last one's rows are given."""
         connection = self._database.connection.raw
-        self._database.define_named(query)
+        self._database.macros.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
             if not statements:

@@ -17,6 +17,9 @@ from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
 from .trace.source import Source
 
+FUNCTIONS = ("routing_sums_of", "routing_counts_of")
+"""Names of the functions in SQL: what a sequence's layers agree in, and its tokens."""
+
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
 """run, group and first row in pass a, group and first row in pass b, tokens."""
 _SUMS = pa.list_(
@@ -120,8 +123,8 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
         found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
         return pa.array([by_token(row) for row in found], _COUNTS)
 
-    connection.create_function("routing_sums_of", sums, _ARGUMENTS, _SUMS_SQL, type="arrow")
-    connection.create_function("routing_counts_of", counts, _ARGUMENTS, _COUNTS_SQL, type="arrow")
+    for name, function, gives in zip(FUNCTIONS, (sums, counts), (_SUMS_SQL, _COUNTS_SQL), strict=True):
+        connection.create_function(name, function, _ARGUMENTS, gives, type="arrow")
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:

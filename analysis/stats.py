@@ -81,7 +81,6 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
         raise InvalidOption(
             f"like {framework.name}: has no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
-    database.define_like([framework.name])
     rows = framework.numbers(database, names, by)
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))

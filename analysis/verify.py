@@ -168,7 +168,7 @@ class _Verifier:
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
         """
         try:
-            for (group,) in Database(self.source, lean=True).connection.execute(query).fetchall():
+            for (group,) in Database(self.source).connection.execute(query).fetchall():
                 open_dense(self.store, group)
         except TimTraceError as error:
             self.damaged.append(str(error))

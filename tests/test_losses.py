@@ -265,7 +265,6 @@ def used_by_objective(database, loss):
 
 
 def used_by_sql(database, loss):
-    database.define_objective()
     names = (
         "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
         "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",

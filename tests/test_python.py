@@ -197,6 +197,7 @@ def test_options_of_frameworks_and_replays_have_types_too(trace):
 
 RECORDED = {
     "add_contract": {"pass_name": "mine", "contract": {"engine": "x"}},
+    "add_hyperparameters": {"values": {"beta": 0.1}},
     "add_metrics": {"step": 1, "values": {"loss": 1.0}},
     "add_optimizer": {"step": 1, "optimizer": None},
     "add_sequences": {"step": 1, "response_ids": [[7, 8]], "prompt_ids": [[1]]},

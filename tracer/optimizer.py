@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "optimizer/"
@@ -21,6 +21,7 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     - optimizer/update_to_weight: norm of the update over that of the weights after it.
     - optimizer/update_norm, optimizer/weight_norm: these two.
     - optimizer/second_moment: mean of v_hat over all elements; of Adam and its kin alone.
+    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: the settings that it has now, of several groups the largest.
 
     Empty for an optimizer that has made no step, or whose state is of another kind. Nothing waits for a device.
     """
@@ -45,7 +46,22 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         }
         if moments:
             found["second_moment"] = _total(torch, moments) / num_elements
+        found |= _settings(optimizer.param_groups)
         return {PREFIX + name: value for name, value in found.items()}
+
+
+_SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
+
+
+def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest of each setting over the groups; one that is a tensor on a device is of the first group, as it lies there."""
+    flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
+    found: dict[str, Any] = {}
+    for name in _SETTINGS:
+        values = [group[name] for group in flat if group.get(name) is not None]
+        if values:
+            found[name] = max(values) if all(isinstance(value, (int, float)) for value in values) else values[0]
+    return found
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]

@@ -38,7 +38,7 @@ def check(
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
     """
-    database = Database(trace, lean=True)
+    database = Database(trace)
     database.check_whole(partial=partial)
     data = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
     return judge(data, pair)

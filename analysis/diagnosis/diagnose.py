@@ -14,7 +14,7 @@ from ..check.commands import RECORD
 from ..check.detectors.numerics import Precision, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
-from ..trace.database import Database
+from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from .alarms import ALARMS
 from .diagnosis import AlarmReading, Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
@@ -34,7 +34,7 @@ def diagnose(
     Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = trace if isinstance(trace, Database) else Database(trace, lean=True)
+    database = opened(trace)
     data = gather(database, names, trace=database.given[0], progress=progress)
     checked = judge(data, pair)
     sides = precisions(data)

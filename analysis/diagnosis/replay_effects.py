@@ -27,7 +27,6 @@ GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
     """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
     found = []
-    database.define("triangle")
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
             continue

@@ -148,7 +148,6 @@ def read_clipping(database: Database, run: str) -> list[Column]:
         mask=_MASK if has.mask else "",
         masked=" AND mask" if has.mask else "",
     )
-    database.define("loss")
     source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
 

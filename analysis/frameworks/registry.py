@@ -72,11 +72,6 @@ def options_of(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(FRAMEWORKS[name]))  # type: ignore[arg-type]
 
 
-def named_in(query: str) -> list[str]:
-    """The frameworks whose macros a query may call."""
-    return [name for name, file in _files().items() if f"{file.stem}_" in query.lower()]
-
-
 def define_macros(name: str, connection: Connection) -> None:
     """Make a framework's macros and functions known to a connection, once."""
     module = _module(name)

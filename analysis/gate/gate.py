@@ -100,7 +100,7 @@ def gate(
         raise InvalidOption("fail-on: no condition was given; use check, or a number and its bound, as tim.k3>1e-3")
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
-    Database(trace, lean=True).check_whole(partial=partial)
+    Database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
     verdicts = [

@@ -65,7 +65,6 @@ def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     NothingToCompare when no token has what the query needs, TraceNotFound, NewerTrace or DamagedTrace.
     """
     chosen, names, database = named_query(name), parse_pair(pair), Database(traces)
-    database.define_named(chosen.sql)
     rows = database.ask(chosen.over(*names))
     if not len(rows):
         raise NothingToCompare(_why_none(database, chosen, names))

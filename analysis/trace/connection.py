@@ -14,6 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from ...schemas.errors import TimTraceError
+from .macros import words_of
 from .threads import mapped
 
 Made = TypeVar("Made")
@@ -40,15 +41,19 @@ class Connection:
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
+        self.define_named: Callable[[frozenset[str]], None] = lambda words: None
+        """Makes macros known that a question names, given its words."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
         """Run statements, and return the last one's rows."""
+        self.define_named(words_of(query) if isinstance(query, str) else frozenset())
         with self.explained():
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
         """A query whose rows are computed when they are asked for."""
+        self.define_named(words_of(query))
         with self.explained():
             return Result(self.raw.sql(query, params=params), self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -20,21 +20,21 @@ from ...schemas.tables import Table
 from ...tracer.store import first_line
 from ...tracer.trace_files import PROTOCOL, TraceFiles
 from ...tracer.verified_file import FileCursor
+from ..correction import Correction, published
 from ..correction import define as define_corrections
-from ..correction import published
 from ..distributions.function import ComparedDistributions
 from ..distributions.measures import MEASURES
 from ..frameworks import registry
+from ..routing import FUNCTIONS
 from ..routing import register as register_routing
 from ..rows import Rows
 from .connection import Connection
+from .macros import MacroFile, Macros
+from .pair_sums import FUNCTION
 from .pair_sums import register as register_pair_sums
 from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-_OBJECTIVE = ("objective_", "loss_", "clamped_exp", "correction_weight")
-"""What a query names that needs the macros of objectives, which take a while to define as well."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
@@ -45,13 +45,12 @@ _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces | Source, *, lean: bool = False):
-        """Look at the traces and define views and macros. Raises TraceNotFound, NewerTrace or DamagedTrace.
+    def __init__(self, traces: Traces | Source):
+        """Look at the traces and define views; macros are defined when a question first names them.
 
         A Source is a trace that was looked at already, of which parts may have been taken out.
 
-        A `lean` database has the tables alone: for questions that are put to these, and that would wait for macros which
-        they do not use. `define` adds those of a file.
+        Raises TraceNotFound, NewerTrace or DamagedTrace.
         """
         self.given = (traces.store.url,) if isinstance(traces, Source) else tuple(_urls(traces))
         """The traces as they were named, for commands to copy."""
@@ -65,7 +64,8 @@ class Database:
         self.is_whole = True
         """Whether the views hold every sequence."""
         self._leaves_out = False
-        self._defined: set[str] = set()
+        self.macros = Macros(self._macro_files())
+        self.connection.define_named = self.macros.define_named
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see cached."""
         self.connection.register_filesystem(self.files)
@@ -78,8 +78,6 @@ class Database:
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
-        if not lean:
-            self._define_macros()
         if not isinstance(traces, Source):  # who looked at one knows
             tell_damage(self.damaged)
 
@@ -102,16 +100,41 @@ class Database:
         """The names under which the traces' files are read."""
         return [f"{PROTOCOL}://{name}" for name in self.files.names]
 
-    def _define_macros(self) -> None:
-        register_routing(self.connection, self.sources)
-        register_pair_sums(self.connection)
-        for name in ("macros", "pair", "context", "bounds", "triangle", "sums", "views", "routing"):
-            self.define(name)
-        self._define_lookup()
-        self.define("statistics")
-        define_corrections(self.connection, published(), sql_file("corrections"))
-        self.distributions.define(self.connection)
-        self.connection.execute(sql_file("distributions").format(measures=", ".join(f"measured.{m}" for m in MEASURES)))
+    def _macro_files(self) -> dict[str, MacroFile]:
+        """The files of macros by name; of frameworks by the framework's."""
+        run = self.connection.raw.execute
+        found = {}
+        for name in ("macros", "pair", "context", "bounds", "triangle", "views", "statistics", "loss", "objective"):
+            found[name] = MacroFile(sql := sql_file(name), partial(run, sql))
+        found["sums"] = MacroFile(sql_file("sums"), self._define_pair_sums, (FUNCTION,))
+        found["lookup"] = MacroFile(sql_file("lookup"), self._define_lookup)
+        found["routing"] = MacroFile(sql_file("routing"), self._define_routing, FUNCTIONS)
+        found["distributions"] = MacroFile(sql_file("distributions"), self._define_distributions)
+        found["corrections"] = MacroFile(
+            sql_file("corrections"), lambda: self.define_corrections(published()), ("correction_rules",)
+        )
+        for name in registry.FRAMEWORKS:
+            define = partial(registry.define_macros, name, self.connection)
+            found[name] = MacroFile(registry.macros(name), define, is_listed=False)
+        return found
+
+    def _define_pair_sums(self) -> None:
+        register_pair_sums(self.connection.raw)
+        self.connection.raw.execute(sql_file("sums"))
+
+    def _define_routing(self) -> None:
+        register_routing(self.connection.raw, self.sources)
+        self.connection.raw.execute(sql_file("routing"))
+
+    def _define_distributions(self) -> None:
+        self.distributions.define(self.connection.raw)
+        measures = ", ".join(f"measured.{measure}" for measure in MEASURES)
+        self.connection.raw.execute(sql_file("distributions").format(measures=measures))
+
+    def define_corrections(self, corrections: Iterable[Correction]) -> None:
+        """Let the macros of corrections be over these rules."""
+        sql = sql_file("corrections")
+        self.macros.redefine("corrections", partial(define_corrections, self.connection.raw, corrections, sql))
 
     def _define_table(self, spec: Table) -> None:
         """Define the view of a table over the files and journals of every trace."""
@@ -180,7 +203,7 @@ class Database:
             self.connection.execute(f"DELETE FROM computed_{spec.name}")
         self._superseded, self.covered, self.run_covered = set(), set(), set()
         self.define_sums(self._superseded)
-        self._define_lookup()
+        self._redefine_lookup()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
         """Let the views hold the sequences and scores of these steps alone, and what was logged at all steps."""
@@ -208,34 +231,6 @@ class Database:
         """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
         return _damage(self.sources, self.files, error)
 
-    def define(self, name: str) -> None:
-        """Make the macros of one of this package's .sql files known, once."""
-        if name not in self._defined:
-            self.connection.execute(sql_file(name))
-            self._defined.add(name)
-
-    def define_like(self, frameworks: Collection[str]) -> None:
-        """Make the macros of frameworks' own numbers known, which few questions need and which take a while to define.
-
-        Raises InvalidOption for a framework that there is not.
-        """
-        for name in frameworks:
-            registry.check_name(name)
-            if name not in self._defined:
-                registry.define_macros(name, self.connection)
-                self._defined.add(name)
-
-    def define_named(self, query: str) -> None:
-        """Make the macros known of the frameworks that a query names, and those of objectives."""
-        if any(name in query.lower() for name in _OBJECTIVE):
-            self.define_objective()
-        self.define_like(registry.named_in(query))
-
-    def define_objective(self) -> None:
-        """Make the macros of objectives known."""
-        self.define("loss")
-        self.define("objective")
-
     def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
         self._superseded.add(pair)
@@ -244,7 +239,12 @@ class Database:
         self.covered.add(pair)
         if run_quantiles:
             self.run_covered.add(pair)
-        self._define_lookup()
+        self._redefine_lookup()
+
+    def _redefine_lookup(self) -> None:
+        """Follow what is covered now, where somebody has looked it up before."""
+        if self.macros.known("lookup"):
+            self._define_lookup()
 
     def _define_lookup(self) -> None:
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
@@ -284,9 +284,12 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
 
     Raises TraceNotFound, NewerTrace or DamagedTrace.
     """
+    for name in like:
+        registry.check_name(name)
     database = Database(traces)
-    database.define_like(like)
-    database.define_objective()
+    database.macros.define_all()
+    for name in like:
+        database.macros.define(name)
     return database.connection.raw
 
 

@@ -130,8 +130,7 @@ def _portion(pending: Sequence[int], extents: Extents) -> list[int]:
 
 def _opened(source: Source, extents: Extents, steps: Sequence[int]) -> Database:
     """The trace, of whose sequences and scores only these steps are left."""
-    database = Database(_narrowed(source, extents, steps), lean=True)
-    database.define("macros")
+    database = Database(_narrowed(source, extents, steps))
     database.keep_steps(steps)
     return database
 

@@ -242,7 +242,6 @@ def test_its_sql_gives_the_same_figures(opened, name, passes):
     whole, edges = spread.whole, spread.edges
 
     def ask(figure):
-        database.define_named(spread.sql[figure])
         return database.ask(spread.sql[figure]).rows
 
     density = np.zeros_like(whole.density)

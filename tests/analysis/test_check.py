@@ -21,7 +21,7 @@ from bigrams import (
 )
 from builders import ROOT, tim_trace
 from tim_trace import cli
-from tim_trace.analysis.check.check import check, gather, judge
+from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.detectors.error_structure import error_structure, variance_between
 from tim_trace.analysis.check.detectors.weight_mismatch import along_movement
 from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Finding
@@ -220,7 +220,7 @@ def test_a_gap_that_changes_inside_of_sequences_lasts_from_token_to_token(tmp_pa
     seen = {}
     for name, rollout in {"inside": half_updated, "rounding": in_bfloat16}.items():
         path = Recording(rollout=rollout, steps=6).write(tmp_path / name)
-        seen[name] = error_structure(gather(Database(path, lean=True), ("train", "rollout"), trace=""))
+        seen[name] = error_structure(gather(Database(path), ("train", "rollout"), trace=""))
     assert seen["inside"].persistence > MIN_CLEAR_PERSISTENCE
     assert seen["inside"].sequence_score > MIN_SEQUENCE_SCORE
     assert abs(seen["rounding"].persistence) < MIN_PERSISTENCE
@@ -252,21 +252,15 @@ def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
             recorder.add_scores("rollout", batch, logprobs=rollout)
             recorder.add_scores("train", batch, logprobs=train, scored_mask=known)
     pair = ("train", "rollout")
-    of_tokens = read_pair_sums(Database(tmp_path / "trace", lean=True), pair)
+    of_tokens = read_pair_sums(Database(tmp_path / "trace"), pair)
     assert summarize(tmp_path / "trace")
-    database = Database(tmp_path / "trace", lean=True)
+    database = Database(tmp_path / "trace")
     assert pair in database.covered
     kept = read_pair_sums(database, pair)
     for name, values in of_tokens.columns.items():
         combine = np.max if name == "max_abs_d" else np.sum
         assert combine(values) == pytest.approx(combine(kept.columns[name]), rel=1e-12), name
     assert of_tokens.worst_steps() == kept.worst_steps()
-
-
-def test_a_lean_database_answers_as_a_whole_one_does(tmp_path):
-    path = PLANTED["quantised"].write(tmp_path / "trace")
-    lean, whole = (gather(Database(path, lean=lean), ("train", "rollout"), trace="") for lean in (True, False))
-    assert judge(lean, "train:rollout") == judge(whole, "train:rollout")
 
 
 def test_temperature_and_kept_mass_are_fitted(tmp_path):

@@ -399,7 +399,6 @@ def test_sql_gives_the_same(opened, name):
     options = ", ".join(
         f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
     )
-    database.define_objective()
     found = database.ask(f"FROM objective_steps('train', 'rollout', 'current', {options})").dicts()
     assert len(found) == len(rows) == 4
     for row, of_sql in zip(rows, found, strict=True):
@@ -422,7 +421,6 @@ HARD = [Loss(clip_low=0.1, clip_high=0.3, clip_hard=hard) for hard in (0.5, 1.05
 @pytest.mark.parametrize("loss", [*LOSSES.values(), *HARD])
 def test_terms_and_the_clip_rule_are_the_same_in_sql(opened, loss):
     database = opened[False][1]
-    database.define_objective()
     ratio, advantage = (grid.ravel() for grid in np.meshgrid(np.arange(1, 400) / 150, [-1.5, 0.0, 0.5]))
     clip = {"kind": loss.kind} | {name: getattr(loss, name) for name in ("clip_low", "clip_high", "clip_hard")}
     texts = [

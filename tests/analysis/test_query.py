@@ -133,3 +133,20 @@ def test_a_query_never_follows_a_link_out_of_the_trace(trace):
 def test_times_are_given_with_their_zone(trace):
     ((logged_at,),) = sql(trace, "SELECT max(logged_at) FROM metrics").rows
     assert logged_at.utcoffset().total_seconds() == 0
+
+
+@pytest.mark.parametrize("listing", ["SHOW TABLES", "SELECT view_name AS name FROM duckdb_views() WHERE NOT internal"])
+def test_what_is_there_is_listed_before_it_was_asked(trace, listing):
+    assert {"sequences", "steps", "tokens"} <= {name for (name,) in sql(trace, listing).rows}
+
+
+def test_every_macro_can_be_the_first_that_is_called(trace):
+    names = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE NOT internal AND function_type LIKE '%macro'"
+    macros = {name for (name,) in sql(trace, names).rows}
+    assert {"pair", "pair_steps", "correction_runs", "objective_steps", "pair_routing"} <= macros
+    for name in sorted(
+        macros
+    ):  # with too few arguments DuckDB says so; of one that is not known it says something else
+        with pytest.raises(InvalidQuery) as error:
+            sql(trace, f"SELECT {name}(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)")
+        assert "does not exist" not in str(error.value), name

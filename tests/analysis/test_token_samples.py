@@ -54,7 +54,7 @@ def record(path, *, num_steps=3, rows=6, length=5, passes=("rollout", "train"), 
             for name in passes:
                 near = [np.minimum(t + draw.normal(0, 0.2, length), 0).astype(np.float32) for t in train]
                 recorder.add_scores(name, batch, logprobs=sides.get(name, near))
-    return Database(path, lean=True)
+    return Database(path)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def one(path, **columns):
         batch = recorder.add_sequences(step=1, seq_ids=["one"], **columns)
         for name, logprobs in scores.items():
             recorder.add_scores(name, batch, logprobs=[logprobs], **more.get(name, {}))
-    (found,) = read_token_samples(Database(path, lean=True)).sequences
+    (found,) = read_token_samples(Database(path)).sequences
     return found
 
 
@@ -144,7 +144,7 @@ def test_each_sort_is_what_its_name_says(tmp_path):
 
 def test_the_choice_is_the_same_every_time_and_from_kept_sums(plain):
     database = Database(plain)
-    first, again = read_token_samples(database, random=3), read_token_samples(Database(plain, lean=True), random=3)
+    first, again = read_token_samples(database, random=3), read_token_samples(Database(plain), random=3)
     ensure(database, ("train", "rollout"))
     assert ("train", "rollout") in database.covered
     for other in (again, read_token_samples(database, random=3)):
@@ -199,7 +199,7 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[list(range(100))], prompt_ids=[list(range(900))])
         recorder.add_scores("rollout", batch, logprobs=[rollout])
         recorder.add_scores("train", batch, logprobs=[train])
-    (found,) = read_token_samples(Database(tmp_path / "run", lean=True), max_sequence_tokens=10).sequences
+    (found,) = read_token_samples(Database(tmp_path / "run"), max_sequence_tokens=10).sequences
     assert (found.num_tokens, found.first_token, found.ids.tolist()) == (100, 65, list(range(65, 75)))
     np.testing.assert_array_equal(found.logprobs["train"], train[65:75])
     assert len(found.texts) == len(found.mask) == len(found.state["train"]) == 10
@@ -209,7 +209,7 @@ def test_a_long_response_is_shown_around_its_worst_token(tmp_path):
 
 
 def test_whole_sequences_are_left_out_the_worst_last(plain):
-    found = read_token_samples(Database(plain, lean=True), worst=2, typical=2, random=9, max_tokens=30)
+    found = read_token_samples(Database(plain), worst=2, typical=2, random=9, max_tokens=30)
     assert sum(len(each.ids) + len(each.prompt) for each in found.sequences) == 28
     assert Counter(each.why[0] for each in found.sequences) == {"worst": 2, "typical": 2}
     assert "Left out whole, to stay under 30 shown tokens" in found.choice
@@ -270,14 +270,14 @@ def test_one_pass_is_shown_without_d(tmp_path):
 def test_an_empty_trace_has_no_sequences(tmp_path):
     with Recorder(tmp_path / "run"):
         pass
-    found = read_token_samples(Database(tmp_path / "run", lean=True))
+    found = read_token_samples(Database(tmp_path / "run"))
     assert (found.sequences, found.passes) == ((), ())
     assert "no sequences" in found.choice
 
 
 def test_a_run_is_chosen_by_its_name(plain, tmp_path):
     record(tmp_path / "right", num_steps=1)
-    database = Database([plain, tmp_path / "right"], lean=True)
+    database = Database([plain, tmp_path / "right"])
     assert {each.step for each in read_token_samples(database, run="right").sequences} == {1}
     assert {each.step for each in read_token_samples(database).sequences} == {1, 2, 3}
     with pytest.raises(InvalidOption, match="run, right"):
@@ -286,7 +286,7 @@ def test_a_run_is_chosen_by_its_name(plain, tmp_path):
 
 def test_negative_numbers_are_refused(plain):
     with pytest.raises(InvalidOption, match="worst: got -1"):
-        read_token_samples(Database(plain, lean=True), worst=-1)
+        read_token_samples(Database(plain), worst=-1)
 
 
 def add_tokenizer(path, tokenizer):

@@ -94,3 +94,15 @@ def test_a_loop_records_its_optimizer(tmp_path):
         tmp_path / "run", "SELECT value FROM metrics WHERE name = 'optimizer/update_to_weight' ORDER BY step"
     ).rows
     assert [value for (value,) in rows] == expected
+
+
+def test_the_settings_of_several_groups_are_the_largest():
+    layers = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)]
+    groups = [{"params": layers[0].parameters(), "weight_decay": 0.0}, {"params": layers[1].parameters(), "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.02)
+    layers[1](layers[0](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    found = optimizer_statistics(optimizer)
+    settings = {"lr": 0.5, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.02}
+    assert {name: found[f"optimizer/{name}"] for name in settings} == settings
+    assert "optimizer/momentum" not in found
