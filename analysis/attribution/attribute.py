@@ -14,6 +14,7 @@ from .facts import Facts, read_facts
 from .odds import ranked
 from .suspect import Suspect
 from .suspects import ALL
+from .suspects.changed import settings
 from .suspects.timing import order
 
 
@@ -52,7 +53,8 @@ def _suspects(facts: Facts) -> tuple[Suspect, ...]:
     """Every suspect with its evidence in one run; none where nothing fell."""
     if facts.fall is None:
         return ()
-    return ranked([*(suspect(facts) for suspect in ALL), Suspect(code="unknown", evidence=(t.prior("unknown"),))])
+    unknown = Suspect(code="unknown", evidence=(*settings(facts, "unknown"), t.prior("unknown")))
+    return ranked([*(suspect(facts) for suspect in ALL), unknown])
 
 
 def _attribution(

@@ -15,7 +15,9 @@ from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
+from ..dynamics.conditions import SETTING
 from ..dynamics.fall import Fall, Outcome, find_fall
+from ..dynamics.recorded import AFTER, CLEAR_SD, RecordedChange, around, read_recorded
 from ..dynamics.series import Series, read_series
 from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
 from ..statement import Statement
@@ -25,7 +27,7 @@ from . import thresholds as t
 from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
 from .rollouts import RepeatedResponses, Rollouts, read_rollouts, relation, repeated_responses
-from .settings import read_settings
+from .settings import read_settings, suspect_of
 from .staleness import StaleWeights, read_stale_weights
 
 
@@ -57,6 +59,33 @@ class Facts:
     def changes(self) -> Mapping[str, tuple[ChangePoint, ...]]:
         """The changes of each series."""
         return read_changes(self.database, self.pair)
+
+    @cached_property
+    def near(self) -> tuple[RecordedChange, ...]:
+        """Everything recorded that changed within the interval of the fall or shortly before it, the most abnormal first."""
+        if self.fall is None:
+            return ()
+        found = around(read_recorded(self.database, self.pair), self.fall, len(self.steps))
+        return tuple(change for change in found if change.order != AFTER)
+
+    def clear(self, *kinds: str) -> list[RecordedChange]:
+        """Changes near the fall of some kinds that scatter does not explain."""
+        found = [change for change in self.near if change.kind in kinds]
+        return [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
+
+    def settings_of(self, suspect: str) -> list[RecordedChange]:
+        """Settings of a suspect that somebody changed near the fall."""
+        return [change for change in self.near if change.kind == SETTING and suspect_of(change.series) == suspect]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether an evaluation holds while the recorded reward falls."""
+        return (
+            self.fall is not None
+            and self.outcome is not None
+            and self.outcome.is_evaluation
+            and self.fall.outcome == "reward"
+        )
 
     @property
     def rollouts(self) -> Rollouts:

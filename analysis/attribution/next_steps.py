@@ -22,6 +22,19 @@ CHANGE_ENTROPY_TERM = Advice(
     remark="rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)"
 )
 
+EVALUATE_OLD_PROMPTS = Advice(
+    remark="evaluate the weights of before and after the change on prompts of before it: where they do as well, it is the prompts"
+)
+RAISE_LIMIT = Advice(
+    remark="sample one step again with a larger max_tokens from the same weights, and compare the rewards"
+)
+WITHOUT_KL_TERM = Advice(
+    remark="rerun from the last version before the fall with the coefficient of the KL term at 0, all else alike"
+)
+COMPUTE_ADVANTAGES = Advice(
+    remark="compute the advantages of one step from sequences.reward and group_id again, and compare with sequences.advantage"
+)
+
 
 def triangulate(facts: Facts) -> Advice:
     """Split the mismatch of the step at which the fall begins."""

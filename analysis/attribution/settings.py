@@ -18,7 +18,31 @@ _OPTIMIZER = {
 }
 """One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
 
+_SUSPECTS = (
+    ("entropy", ("entropy", "ent_coef")),
+    ("reference", ("kl", "ref", "reference", "beta")),
+    ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit")),
+    ("mismatch", ("temperature", "top_p", "top_k", "min_p", "quant", "quantization", "engine", "kv_cache")),
+    ("advantages", ("advantage", "advantages", "adv", "baseline", "scale_rewards", "normalize", "normalise", "whiten", "gamma", "lam")),
+    ("data", ("prompt", "prompts", "data", "dataset", "curriculum", "difficulty", "task", "tasks")),
+    ("reward", ("reward", "rewards", "verifier", "judge", "scorer")),
+    ("optimizer", ("lr", "learning_rate", "rate", "betas", "beta1", "beta2", "eps", "epsilon", "adam", "weight_decay", "wd", "decay",
+                   "momentum", "grad", "clip", "cliprange", "optimizer", "optim", "warmup", "updates", "epochs")),
+)  # fmt: skip
+"""Suspect -> words of the names of its settings; the first that has one counts."""
+
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
+
+
+def suspect_of(setting: str) -> str:
+    """The suspect that a setting belongs to by its name; `unknown` where it says none."""
+    name = setting.lower()
+    last = re.split(r"[/.]", name)[-1]
+    parts = set(re.split(r"[^a-z0-9]+", name))
+    for suspect, words in _SUSPECTS:
+        if any(word in parts or ("_" in word and word in last) for word in words):
+            return suspect
+    return "unknown"
 
 
 def read_settings(database: Database) -> dict[str, Any]:

@@ -14,9 +14,13 @@ SUSPECTS = {
     "optimizer": "the optimizer or the learning rate",
     "reward": "a noisy or wrong reward",
     "pairing": "data paired wrongly",
+    "data": "the prompts: other ones than before",
+    "truncation": "responses that are cut off",
+    "reference": "the KL term or its reference model",
+    "advantages": "the sign, scale or baseline of the advantages",
     "entropy": "entropy collapse or explosion",
     "length": "the length of responses",
-    "unknown": "something that this trace does not show",
+    "unknown": "something else, or what this trace does not show",
 }
 """Code of a suspect -> what it is, in words."""
 

@@ -22,6 +22,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "prior": "before any evidence",
         "control_differs_and_did_not_fall": "the control differs in this and did not fall",
         "control_differs_and_fell": "the control differs in this and fell too",
+        "setting_changed": "{series} goes from {from_value} to {to_value} at step {step}",
+        "evaluation_holds": "the evaluation holds while the reward of what was sampled falls: the policy is what it was",
     },
     "mismatch": {
         "no_passes": "fewer than two passes were recorded: no mismatch can be measured",
@@ -32,6 +34,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), with the fall",
         "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), after the fall "
         "began: it follows the fall",
+        "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
         "explained_by_stale_weights": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
@@ -41,7 +44,29 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that "
         "are behind: that is staleness",
     },
+    "data": {
+        "prompts_changed": "{series} goes from {from_value:.3g} to {to_value:.3g} at step {step} ({low} to {high}): no policy changes "
+        "its prompts",
+        "prompts_steady": "the prompts are what they were where the fall begins",
+    },
+    "truncation": {
+        "responses_cut": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none since is, and "
+        "{cut_share:.0%} end exactly there",
+        "responses_not_cut": "responses do not end at a limit that those before passed",
+    },
+    "reference": {
+        "reference_jumps": "k3 to the reference goes from {from_value:.3g} to {to_value:.3g} nats at step {step} ({low} to {high}), at "
+        "once",
+        "no_reference": "no coefficient of a KL term and no jump of the distance to a reference was recorded",
+    },
+    "advantages": {
+        "advantages_inverted": "within groups advantages go down where rewards go up (correlation {correlation:.2f})",
+        "advantages_changed": "{series} goes from {from_value:.3g} to {to_value:.3g} at step {step} ({low} to {high}), more than rewards "
+        "make it",
+        "advantages_steady": "sign, scale and mean of the advantages are what rewards make them",
+    },
     "staleness": {
+        "declared_fresh": "the trace declares for every step that the weights that sampled were those that scored",
         "no_declared_lag": "the trace declares no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled by weights {lag:g} updates older than those that scored them; mean |d| is "
         "{mean_abs_d:.2g} nats",
@@ -130,12 +155,13 @@ EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sent
 
 UNITS: Mapping[str, str] = {
     "after": "tokens", "at_fall": "nats", "before": "tokens", "burst_factor": "times the median",
-    "correlation": "-1 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "high": "step",
-    "lag": "updates", "last": "nats", "left_share": "0 to 1", "low": "step", "max_distance": "steps",
+    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
+    "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
     "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
+    "series": "name", "to_value": "the series'",
     "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
     "step": "step", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's",

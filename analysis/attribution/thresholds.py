@@ -22,6 +22,10 @@ _PRIORS = {
     "pairing": -1.5,
     "entropy": -1.0,
     "length": -1.0,
+    "data": -1.0,
+    "truncation": -1.0,
+    "reference": -1.5,
+    "advantages": -1.0,
     "unknown": 0.0,
 }
 """Before any evidence: engines and optimizers are named most often where a collapse was explained."""
@@ -29,6 +33,18 @@ _PRIORS = {
 _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
 """Mean |d| up to so many nats -> points. bf16 engines have 0.002 to 0.01 in sound runs of months; published collapses
 begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/collapse)."""
+CUT_SHARE = 0.1
+"""Least share of the responses before that are longer than any since, and of those since that end at the longest length,
+from which responses are cut off."""
+RESCALED = 3.0
+"""Least factor of the scale of advantages that no normalisation has by itself."""
+MOVED_BASELINE = 0.5
+"""Least move of the mean advantage, in standard deviations of the advantages, that is another baseline."""
+INVERTED_ADVANTAGES = -0.3
+"""Correlation of advantages and rewards within groups below which the sign is wrong; other rows leave about 0."""
+SUDDEN = 3.0
+"""Most steps that the interval of a swapped reference has: a policy that leaves its reference takes longer."""
+
 LARGE_MISMATCH = 0.06
 """Mean |d| from which what follows a fall may have begun it, too."""
 
@@ -125,8 +141,8 @@ FELL_TOO = 0.6
 """Share of the run's fall from which a control counts as fallen alike."""
 MISMATCH_DIFFERS = 3.0
 """Factor between two runs' mismatch from which they differ; chance in two runs of one engine gives 1.5."""
-MATERIAL_MISMATCH = 1e-3
-"""Mean |d| below which a mismatch does not affect a run."""
+MATERIAL_MISMATCH = 0.01
+"""Mean |d| below which a mismatch does not bend a run: bf16 engines have 0.002 to 0.01 in sound runs of months."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
 FIRST_STEPS = 50

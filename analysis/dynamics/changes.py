@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,8 +61,13 @@ def change_points(series: Series) -> list[ChangePoint]:
     if not places:
         return []
     scatter = float(np.std(residuals(values, places))) or math.sqrt(variance)
+    found = _located(values, places, variance)
+    ends = [0, *(located.place for located in found), len(values)]
+    of_bins = [series.values[known][np.searchsorted(steps, first[a]) : np.searchsorted(steps, last[b - 1], "right")]
+               for a, b in pairwise(ends)]  # fmt: skip
     return [
-        _change(series, located, first, last, scatter, len(values)) for located in _located(values, places, variance)
+        _change(series, located, first, last, scatter, len(values), of_bins[index], of_bins[index + 1])
+        for index, located in enumerate(found)
     ]
 
 
@@ -79,18 +85,24 @@ def _located(values: np.ndarray, places: list[int], variance: float) -> list[Loc
 
 
 def _change(
-    series: Series, located: Located, first: np.ndarray, last: np.ndarray, scatter: float, n: int
-) -> ChangePoint:
+    series: Series, located: Located, first: np.ndarray, last: np.ndarray, scatter: float, n: int,
+    before: np.ndarray, after: np.ndarray,
+) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
         low=int(first[located.low]),
         high=int(last[min(located.high, n - 1)]),
-        before=_unscaled(located.before, series.scale),
-        after=_unscaled(located.after, series.scale),
+        before=_within(_unscaled(located.before, series.scale), before),
+        after=_within(_unscaled(located.after, series.scale), after),
         size_in_sd=(located.after - located.before) / scatter,
         p=tail(located.gain, n),
         kind=located.kind,
     )
+
+
+def _within(fitted: float, values: np.ndarray) -> float:
+    """A fitted value, no farther out than what was recorded: of a stretch that is exactly 0 it is 0."""
+    return float(np.clip(fitted, values.min(), values.max()))
 
 
 def _unscaled(value: float, scale: str) -> float:

@@ -158,16 +158,6 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
-def lost_share(outcome: Outcome) -> float:
-    """What the last tenth lacks of the best one, as a share; noise makes it a little larger than 0."""
-    n = len(outcome.values)
-    width = max(min(3, n // 3), n // 10)
-    if n < 3:
-        return 0.0
-    means = _means(outcome.values, width)
-    return float((means.max() - means[-1]) / max(abs(float(means.max()) - outcome.floor), 1e-12))
-
-
 def refined(fall: Fall, finer: Fall | None) -> Fall:
     """A fall with the onset of another outcome's, where that one is seen at more steps and lies within its interval."""
     if finer is None or finer.high < fall.low or finer.low > fall.high:

@@ -11,7 +11,7 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair
 from .changes import ChangePoint, change_points
-from .fall import FALL_SHARE, Fall, Outcome, find_fall, is_evaluation, lost_share, refined
+from .fall import Fall, Outcome, find_fall, is_evaluation, refined
 from .series import Series, read_series
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
@@ -69,7 +69,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
-        fall = _agreed(outcomes[0], fall, falls[-1])
+        fall = _agreed(fall, falls[-1])
     return RunOutcomes(all=outcomes, fall=fall)
 
 
@@ -101,11 +101,9 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
     )  # fmt: skip
 
 
-def _agreed(evaluation: Outcome, fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """The fall of an evaluation, with the reward's onset; the reward's fall where the evaluation lost as much but unsurely,
-    or where the reward fell before there were two evaluations."""
+def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
+    """The fall of an evaluation, with the reward's onset; the reward's own where the evaluation shows none: what was sampled
+    is worse then, even where the policy holds."""
     if fall is not None:
         return refined(fall, of_reward)
-    if of_reward is not None and of_reward.fallen < evaluation.steps[min(1, len(evaluation.steps) - 1)]:
-        return of_reward
-    return of_reward if lost_share(evaluation) > FALL_SHARE else None
+    return of_reward

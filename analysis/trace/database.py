@@ -36,6 +36,8 @@ from .source import Pair, Source, open_source
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+_CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
+
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
 _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
@@ -113,10 +115,17 @@ class Database:
         found["corrections"] = MacroFile(
             sql_file("corrections"), lambda: self.define_corrections(published()), ("correction_rules",)
         )
+        found["changes"] = MacroFile(_CHANGES, self._define_changes)
         for name in registry.FRAMEWORKS:
             define = partial(registry.define_macros, name, self.connection)
             found[name] = MacroFile(registry.macros(name), define, is_listed=False)
         return found
+
+    def _define_changes(self) -> None:
+        from ..dynamics.recorded import changes_table
+
+        self.connection.register("recorded_changes", changes_table(self.sources))
+        self.connection.raw.execute(_CHANGES)
 
     def _define_pair_sums(self) -> None:
         register_pair_sums(self.connection.raw)

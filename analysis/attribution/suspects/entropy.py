@@ -9,6 +9,7 @@ from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import CHANGE_ENTROPY_TERM
 from ..suspect import Suspect
+from .changed import holds, settings
 from .timing import AFTER, order, rises
 
 
@@ -17,7 +18,7 @@ def entropy(facts: Facts) -> Suspect:
     evidence = [*_moves(facts), *_large_updates(facts)] if "entropy" in facts.series else []
     return Suspect(
         code="entropy",
-        evidence=(*evidence, t.prior("entropy")),
+        evidence=(*evidence, *settings(facts, "entropy"), *holds(facts, -t.STRONG), t.prior("entropy")),
         next=CHANGE_ENTROPY_TERM,
     )
 

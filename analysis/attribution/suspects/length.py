@@ -11,6 +11,7 @@ from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import query_lengths
 from ..suspect import Suspect
+from .changed import holds
 from .timing import AFTER, order
 
 
@@ -21,6 +22,7 @@ def length(facts: Facts) -> Suspect:
         evidence=(
             *_moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES),
             *_pays(facts),
+            *holds(facts, -t.MEDIUM),
             t.prior("length"),
         ),
         next=query_lengths(facts),

@@ -10,7 +10,8 @@ from ..facts import Facts
 from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import RECORD, triangulate
 from ..suspect import Suspect
-from .lag import declared_lag
+from .changed import holds, settings
+from .lag import declared_lag, is_declared_fresh
 from .timing import AFTER, FIRST, order, rises
 
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
@@ -32,7 +33,10 @@ def mismatch(facts: Facts) -> Suspect:
     if facts.mismatch is None:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=RECORD)
-    evidence = [_size(facts.mismatch.size), *_order(facts), *_semantics(facts), *_lag(facts)]
+    evidence = [
+        _size(facts.mismatch.size), *_order(facts), *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
+        *holds(facts, t.WEAK),
+    ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
 
 
@@ -82,6 +86,9 @@ def _order(facts: Facts) -> list[Evidence]:
         # A mismatch that was large before may be the cause, whatever followed.
         points = -t.STRONG if facts.mismatch.size < t.LARGE_MISMATCH else 0.0
         return [Evidence(code="mismatch_grows_after_fall", values=values, points=points)]
+    if largest.before == 0:
+        del values["factor"]
+        return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=t.STRONG)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
     return [Evidence(code=code, values=values, points=t.WEAK)]
 
@@ -104,6 +111,8 @@ def _lag(facts: Facts) -> list[Evidence]:
     """A mismatch that staleness explains is not the engine's."""
     lag, stale = declared_lag(facts), facts.stale_weights
     assert facts.mismatch is not None
+    if is_declared_fresh(facts):
+        return []
     if lag < 1 and stale is not None and stale.explains:
         return [Evidence(code="explained_by_stale_weights", values=stale.values, points=-t.STRONG)]
     if lag >= 1 and facts.mismatch.begins != FROM_START:

@@ -10,12 +10,17 @@ from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import LOWER_LEARNING_RATE
 from ..suspect import Suspect
+from .changed import holds, settings
 from .timing import AFTER, FIRST, order, rises
 
 
 def optimizer(facts: Facts) -> Suspect:
     """The evidence for the optimizer as the cause."""
-    evidence = [*_spike(facts), *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts)]
+    spike = _spike(facts)
+    changed_settings = [] if any(each.points > 0 for each in spike) else settings(facts, "optimizer")
+    evidence = [
+        *spike, *changed_settings, *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts), *holds(facts, -t.STRONG),
+    ]  # fmt: skip
     return Suspect(
         code="optimizer",
         evidence=(*evidence, t.prior("optimizer")),

@@ -39,7 +39,7 @@ def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
-    if math.isnan(correlation) or correlation >= least:
+    if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=t.CERTAIN)]
 

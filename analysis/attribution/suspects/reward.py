@@ -11,12 +11,15 @@ from ..facts import Facts
 from ..next_steps import SCORE_AGAIN
 from ..rollouts import changed_rewards, relation
 from ..suspect import Suspect
+from .changed import settings
 from .length import pays
 
 
 def reward(facts: Facts) -> Suspect:
     """The evidence for a noisy or wrong reward as the cause."""
-    evidence = [*_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts)]
+    evidence = [
+        *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *settings(facts, "reward"),
+    ]  # fmt: skip
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),

@@ -8,7 +8,7 @@ from ..facts import Facts
 from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import replay_versions
 from ..suspect import Suspect
-from .lag import declared_lag
+from .lag import declared_lag, is_declared_fresh
 
 
 def staleness(facts: Facts) -> Suspect:
@@ -23,6 +23,8 @@ def staleness(facts: Facts) -> Suspect:
 
 
 def _declared(facts: Facts, lag: float) -> list[Evidence]:
+    if is_declared_fresh(facts):
+        return [Evidence(code="declared_fresh", points=-t.CERTAIN)]
     if lag < 1:
         return [Evidence(code="no_declared_lag", points=-t.WEAK)]
     size = facts.mismatch.size if facts.mismatch else 0.0
@@ -35,6 +37,8 @@ def _measured(facts: Facts, lag: float) -> list[Evidence]:
     if run is None:
         return []
     of_size = t.of_size(run.size)
+    if is_declared_fresh(facts):
+        return []
     if stale is not None and lag < 1:
         if stale.explains:
             return [Evidence(code="stale_weights_match", values=stale.values, points=t.DECISIVE + of_size)]

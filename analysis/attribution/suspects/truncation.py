@@ -1,0 +1,40 @@
+"""Suspect: responses are cut off before they are done."""
+
+from __future__ import annotations
+
+from .. import thresholds as t
+from ..evidence import Evidence
+from ..facts import Facts
+from ..next_steps import RAISE_LIMIT
+from ..suspect import Suspect
+from .changed import holds, settings
+
+
+def truncation(facts: Facts) -> Suspect:
+    """The evidence for a limit of tokens as the cause."""
+    return Suspect(
+        code="truncation",
+        evidence=(*_cut(facts), *settings(facts, "truncation"), *holds(facts, t.WEAK), t.prior("truncation")),
+        next=RAISE_LIMIT,
+    )
+
+
+def _cut(facts: Facts) -> list[Evidence]:
+    """Lengths that responses had before and none has any more, and responses that end where they are cut."""
+    if facts.fall is None:
+        return []
+    first, last = facts.fall.interval
+    width = max(len(facts.steps) // 10, 5)
+    before = facts.rollouts.until(first).since(first - 2 * width).length
+    since = facts.rollouts.since(last + 1).until(last + 2 * width).length
+    if not len(before) or not len(since):
+        return []
+    limit = float(since.max())
+    values = {
+        "limit": limit,
+        "longer_share": float((before > limit).mean()),
+        "cut_share": float((since == limit).mean()),
+    }
+    if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE:
+        return [Evidence(code="responses_not_cut", points=-t.STRONG)]
+    return [Evidence(code="responses_cut", values=values, points=t.CERTAIN)]

@@ -1,0 +1,175 @@
+"""What a run was given, by step: prompts, limits, advantages, the reference and settings. No policy can move these itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...tracer.recorder import HYPERPARAMETER
+from ..trace.cache import cached
+from ..trace.database import Database, quoted
+from .columns import by_step
+from .logged import NAMES
+from .quantities import LINEAR, LOG, LOGIT, Series
+
+PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED = (
+    "prompts", "sampling", "advantages", "reference", "setting", "logged",
+)  # fmt: skip
+
+_MOST_PROMPTS = 20_000
+"""Sequences whose prompts are read, spread over the run."""
+_MOST_SWITCHES = 5
+"""Changes of a logged number up to which it is a setting that was changed, and not a measurement."""
+_HELD = 4
+"""Fewest values a stretch of a setting has, on average."""
+
+_SAMPLED = """
+SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
+       count(*) / count(DISTINCT group_id) AS group_size, avg(temperature) AS temperature,
+       count(DISTINCT hash(prompt_ids)) AS num_prompts
+FROM sequences GROUP BY step ORDER BY step
+"""
+_TOKENS = """
+SELECT step, token, count(*) AS n
+FROM (SELECT step, unnest(prompt_ids) AS token FROM sequences WHERE hash(seq_id) % {every} = 0)
+GROUP BY ALL ORDER BY step, token
+"""
+_NEW = """
+SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
+FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
+GROUP BY step ORDER BY step
+"""
+_ADVANTAGES = """
+SELECT step, avg(advantage) AS advantage_mean, stddev_samp(advantage) AS advantage_std,
+       CASE WHEN stddev_samp(within) > 0 AND stddev_samp(advantage) > 0 THEN corr(within, advantage) END
+           AS advantage_correlation,
+       CASE WHEN stddev_samp(within) > 0 THEN stddev_samp(advantage) / stddev_samp(within) END AS advantage_scale
+FROM (
+    SELECT step, coalesce(advantage, list_avg(advantages)) AS advantage,
+           reward - CASE WHEN count(*) OVER grouped > 1 THEN avg(reward) OVER grouped
+                         ELSE avg(reward) OVER (PARTITION BY step) END AS within
+    FROM sequences WHERE isfinite(reward)
+    WINDOW grouped AS (PARTITION BY step, coalesce(group_id, seq_id))
+)
+WHERE isfinite(advantage)
+GROUP BY step ORDER BY step
+"""
+_METRICS = """
+SELECT name, step, avg(value) AS value FROM metrics
+WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
+"""
+
+_QUANTITIES = {
+    "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
+    "prompt_shift": (PROMPTS, LINEAR, "share of prompt tokens that the first tenth of the run would not have (total variation)"),
+    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that no step before had"),
+    "longest_response": (SAMPLING, LOG, "longest response of the step, tokens"),
+    "num_sequences": (SAMPLING, LOG, "sequences of the step"),
+    "group_size": (SAMPLING, LOG, "sequences of a group"),
+    "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
+    "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
+    "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages over that of rewards within groups"),
+    "advantage_correlation": (ADVANTAGES, LINEAR, "correlation of advantages and rewards within groups"),
+    "reference_k3": (REFERENCE, LOG, "k3 of the trainer's logprobs against the reference's, nats"),
+}  # fmt: skip
+
+
+@cached
+def read_conditions(database: Database) -> dict[str, Series]:
+    """What the one run that is open was given by step, and everything that it logged under names of its own.
+
+    Series of kind `setting` are given numbers that stay for many steps: hyperparameters that were recorded anew on the way,
+    and logged numbers that stay what they are but for a few steps. A step without a new value has the last one.
+    """
+    columns = {**_of_sequences(database), **_of_reference(database)}
+    found = {}
+    for name, (kind, scale, source) in _QUANTITIES.items():
+        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
+        if np.isfinite(values).any():
+            found[name] = Series(name, steps, values, scale, kind, source)
+    return found | {series.name: series for series in _of_metrics(database)}
+
+
+Column = tuple[np.ndarray, np.ndarray]
+"""Steps, and the values at them."""
+
+
+def _of_sequences(database: Database) -> dict[str, Column]:
+    found: dict[str, Column] = {}
+    for query in (_SAMPLED, _NEW, _ADVANTAGES):
+        rows = by_step(database, query)
+        steps = rows.pop("step")
+        found |= {name: (steps, values) for name, values in rows.items()}
+    if "share_new_prompts" in found:  # of prompts that come again by chance the share falls by itself
+        steps, share = found["share_new_prompts"]
+        if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
+            found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
+    return found | _shift(database)
+
+
+def _shift(database: Database) -> dict[str, Column]:
+    """How far the tokens of a step's prompts are from those of the first tenth of the run."""
+    ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
+    every = max(-(-num_sequences // _MOST_PROMPTS), 1)
+    rows = database.connection.execute(_TOKENS.format(every=every)).fetchnumpy()
+    steps, at = np.unique(np.asarray(rows["step"], np.int64), return_inverse=True)
+    tokens, column = np.unique(np.asarray(rows["token"], np.int64), return_inverse=True)
+    if not len(steps) or len(steps) * len(tokens) > 50_000_000:
+        return {}
+    counts = np.zeros((len(steps), len(tokens)))
+    counts[at, column] = np.asarray(rows["n"], float)
+    first = counts[: max(len(steps) // 10, 3)].sum(axis=0)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    return {"prompt_shift": (steps, 0.5 * np.abs(shares - first / first.sum()).sum(axis=1))}
+
+
+def _of_reference(database: Database) -> dict[str, Column]:
+    names = {name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores').fetchall()}
+    if not {"ref", "train"} <= names:
+        return {}
+    rows = by_step(database, "SELECT step, k3 FROM pair_steps('ref', 'train') ORDER BY step")
+    return {"reference_k3": (rows["step"], rows["k3"])}
+
+
+def _of_metrics(database: Database) -> Iterator[Series]:
+    """Every logged number that no other series is of."""
+    rows = database.connection.execute(_METRICS).fetchnumpy()
+    names = np.asarray(rows["name"]).astype(str)
+    steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
+    taken = {name for aliases in NAMES.values() for name in aliases} - set(NAMES["learning_rate"])
+    last = int(steps.max(initial=0))
+    for name in np.unique(names):
+        of_name = names == name
+        at, value = steps[of_name], values[of_name]
+        if name in taken or len(at) < 2:
+            continue
+        if name.startswith(HYPERPARAMETER):
+            held = np.arange(max(int(at[0]), 1), last + 1)
+            filled = value[np.searchsorted(at, held, side="right") - 1]
+            kind = SETTING if _is_held(filled) else LOGGED
+            yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
+        elif _is_held(value):
+            yield Series(name, at, value, LINEAR, SETTING, f"logged as {name}")
+        else:
+            is_positive = bool((value > 0).all()) and value.max() > 10 * value.min()
+            yield Series(name, at, value, LOG if is_positive else LINEAR, LOGGED, f"logged as {name}")
+
+
+def _is_held(values: np.ndarray) -> bool:
+    """Whether a number stays what it is for most of the time, as what somebody sets does."""
+    switches = int((values[1:] != values[:-1]).sum())
+    return switches <= _MOST_SWITCHES and len(values) >= _HELD * (switches + 1)
+
+
+def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
+    """Settings that are texts and were recorded more than once: (first step, text) of each."""
+    rows = database.connection.execute(
+        f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
+    ).fetchall()
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name, step, text in rows:
+        known = found.setdefault(name.removeprefix(HYPERPARAMETER), [])
+        if not known or known[-1][1] != text:
+            known.append((step, text))
+    return {name: values for name, values in found.items() if len(values) > 1}

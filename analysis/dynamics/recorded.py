@@ -1,0 +1,183 @@
+"""Everything recorded of a run that changed, each with when, from what to what, and how abnormal that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from ..trace.cache import cached
+from ..trace.database import Database
+from ..trace.source import Pair, Source
+from .changes import ChangePoint, change_points
+from .conditions import LOGGED, SETTING, read_conditions, text_settings
+from .fall import Fall, is_evaluation
+from .quantities import ENTROPY, LENGTH, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
+from .series import read_series
+from .timeline import read_changes, read_outcomes
+
+SET = "set"
+"""Kind of a change that somebody made: its step is exact."""
+CONTRACT = "contract"
+
+_CONTRACTS = """
+SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
+"""
+
+GIVEN = ("prompts", "sampling", "advantages", SETTING, CONTRACT)
+"""Kinds of what a run is given: its policy moves none of them."""
+FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
+"""Kinds that move with the policy: their changes follow what was given, where that changed before."""
+
+CLEAR_SD = 4.0
+"""Standard deviations from which what a run is given has changed for certain, and others may follow it."""
+
+BEFORE, WITH, AFTER = "before", "with", "after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedChange:
+    """One thing that changed."""
+
+    series: str
+    kind: str
+    """`mismatch`, `reward`, `optimizer` and the others of the series; `setting`, `prompts`, `sampling`, `advantages`, `reference`,
+    `contract`, and `logged` for what the trainer logged under a name of its own."""
+    step: int
+    low: int
+    high: int
+    """The 95 % interval of the step; of what was set the step itself."""
+    before: float | str
+    after: float | str
+    size_in_sd: float | None
+    """after - before on the series' scale, over the standard deviation of its scatter; None of what was set."""
+    shape: str
+    """`shift`: the level jumps; `ramp`: the slope breaks; `set`: somebody set another value."""
+    order: str = ""
+    """`before` the fall (intervals apart), `with` it, or `after`; empty where nothing fell."""
+    follows: str = ""
+    """The series of the change before it that it is a consequence of; empty where it is none."""
+
+
+@cached
+def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
+    """The changes of everything that the trace of the one run that is open holds, by step.
+
+    The changes of series are those of `read_changes`, so that every verb names one step for each of them.
+    """
+    series = read_series(database, pair=pair)
+    fall = read_outcomes(database, pair).fall
+    found = [
+        _of_series(series[name], change)
+        for name, changes in read_changes(database, pair).items()
+        for change in changes
+        if name in series
+    ]
+    judged = {fall.outcome, fall.onset_of} if fall else set()
+    for one in read_conditions(database).values():
+        if one.name in judged or one.name in series or is_evaluation(one.name):
+            continue
+        found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in _changes(one)]
+    found += [*_texts(database), *_contracts(database)]
+    return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
+
+
+def changes_table(sources: Iterable[Source], pair: Pair = ("train", "rollout")) -> pa.Table:
+    """`read_recorded` of several runs, as the rows of the SQL view `changes`; numbers and texts in columns of their own."""
+    rows = [
+        {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
+        for source in sources
+        for change in read_recorded(Database(source), pair)
+    ]
+    texts = {"run", "series", "kind", "before_text", "after_text", "shape", "order", "follows"}
+    for row in rows:
+        for name in ("before", "after"):
+            value = row.pop(name)
+            row[name] = None if isinstance(value, str) else value
+            row[f"{name}_text"] = value if isinstance(value, str) else None
+        row["order"] = row["order"] or None
+        row["follows"] = row["follows"] or None
+    names = ("run", "series", "kind", "step", "low", "high", "before", "after", "before_text", "after_text", "size_in_sd",
+             "shape", "order", "follows")  # fmt: skip
+    types = [pa.string() if n in texts else pa.int64() if n in ("step", "low", "high") else pa.float64() for n in names]
+    schema = pa.schema(list(zip(names, types, strict=True)))
+    return pa.Table.from_pylist(rows, schema)
+
+
+def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
+    """Those that lie within the interval of a fall or shortly before it, the most abnormal first, consequences last."""
+    first, last = fall.interval
+    earliest = first - max(num_steps // 10, 5)
+    near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
+    return tuple(sorted(near, key=lambda change: (bool(change.follows), -_abnormal(change))))
+
+
+def _abnormal(change: RecordedChange) -> float:
+    return math.inf if change.size_in_sd is None else abs(change.size_in_sd)
+
+
+def _changes(series: Series) -> list[ChangePoint]:
+    """A series' changes; of one that stays exactly what it was but for a few steps, these steps."""
+    return change_points(series) if len(np.unique(series.values[series.known])) > 1 else []
+
+
+def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
+    return RecordedChange(
+        series=series.name, kind=series.kind, step=change.step, low=change.low, high=change.high, before=change.before,
+        after=change.after, size_in_sd=change.size_in_sd, shape=change.kind,
+    )  # fmt: skip
+
+
+def _set(series: Series) -> list[RecordedChange]:
+    values = series.values
+    places = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return [
+        _made(series.name, SETTING, int(series.steps[place]), float(values[place - 1]), float(values[place]))
+        for place in places
+    ]
+
+
+def _made(name: str, kind: str, step: int, before: float | str, after: float | str) -> RecordedChange:
+    return RecordedChange(
+        series=name, kind=kind, step=step, low=step, high=step, before=before, after=after, size_in_sd=None, shape=SET
+    )
+
+
+def _texts(database: Database) -> Iterator[RecordedChange]:
+    for name, values in text_settings(database).items():
+        for (_, before), (step, after) in pairwise(values):
+            yield _made(name, SETTING, step, before, after)
+
+
+def _contracts(database: Database) -> Iterator[RecordedChange]:
+    """Passes whose scores have another contract from some step on."""
+    rows = database.connection.execute(_CONTRACTS).fetchall()
+    known: dict[str, str] = {}
+    for name, step, contract in rows:
+        if name in known and known[name] != contract and not name.startswith("replay/"):
+            yield _made(name, CONTRACT, step, known[name][:8], contract[:8])
+        known[name] = contract
+
+
+def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
+    """Changes with their order beside the fall, and with what they follow."""
+    given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
+    mismatch = [change for change in changes if change.series == "mean_abs_d"]
+    for change in changes:
+        order = "" if fall is None else _order(change, fall)
+        causes = [*given, *mismatch] if change.kind in (*FOLLOWS, REWARD) else given if change.kind == MISMATCH else []
+        if change.kind == MISMATCH and change.series != "mean_abs_d":
+            causes = [*mismatch, *given]
+        before = [cause for cause in causes if cause.low <= change.high and cause is not change]
+        first = max(before, key=lambda cause: cause.step, default=None)
+        yield replace(change, order=order, follows=first.series if first else "")
+
+
+def _order(change: RecordedChange, fall: Fall) -> str:
+    if change.high < fall.low:
+        return BEFORE
+    return AFTER if change.low > max(fall.high, fall.fallen) else WITH
