@@ -432,7 +432,7 @@ class Recorder:
         if not isinstance(values, Mapping):
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
-        if step:
+        if step_number(step) > 0:
             self.add_metrics(step, named)
         else:
             self._add_metrics(0, named)

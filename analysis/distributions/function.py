@@ -11,7 +11,7 @@ from ...schemas.errors import TimTraceError
 from ..trace.source import Source
 from .measures import MEASURES
 
-_FUNCTION = "compare_distributions"
+COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
 """Group, first row, contract, policy version, attempt."""
 
@@ -51,7 +51,7 @@ class ComparedDistributions:
 
         fields = ", ".join(f"{name} {type}" for name, type in MEASURES.items())
         connection.create_function(
-            _FUNCTION,
+            COMPARE,
             compare,
             ["VARCHAR", "BIGINT", *_PLACE, *_PLACE],
             f"STRUCT({fields})[]",

@@ -22,7 +22,7 @@ from ...tracer.trace_files import PROTOCOL, TraceFiles
 from ...tracer.verified_file import FileCursor
 from ..correction import Correction, published
 from ..correction import define as define_corrections
-from ..distributions.function import ComparedDistributions
+from ..distributions.function import COMPARE, ComparedDistributions
 from ..distributions.measures import MEASURES
 from ..frameworks import registry
 from ..routing import FUNCTIONS
@@ -67,7 +67,6 @@ class Database:
         """Whether the views hold every sequence."""
         self._leaves_out = False
         self.macros = Macros(self._macro_files())
-        self.connection.define_named = self.macros.define_named
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see cached."""
         self.connection.register_filesystem(self.files)
@@ -80,6 +79,7 @@ class Database:
         # Pairs for which the tables of sums hold every sequence; the others are computed from tokens.
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
+        self.connection.define_named = self.macros.define_named
         if not isinstance(traces, Source):  # who looked at one knows
             tell_damage(self.damaged)
 
@@ -111,7 +111,7 @@ class Database:
         found["sums"] = MacroFile(sql_file("sums"), self._define_pair_sums, (FUNCTION,))
         found["lookup"] = MacroFile(sql_file("lookup"), self._define_lookup)
         found["routing"] = MacroFile(sql_file("routing"), self._define_routing, FUNCTIONS)
-        found["distributions"] = MacroFile(sql_file("distributions"), self._define_distributions)
+        found["distributions"] = MacroFile(sql_file("distributions"), self._define_distributions, (COMPARE,))
         found["corrections"] = MacroFile(
             sql_file("corrections"), lambda: self.define_corrections(published()), ("correction_rules",)
         )
