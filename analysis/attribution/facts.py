@@ -17,7 +17,7 @@ from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
 from ..dynamics.conditions import SETTING
 from ..dynamics.fall import Fall, Outcome, find_fall
-from ..dynamics.recorded import AFTER, CLEAR_SD, RecordedChange, around, read_recorded
+from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, read_recorded
 from ..dynamics.series import Series, read_series
 from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
 from ..statement import Statement
@@ -26,7 +26,15 @@ from ..trace.source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
-from .rollouts import RepeatedResponses, Rollouts, read_rollouts, relation, repeated_responses
+from .rollouts import (
+    ChangedRewards,
+    RepeatedResponses,
+    Rollouts,
+    changed_rewards,
+    read_rollouts,
+    relation,
+    repeated_responses,
+)
 from .settings import read_settings, suspect_of
 from .staleness import StaleWeights, read_stale_weights
 
@@ -112,6 +120,28 @@ class Facts:
     def repeated(self) -> RepeatedResponses:
         """The rewards of responses that came more than once since the fall."""
         return repeated_responses(self.since_fall)
+
+    @cached_property
+    def repeated_before(self) -> RepeatedResponses:
+        """The same before the fall."""
+        until = self.rollouts if self.fall is None else self.rollouts.until(self.fall.low - 1)
+        return repeated_responses(until)
+
+    @cached_property
+    def changed_rewards(self) -> ChangedRewards | None:
+        """Equal responses that earn something else from a step near the fall on."""
+        if self.fall is None:
+            return None
+        first, last = self.fall.interval
+        found = changed_rewards(self.rollouts, first - 5, max(last, self.fall.fallen))
+        noise = self.repeated_before.unequal
+        return None if found is None or found.share <= t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise) else found
+
+    @property
+    def is_given_otherwise(self) -> bool:
+        """Whether something else than the reward was changed at the fall, which the reward may only follow."""
+        given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
+        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear("mismatch"))
 
     @cached_property
     def pays_length(self) -> float:

@@ -49,6 +49,8 @@ _BY_CHANCE = 1.32
 """Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
 _FEWEST = 30
 """Comparisons below which there is no answer."""
+_FEWEST_SPANNING = 10
+"""Responses on both sides of a step below which it is not looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ def _unequal(reward: np.ndarray, again: np.ndarray) -> tuple[int, float, float]:
     if count < _FEWEST:
         return 0, math.nan, math.nan
     difference = np.abs(reward[1:] - reward[:-1])[same]
-    differs = difference > 1e-6 * max(1.0, float(np.nanmax(np.abs(reward))))
+    differs = difference > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(reward)))
     return count, float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
 
 
@@ -207,14 +209,43 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     )
 
 
-def changed_rewards(before: Rollouts, after: Rollouts) -> tuple[int, float]:
-    """Responses that came in both, and the share of them that earn something else in the second; NaN for too few."""
-    _, first, second = np.intersect1d(before.whole[::-1], after.whole, return_indices=True)
-    difference = np.abs(before.reward[::-1][first] - after.reward[second])
-    difference = difference[np.isfinite(difference)]
-    if len(difference) < _FEWEST:
-        return len(difference), math.nan
-    return len(difference), float((difference > 1e-6).mean())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedRewards:
+    """Responses that came before a step and after it, and what they earn since."""
+
+    step: int
+    """The first step with other rewards."""
+    num_responses: int
+    share: float
+    """Of them that earn something else since."""
+    length_correlation: float
+    """Of the differences and the lengths of the responses; 0 where one of them has no spread."""
+
+
+def changed_rewards(rollouts: Rollouts, first: int, last: int) -> ChangedRewards | None:
+    """The step from `first` to `last` at which most of the repeated responses begin to earn something else.
+
+    None where fewer than 10 came on both sides of every such step.
+    """
+    order = np.lexsort((rollouts.step, rollouts.whole))
+    whole, step, reward, length = (getattr(rollouts, name)[order] for name in ("whole", "step", "reward", "length"))
+    again = (whole[1:] == whole[:-1]) & np.isfinite(reward[1:]) & np.isfinite(reward[:-1]) & (step[1:] > step[:-1])
+    low, high, difference = step[:-1][again], step[1:][again], (reward[1:] - reward[:-1])[again]
+    differs = np.abs(difference) > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(reward)))
+    best: ChangedRewards | None = None
+    for at in np.unique(step[(step >= first) & (step <= last)]):
+        spans = (low < at) & (high >= at)
+        num = int(spans.sum())
+        share = float(differs[spans].mean()) if num >= _FEWEST_SPANNING else 0.0
+        if num >= _FEWEST_SPANNING and (best is None or share > best.share):
+            chosen = spans & differs
+            of_length = _correlated(difference[chosen], length[:-1][again][chosen])
+            best = ChangedRewards(step=int(at), num_responses=num, share=share, length_correlation=of_length)
+    return best
+
+
+def _correlated(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:

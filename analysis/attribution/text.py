@@ -103,7 +103,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "responses have two rewards",
         "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt have two rewards, "
         "{mean_difference:.2g} apart",
-        "rewards_changed": "of {num_responses:,} responses that came before the fall and after it {share:.0%} earn another "
+        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards, and about as many had "
+        "before the fall",
+        "rewards_changed": "of {num_responses:,} responses that came before step {step} and after it {share:.0%} earn another "
         "reward since",
         "likelier_earn_less": "where the fall begins the likelier answers earn less in {negative_share:.0%} of the groups (mean "
         "correlation {correlation:.2f}), as if the reward were inverted",
@@ -145,6 +147,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "length_changes_after_fall": "responses go from {before:.3g} to {after:.3g} tokens from step {step} on, after the fall "
         "began",
         "length_pays": "within groups longer responses earn more (correlation {correlation:.2f})",
+        "length_pays_since": "from step {step} on the same responses earn something else by their length (correlation "
+        "{correlation:.2f}, {num_responses:,} responses)",
         "length_pays_while_hidden": "within groups longer responses earn more (correlation {correlation:.2f}), and the reward "
         "stays up while they grow and the evaluation falls",
     },

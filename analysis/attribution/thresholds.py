@@ -26,7 +26,7 @@ _PRIORS = {
     "truncation": -1.0,
     "reference": -1.5,
     "advantages": -1.0,
-    "unknown": 0.0,
+    "unknown": 1.0,
 }
 """Before any evidence: engines and optimizers are named most often where a collapse was explained."""
 
@@ -36,6 +36,10 @@ begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/colla
 CUT_SHARE = 0.1
 """Least share of the responses before that are longer than any since, and of those since that end at the longest length,
 from which responses are cut off."""
+OF_NO_SCATTER = 10.0
+"""Standard deviations from which a change of what a run is given is one that somebody made."""
+NEW_PROMPTS = 0.2
+"""Least move of the share of prompts that no step before had."""
 RESCALED = 3.0
 """Least factor of the scale of advantages that no normalisation has by itself."""
 MOVED_BASELINE = 0.5
@@ -70,6 +74,10 @@ SAME_POLICY = 3.0
 OTHER_POLICY = 5.0
 """Those from which the policy is another one."""
 
+MATERIAL_REWARD = 0.05
+"""Least difference of two rewards of one response, in standard deviations of all rewards: KL terms in the reward make smaller ones."""
+WAS_THERE = 0.5
+"""Share of the noise of rewards since a fall that may have been there before it: what a run learned with is no cause."""
 UNEQUAL = 0.01
 """Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
 MUCH_UNEQUAL = 0.1
@@ -108,6 +116,10 @@ ENTROPY_GAINED = 2.0
 
 RATE_SPIKE = 3.0
 """Factor over the median learning rate of the steps before that no schedule has: a straight warm-up stays at two."""
+ABRUPT = 10.0
+"""Factor of a mismatch that no training makes from one step to the next."""
+BENDS = 0.03
+"""Mean |d| from which such a jump bends a run."""
 NORM_JUMPS = 3.0
 """Least factor of the gradient norm."""
 BURST = 8.0

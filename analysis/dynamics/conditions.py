@@ -22,7 +22,7 @@ _MOST_PROMPTS = 20_000
 _MOST_SWITCHES = 5
 """Changes of a logged number up to which it is a setting that was changed, and not a measurement."""
 _HELD = 4
-"""Fewest values a stretch of a setting has, on average."""
+"""Fewest values that a setting stays what it is before it is changed."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -41,18 +41,22 @@ FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM 
 GROUP BY step ORDER BY step
 """
 _ADVANTAGES = """
-SELECT step, avg(advantage) AS advantage_mean, stddev_samp(advantage) AS advantage_std,
-       CASE WHEN stddev_samp(within) > 0 AND stddev_samp(advantage) > 0 THEN corr(within, advantage) END
+SELECT step, avg(advantage) AS advantage_mean,
+       CASE WHEN stddev_samp(rewarded) > 1e-9 AND stddev_samp(moved) > 1e-9 THEN corr(rewarded, moved) END
            AS advantage_correlation,
-       CASE WHEN stddev_samp(within) > 0 THEN stddev_samp(advantage) / stddev_samp(within) END AS advantage_scale
+       CASE WHEN stddev_samp(rewarded) > 1e-9 THEN stddev_samp(advantage) / stddev_samp(rewarded) END AS advantage_scale
 FROM (
-    SELECT step, coalesce(advantage, list_avg(advantages)) AS advantage,
-           reward - CASE WHEN count(*) OVER grouped > 1 THEN avg(reward) OVER grouped
-                         ELSE avg(reward) OVER (PARTITION BY step) END AS within
-    FROM sequences WHERE isfinite(reward)
-    WINDOW grouped AS (PARTITION BY step, coalesce(group_id, seq_id))
+    SELECT step, advantage,
+           reward - CASE WHEN n > 1 THEN avg(reward) OVER grouped ELSE avg(reward) OVER (PARTITION BY step) END AS rewarded,
+           advantage - CASE WHEN n > 1 THEN avg(advantage) OVER grouped ELSE avg(advantage) OVER (PARTITION BY step) END AS moved
+    FROM (
+        SELECT step, coalesce(group_id, seq_id) AS unit, reward, coalesce(advantage, list_avg(advantages)) AS advantage,
+               count(*) OVER (PARTITION BY step, coalesce(group_id, seq_id)) AS n
+        FROM sequences WHERE isfinite(reward)
+    )
+    WHERE isfinite(advantage)
+    WINDOW grouped AS (PARTITION BY step, unit)
 )
-WHERE isfinite(advantage)
 GROUP BY step ORDER BY step
 """
 _METRICS = """
@@ -126,9 +130,10 @@ def _shift(database: Database) -> dict[str, Column]:
 
 def _of_reference(database: Database) -> dict[str, Column]:
     names = {name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores').fetchall()}
-    if not {"ref", "train"} <= names:
+    reference = next((name for name in ("reference", "ref") if name in names), None)
+    if reference is None or "train" not in names:
         return {}
-    rows = by_step(database, "SELECT step, k3 FROM pair_steps('ref', 'train') ORDER BY step")
+    rows = by_step(database, f"SELECT step, k3 FROM pair_steps({quoted(reference)}, 'train') ORDER BY step")
     return {"reference_k3": (rows["step"], rows["k3"])}
 
 
@@ -158,8 +163,9 @@ def _of_metrics(database: Database) -> Iterator[Series]:
 
 def _is_held(values: np.ndarray) -> bool:
     """Whether a number stays what it is for most of the time, as what somebody sets does."""
-    switches = int((values[1:] != values[:-1]).sum())
-    return switches <= _MOST_SWITCHES and len(values) >= _HELD * (switches + 1)
+    places = np.flatnonzero(values[1:] != values[:-1]) + 1
+    stretches = np.diff([0, *places, len(values)])
+    return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ...dynamics.recorded import RecordedChange
 from .. import thresholds as t
 from ..evidence import Evidence
@@ -11,7 +13,7 @@ from ..facts import Facts
 from ..next_steps import COMPUTE_ADVANTAGES
 from ..rollouts import relation
 from ..suspect import Suspect
-from .changed import changed, holds, settings
+from .changed import changed, holds, settings, worth
 
 
 def advantages(facts: Facts) -> Suspect:
@@ -37,7 +39,7 @@ def _inverted(facts: Facts) -> list[Evidence]:
 def _changed(facts: Facts) -> list[Evidence]:
     found = [change for change in facts.clear("advantages") if _is_large(change, facts)]
     if found:
-        return [changed("advantages_changed", found[0], t.DECISIVE)]
+        return [changed("advantages_changed", found[0], worth(facts, found[0]))]
     return [Evidence(code="advantages_steady", points=-t.MEDIUM)]
 
 
@@ -47,6 +49,17 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
     if change.series == "advantage_scale":
         return abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
     if change.series == "advantage_mean":
-        spread = float(facts.rollouts.until(change.low).advantage.std()) if len(facts.rollouts.step) else 0.0
-        return abs(after - before) > t.MOVED_BASELINE * max(spread, 1e-12)
+        return change.shape == "shift" and _is_baseline(facts, change.step)
     return change.series == "advantage_correlation" and after < t.ADVANTAGE_FOLLOWS < before
+
+
+def _is_baseline(facts: Facts, step: int) -> bool:
+    """Whether the mean advantage moves by more than its scatter, and not as the reward does, which a slow baseline follows."""
+    before, since = facts.rollouts.until(step - 1).since(step - 5), facts.rollouts.since(step).until(step + 4)
+    if not len(before.step) or not len(since.step):
+        return False
+    moved = float(np.nanmean(since.advantage) - np.nanmean(before.advantage))
+    of_reward = float(np.nanmean(since.reward) - np.nanmean(before.reward))
+    return (
+        abs(moved) > t.MOVED_BASELINE * float(np.nanstd(before.advantage)) and abs(moved - of_reward) > abs(moved) / 2
+    )

@@ -22,7 +22,17 @@ def settings(facts: Facts, suspect: str) -> list[Evidence]:
     if not found or facts.fall is None:
         return []
     step = facts.fall.step
-    return [changed("setting_changed", min(found, key=lambda change: abs(change.step - step)), t.DECISIVE)]
+    nearest = min(found, key=lambda change: abs(change.step - step))
+    return [changed("setting_changed", nearest, worth(facts, nearest))]
+
+
+def worth(facts: Facts, change: RecordedChange) -> float:
+    """Points of a change that the policy cannot have made: certain where the fall may begin with it, else decisive."""
+    is_given = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+    if facts.fall is None or not is_given:
+        return t.DECISIVE
+    first, last = facts.fall.interval
+    return t.CERTAIN if first - t.SUDDEN <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
 
 
 def holds(facts: Facts, points: float) -> list[Evidence]:

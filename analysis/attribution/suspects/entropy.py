@@ -44,10 +44,12 @@ def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool)
     if at_fall > t.ENTROPY_GAINED * first:
         return "entropy_rose_before_fall", t.STRONG
     # A policy that unlearns becomes uncertain; one that becomes certain while the reward falls was pushed to it.
-    if last < t.ENTROPY_LOST * first:
+    if last < t.ENTROPY_LOST * first and at_fall > t.ENTROPY_LOST * first:
         return "entropy_lost", t.STRONG
     if last < t.ENTROPY_SHRUNK * min(first, at_fall):
-        return "entropy_lost", t.MEDIUM
+        return "entropy_lost", t.WEAK
+    if last < t.ENTROPY_LOST * first:  # it was certain before, as policies are that have learned
+        return "entropy_in_range", -t.MEDIUM
     if last > t.ENTROPY_GAINED**2 * first and rises_with_fall:
         return "entropy_explodes", t.STRONG
     if last > t.ENTROPY_GAINED * first:

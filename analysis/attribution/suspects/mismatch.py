@@ -90,7 +90,8 @@ def _order(facts: Facts) -> list[Evidence]:
         del values["factor"]
         return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=t.STRONG)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
-    return [Evidence(code=code, values=values, points=t.WEAK)]
+    is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
+    return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt else t.WEAK)]
 
 
 def _semantics(facts: Facts) -> list[Evidence]:

@@ -9,7 +9,7 @@ from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import SCORE_AGAIN
-from ..rollouts import changed_rewards, relation
+from ..rollouts import relation
 from ..suspect import Suspect
 from .changed import settings
 from .length import pays
@@ -36,6 +36,8 @@ def _noise(facts: Facts) -> list[Evidence]:
         return [Evidence(code="rewards_deterministic", values=values, points=-t.WEAK)]
     if repeated.lies_off:
         return []
+    if facts.repeated_before.unequal > t.WAS_THERE * repeated.unequal:
+        return [Evidence(code="rewards_noisy_before", values=values, points=0.0)]
     values |= {"mean_difference": repeated.mean_difference}
     points = t.DECISIVE * min(1.0, repeated.unequal / t.MUCH_UNEQUAL)
     return [Evidence(code="rewards_noisy", values=values, points=points)]
@@ -43,14 +45,11 @@ def _noise(facts: Facts) -> list[Evidence]:
 
 def _changed(facts: Facts) -> list[Evidence]:
     """The same response earns something else since the fall."""
-    if facts.fall is None:
+    found = facts.changed_rewards
+    if found is None or facts.repeated.lies_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
         return []
-    num, share = changed_rewards(facts.rollouts.until(facts.fall.low - 1), facts.rollouts.since(facts.fall.high))
-    if math.isnan(share) or share <= t.CHANGED:
-        return []
-    if facts.repeated.lies_off:
-        return []
-    return [Evidence(code="rewards_changed", values={"num_responses": num, "share": share}, points=t.DECISIVE)]
+    values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
+    return [Evidence(code="rewards_changed", values=values, points=t.CERTAIN)]
 
 
 def _direction(facts: Facts) -> list[Evidence]:
@@ -59,7 +58,7 @@ def _direction(facts: Facts) -> list[Evidence]:
     if math.isnan(likelihood.by_group):
         return []
     values = {"correlation": likelihood.by_group, "negative_share": likelihood.negative}
-    if likelihood.negative > t.INVERTED or likelihood.by_group < t.AGAINST:
+    if likelihood.by_group < t.AGAINST or (likelihood.negative > t.INVERTED and likelihood.by_group < t.NO_DIRECTION):
         return [Evidence(code="likelier_earn_less", values=values, points=t.STRONG)]
     if likelihood.by_group < t.NO_DIRECTION:
         return [Evidence(code="likelier_earn_no_more", values=values, points=t.WEAK)]
@@ -69,7 +68,7 @@ def _direction(facts: Facts) -> list[Evidence]:
 def _dropped(facts: Facts) -> list[Evidence]:
     """A reward that drops at once while the policy stays what it was."""
     drop = facts.drop
-    if drop is None or not drop.is_of_reward:
+    if drop is None or not drop.is_of_reward or facts.is_given_otherwise:
         return []
     return [Evidence(code="reward_drops_without_policy", values=drop.values, points=t.DECISIVE)]
 
