@@ -90,7 +90,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     known = np.isfinite(difference)
     if known.sum() < 10:
         return
-    differs = np.abs(difference) > 1e-6 * max(1.0, float(np.nanmax(np.abs(b.reward))))
+    differs = np.abs(difference) > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(b.reward)))
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return

@@ -26,6 +26,7 @@ _SUSPECTS = (
     ("advantages", ("advantage", "advantages", "adv", "baseline", "scale_rewards", "normalize", "normalise", "whiten", "gamma", "lam")),
     ("data", ("prompt", "prompts", "data", "dataset", "curriculum", "difficulty", "task", "tasks")),
     ("reward", ("reward", "rewards", "verifier", "judge", "scorer")),
+    ("staleness", ("sync", "staleness", "stale", "lag", "lags")),
     ("optimizer", ("lr", "learning_rate", "rate", "betas", "beta1", "beta2", "eps", "epsilon", "adam", "weight_decay", "wd", "decay",
                    "momentum", "grad", "clip", "cliprange", "optimizer", "optim", "warmup", "updates", "epochs")),
 )  # fmt: skip
@@ -35,13 +36,13 @@ _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """The suspect that a setting belongs to by its name; `unknown` where it says none."""
-    name = setting.lower()
-    last = re.split(r"[/.]", name)[-1]
-    parts = set(re.split(r"[^a-z0-9]+", name))
-    for suspect, words in _SUSPECTS:
-        if any(word in parts or ("_" in word and word in last) for word in words):
-            return suspect
+    """The suspect that a setting belongs to by its name, the last word first; `unknown` where it says none."""
+    words = re.split(r"[/.]", setting.lower())
+    for name in (words[-1], ".".join(words)):
+        parts = set(re.split(r"[^a-z0-9]+", name))
+        for suspect, known in _SUSPECTS:
+            if any(word in parts or ("_" in word and word in name) for word in known):
+                return suspect
     return "unknown"
 
 

@@ -80,8 +80,8 @@ WAS_THERE = 0.5
 """Share of the noise of rewards since a fall that may have been there before it: what a run learned with is no cause."""
 UNEQUAL = 0.01
 """Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
-MUCH_UNEQUAL = 0.1
-"""The share from which it is as good as certain."""
+MUCH_UNEQUAL = 0.3
+"""The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
 ADVANTAGE_FOLLOWS = 0.3

@@ -49,8 +49,15 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
     if change.series == "advantage_scale":
         return abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
     if change.series == "advantage_mean":
-        return change.shape == "shift" and _is_baseline(facts, change.step)
+        return _is_far(change, facts) or (change.shape == "shift" and _is_baseline(facts, change.step))
     return change.series == "advantage_correlation" and after < t.ADVANTAGE_FOLLOWS < before
+
+
+def _is_far(change: RecordedChange, facts: Facts) -> bool:
+    """Whether the mean advantage leaves the range that single ones had."""
+    spread = float(np.nanstd(facts.rollouts.until(change.low).advantage))
+    is_abnormal = change.size_in_sd is not None and abs(change.size_in_sd) >= t.OF_NO_SCATTER
+    return is_abnormal and abs(float(change.after)) > t.RESCALED * max(spread, 1e-12)
 
 
 def _is_baseline(facts: Facts, step: int) -> bool:

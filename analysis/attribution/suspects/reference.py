@@ -28,7 +28,7 @@ def _moves(facts: Facts) -> list[Evidence]:
         if change.shape == "shift" and change.high - change.low <= t.SUDDEN and float(change.after) > float(change.before)
     ]  # fmt: skip
     if sudden:
-        return [changed("reference_jumps", sudden[0], t.STRONG)]
+        return [changed("reference_jumps", sudden[0], t.DECISIVE)]
     used = [
         value for name, value in facts.settings.items() if suspect_of(name) == "reference" and isinstance(value, float)
     ]

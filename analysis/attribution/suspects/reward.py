@@ -49,7 +49,7 @@ def _changed(facts: Facts) -> list[Evidence]:
     if found is None or facts.repeated.lies_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
         return []
     values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
-    return [Evidence(code="rewards_changed", values=values, points=t.CERTAIN)]
+    return [Evidence(code="rewards_changed", values=values, points=t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL))]
 
 
 def _direction(facts: Facts) -> list[Evidence]:

@@ -8,6 +8,7 @@ from ..facts import Facts
 from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import replay_versions
 from ..suspect import Suspect
+from .changed import settings
 from .lag import declared_lag, is_declared_fresh
 
 
@@ -17,7 +18,7 @@ def staleness(facts: Facts) -> Suspect:
     evidence = [*_declared(facts, lag), *_measured(facts, lag)]
     return Suspect(
         code="staleness",
-        evidence=(*evidence, t.prior("staleness")),
+        evidence=(*evidence, *settings(facts, "staleness"), t.prior("staleness")),
         next=replay_versions(facts),
     )
 
