@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import option
-from ..check.text import wrapped
+from ..check.text import of_steps, wrapped
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement
 from .concentration import CARRIED
@@ -170,7 +170,7 @@ def _loss(found: Objective, width: int | None) -> str:
     )
     corrected = "" if loss.correction == "none" else f", corrected by {loss.correction}{_bounds(found)}"
     text = (
-        f"{found.trace}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
+        f"{found.trace}{of_steps(found.steps_asked)}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
         f"{found.loss_from}. {found.num_updates:,} updates, {found.num_sequences:,} sequences, {found.num_tokens:,} tokens, "
         f"{found.num_groups:,} groups."
     )

@@ -109,10 +109,12 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
         yield Statement(code="ratios", values={"mean_abs_d": token.value, "mean_abs_sum_d": sequence.value})
 
 
-def nothing_read(trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float) -> Objective:
+def nothing_read(
+    trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
+) -> Objective:
     """The answer where the trace has logprobs of one side alone, or none."""
     return Objective(
-        trace=trace, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
+        trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,
         verdict_codes=(Statement(code="nothing_read"),), note_codes=(), cannot_codes=(Statement(code="no_trainer_logprobs"),),
         figures={}, concentration=None, steps=Rows(("step", "iteration"), []),
