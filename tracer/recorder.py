@@ -430,6 +430,7 @@ class Recorder:
         """
         if not isinstance(values, Mapping):
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
+        step = step_number(step)
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
         if step:
             self.add_metrics(step, named)
