@@ -453,6 +453,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @main.command(cls=_GroupedOptions)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
+@_steps
 @click.option(
     "--by",
     default="run",
@@ -533,13 +534,13 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 )  # fmt: skip
 @click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @_prints()
-def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) -> None:
+def stats(traces: Sequence[str], steps: str, like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis import stats as compare
     from .analysis.stats import likeness
     from .analysis.trace.database import Database
 
-    database = Database(list(traces))
+    database = Database(list(traces), steps)
     form.table(compare(database, like=like, progress=_progress, **options), "" if like else "stats")
     for sentence in likeness(database, like=like, **options):
         _tell(sentence)
@@ -549,8 +550,9 @@ def stats(traces: Sequence[str], like: str | None, form: _Form, **options: Any) 
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_pair
+@_steps
 @_prints(csv=False, wide=False)
-def diagnose(trace: str, pair: str, form: _Form) -> None:
+def diagnose(trace: str, pair: str, steps: str, form: _Form) -> None:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
 
     Begin here. It runs check, names what each side computed in, holds the trace's own figures against published ones and
@@ -560,7 +562,7 @@ def diagnose(trace: str, pair: str, form: _Form) -> None:
     from .analysis import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
-    found = look(trace, pair=pair, progress=_progress)
+    found = look(trace, pair=pair, steps=steps, progress=_progress)
     form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
@@ -570,9 +572,10 @@ def diagnose(trace: str, pair: str, form: _Form) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_pair
+@_steps
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
 @_prints(csv=False, wide=False)
-def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
+def check(trace: str, pair: str, steps: str, partial: bool, form: _Form) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
 
     The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
@@ -582,7 +585,7 @@ def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
     from .analysis import check as look
     from .analysis.check.text import checked_json, checked_text
 
-    found = look(trace, pair=pair, partial=partial, progress=_progress)
+    found = look(trace, pair=pair, steps=steps, partial=partial, progress=_progress)
     form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
@@ -592,6 +595,7 @@ def check(trace: str, pair: str, partial: bool, form: _Form) -> None:
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
+@_steps
 @click.option(
     "--by", default="run", show_default=True, type=click.Choice(["run", "step", "length"]),
     help="What the rows of one correction stand for; length: quarters of the sequences.",
@@ -627,6 +631,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
 @main.command()
 @click.argument("trace", metavar="RUN")
+@_steps
 @click.option(
     "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
     help="Of which loss; else the recorded one, or PPO's clip of 0.2 where none is.",
@@ -925,8 +930,9 @@ def weights(
     help="A run with the same seeds that differs in one thing, best with an exact engine.",
 )  # fmt: skip
 @_pair
+@_steps
 @_prints(csv=False, wide=False)
-def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
+def attribute(trace: str, control: str | None, pair: str, steps: str, form: _Form) -> None:
     """Say whether a run collapsed or declines, where that begins, what moved first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
@@ -937,7 +943,7 @@ def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
     from .analysis import attribute as who
     from .analysis.attribution.text import attribution_json, attribution_text
 
-    found = who(trace, control=control, pair=pair, progress=_progress)
+    found = who(trace, control=control, pair=pair, steps=steps, progress=_progress)
     form.answer(json=lambda: attribution_json(found), text=lambda width: attribution_text(found))
 
 
@@ -958,6 +964,7 @@ def attribute(trace: str, control: str | None, pair: str, form: _Form) -> None:
 @click.option("--title", is_flag=True, default=False, help="Put a title above each of those figures.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
+@_steps
 @click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from ..replay.steps import ALL_STEPS
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from .correction import Correction, published
 from .rows import Rows
@@ -19,6 +20,7 @@ def corrections(
     *,
     pair: str = "train:rollout",
     by: str = "run",
+    steps: str = ALL_STEPS,
     token_threshold: float = 2.0,
     sequence_threshold: float = 2.0,
     icepop: str = "0.5_5.0",
@@ -30,7 +32,7 @@ def corrections(
     One row a correction, of a run, a step, or (by length) a quarter of a run's sequences by their number of tokens. With
     d = logprob(a) - logprob(b), rho_t = exp(d) of a token, and rho_seq and rho_geo the exponentials of the sum and the mean
     of d over a sequence; exponents are clamped to 20 nats. `kept` says which are kept in terms of rho, `bound_on` which
-    ratio the source's own bounds are on.
+    ratio the source's own bounds are on. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
 
     - cut: weight 0. truncated: a weight that was lowered to its bound. touched: a sequence with a token cut. Columns of
       `_positive` and `_negative` are over tokens with advantage above and below 0; NULL where there is none.
@@ -50,7 +52,7 @@ def corrections(
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
-    database = opened(traces)
+    database = opened(traces, steps)
     database.define_corrections(rules)
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if not len(rows):

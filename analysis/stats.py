@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..replay.steps import ALL_STEPS
 from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..tracer.progress import Progress, no_progress
 from .distributions.summary import has_captured, summary
@@ -27,6 +28,7 @@ def stats(
     *,
     pair: str = "train:rollout",
     by: str = "run",
+    steps: str = ALL_STEPS,
     like: str | None = None,
     progress: Progress = no_progress,
     **options: Any,
@@ -40,18 +42,18 @@ def stats(
     value in both; NaN and infinities are counted. The columns are those of the SQL macros `pair_runs`, `pair_steps` and
     `pair_sequences`, where each formula is written out; where both passes captured distributions, those of
     `pair_distribution_runs`, `_steps` and `_sequences` follow. Sums of a finished, writable trace are kept in it for the next
-    time.
+    time. `steps` (3:80, -10:, 2:200:2) takes a part of each run.
 
     With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl`, `trl`, `slime`,
     `nemo-rl`, `prime-rl` or `openrlhf`, a row a step, or a run taken as one batch. `options` are then the framework's own,
     under its own names: the fields of `analysis.frameworks`' dataclasses. Pass a of the pair is the trainer, b the engine.
 
-    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
-    database = opened(traces)
+    database = opened(traces, steps)
     if like is not None:
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
@@ -88,7 +90,12 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
 
 
 def likeness(
-    traces: Traces | Database, *, pair: str = "train:rollout", like: str | None = None, **options: Any
+    traces: Traces | Database,
+    *,
+    pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
+    like: str | None = None,
+    **options: Any,
 ) -> list[str]:
     """Whose numbers those of `stats` are, and what to know of them in these traces, a sentence each; none without `like`.
 
@@ -100,7 +107,7 @@ def likeness(
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",
-        *framework.notes(opened(traces), parse_pair(pair)),
+        *framework.notes(opened(traces, steps), parse_pair(pair)),
     ]
 
 

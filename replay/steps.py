@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 from ..schemas.errors import InvalidOption
 
+ALL_STEPS = "all"
+
 FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas"
 
 
-def parse_steps(text: str, recorded: Sequence[int]) -> list[int]:
+def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:
     """The recorded steps that a text names: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several with commas.
 
     A negative number counts recorded steps from the end: `-1` is the last one, `-10:` the last ten.
 
-    Raises InvalidOption for a text that names none.
+    Raises InvalidOption for a text that names none; `of` is the run that the error names.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]
@@ -24,7 +26,7 @@ def parse_steps(text: str, recorded: Sequence[int]) -> list[int]:
     chosen = select_steps(text, recorded)
     if not chosen:
         span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
-        raise InvalidOption(f"steps: {text!r} names no recorded step; recorded: {span}")
+        raise InvalidOption(f"steps: {text!r} names no recorded step{f' of {of}' if of else ''}; recorded: {span}")
     return chosen
 
 
@@ -34,7 +36,7 @@ def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
 
 
 def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
-    if part == "all":
+    if part == ALL_STEPS:
         return set(recorded)
     try:
         bounds = [int(number) if number else None for number in part.split(":")]

@@ -12,6 +12,8 @@ TOKENIZER, WEIGHTS = "tokenizer", "weights"
 FOLDERS = (SEQUENCES, SCORES, METRICS, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER)
 TABLES = (SEQUENCES, SCORES, METRICS)
 
+HYPERPARAMETER = "hyperparameter/"
+"""What the names of a run's settings begin with, among what was logged."""
 ROUTING = "_routing"
 """Before the pass in the name of a Zarr group of router choices; no pass begins with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"

@@ -22,7 +22,7 @@ from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
-from ..schemas.layout import METRICS, ROUTING, SCORES, SEQUENCES
+from ..schemas.layout import HYPERPARAMETER, METRICS, ROUTING, SCORES, SEQUENCES
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
@@ -57,7 +57,6 @@ from .staging import Staged, to_numpy
 from .store import Store
 from .writer import QUEUE_BYTES, TraceWriter
 
-HYPERPARAMETER = "hyperparameter/"
 ATTEMPT_SESSION = "recorder"
 """Session of attempts that `tim-trace record` did not start."""
 
@@ -431,6 +430,7 @@ class Recorder:
         """
         if not isinstance(values, Mapping):
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
+        step = step_number(step)
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
         if step_number(step) > 0:
             self.add_metrics(step, named)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..trace.database import Database
+from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
@@ -23,6 +24,7 @@ def attribute(
     *,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
     """Say whether a run collapsed or declines slowly, where that begins, what moved first, and which suspect caused it.
@@ -32,15 +34,17 @@ def attribute(
     came first need not be the cause. `control` is a run with the same seeds that differs in one thing, best with an
     exact engine; what both differ in first is then an intervention. Mismatch that follows a fall is never its cause.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace.
+    `steps` (3:80, -10:, 2:200:2) takes a part of the run, and of the control.
+
+    Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     with progress("reading the run", 1 if control is None else 2) as advance:
-        facts = read_facts(trace, names)
+        facts = read_facts(opened(trace, steps), names)
         advance(1)
         if control is None:
             return _attribution(facts, _suspects(facts))
-        other = read_facts(control, names, is_control=True)
+        other = read_facts(opened(control, steps), names, is_control=True)
         if facts.fall is None and shares_prompts(facts, other):
             facts = facts.beside(other)
         suspects = _suspects(facts)
@@ -66,6 +70,7 @@ def _attribution(
 ) -> Attribution:
     return Attribution(
         trace=facts.trace,
+        steps=facts.database.steps,
         control=control,
         kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
         num_steps=len(facts.steps),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...replay.steps import ALL_STEPS
 from ...schemas.results import Result
 from ..dynamics.fall import Fall
 from ..statement import Statement, sentences
@@ -47,6 +48,8 @@ class Attribution(Result):
     _text = "tim_trace.analysis.attribution.text:attribution_text"
 
     trace: str
+    steps: str = ALL_STEPS
+    """Which steps were looked at, as they were asked for."""
     control: str | None
     kind: str
     """`observation` of one run, or `intervention`: beside a control that differs in known ways."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, 
 from ..dynamics.series import Series, read_series
 from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
 from ..statement import Statement
-from ..trace.database import Database, opened
+from ..trace.database import Database
 from ..trace.source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
@@ -197,9 +196,8 @@ class Facts:
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
 
 
-def read_facts(trace: str | os.PathLike[str] | Database, pair: tuple[str, str], *, is_control: bool = False) -> Facts:
-    """Read a trace; of a control nobody asks for a check, so that it is left out. Raises TraceNotFound, NewerTrace or DamagedTrace."""
-    database = opened(trace)
+def read_facts(database: Database, pair: tuple[str, str], *, is_control: bool = False) -> Facts:
+    """Read a trace; of a control nobody asks for a check, so that it is left out. Raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     series = read_series(database, pair=pair)

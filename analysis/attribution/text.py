@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ...replay.steps import ALL_STEPS
 from ..check.finding import TITLES
+from ..check.text import of_steps
 from ..rows import shown
 from ..statement import Statement
 
@@ -240,7 +242,9 @@ def _cause(result: Attribution) -> str:
 def attribution_text(result: Attribution) -> str:
     """The verdict, then what moved first, the suspects with their evidence, and what would decide."""
     result = shown(result)
-    parts = [result.sentence]
+    parts = [
+        f"{result.trace}{of_steps(result.steps)}: {result.sentence}" if result.steps != ALL_STEPS else result.sentence
+    ]
     if result.differences:
         parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in result.differences))
     if result.onsets:

@@ -117,7 +117,9 @@ def read_breakdowns(
         ratio_level=TOKEN if loss is None else loss.level,
         whole=counts.shapes(None),
         by_step={int(steps[row]): counts.shapes(int(row)) for row in there},
-        sql=queries(pair, edges, read.has_now, loss, run if len(database.sources) > 1 else None),
+        sql=queries(
+            pair, edges, read.has_now, loss, run if len(database.sources) > 1 else None, database.step_condition(run)
+        ),
     )
 
 

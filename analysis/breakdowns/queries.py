@@ -75,9 +75,10 @@ GROUP BY ALL
 ORDER BY ALL"""
 
 
-def queries(pair: Pair, edges: Edges, has_now: bool, loss: Loss | None, run: str | None) -> dict[str, str]:
-    """Name of a figure -> its query; of one run where it is named."""
-    within = "" if run is None else f" AND run = {quoted(run)}"
+def queries(pair: Pair, edges: Edges, has_now: bool, loss: Loss | None, run: str | None, steps: str) -> dict[str, str]:
+    """Name of a figure -> its query; of one run where it is named, and under a condition on steps where there is one."""
+    conditions = (*([] if run is None else [f"run = {quoted(run)}"]), *([steps] if steps else []))
+    within = "".join(f" AND {condition}" for condition in conditions)
     both, profile = quoted_pair(pair), _PROFILE
     compared = f"mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0{within}"
     reach = float(edges.d[-1])

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 
+from ...replay.steps import ALL_STEPS
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...tracer.progress import Progress, no_progress
@@ -27,18 +28,20 @@ def check(
     trace: str | os.PathLike[str],
     *,
     pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
     partial: bool = False,
     progress: Progress = no_progress,
 ) -> CheckResult:
     """Say whether two passes may be compared, or which fault lies between them.
 
     Faults are those of FAULTS, each with its data, its effect in nats, the share of tokens that it affects and the
-    command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps.
+    command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps; `steps` (3:80,
+    -10:, 2:200:2) takes a part of the run.
 
-    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
+    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
     """
-    database = Database(trace)
+    database = Database(trace, steps)
     database.check_whole(partial=partial)
     data = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
     return judge(data, pair)
@@ -57,6 +60,8 @@ def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = n
         raise NothingToCompare(why_nothing(database, pair))
     return PairData(
         trace=trace,
+        steps=database.steps,
+        condition=database.step_condition(),
         sample=sample,
         sums=sums,
         contracts=_contracts(database),
@@ -84,6 +89,7 @@ def judge(data: PairData, pair: str) -> CheckResult:
     return CheckResult(
         trace=data.trace,
         pair=pair,
+        steps=data.steps,
         num_tokens=sums.num_tokens,
         num_sampled_tokens=int(data.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.mean("sum_d2"))),

@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 
+from ...replay.steps import ALL_STEPS
 from ..advice import Advice
 from .pair_data import PairData
 
@@ -13,7 +14,10 @@ from .pair_data import PairData
 def sql(data: PairData, query: str) -> Advice:
     """`tim-trace sql` with a query; `{pair}` in it becomes the tokens of both passes."""
     a, b = data.sample.a.name, data.sample.b.name
-    text = query.format(pair=f"pair('{a}', '{b}')", sequences=f"pair_sequences('{a}', '{b}')")
+    tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
+    if data.condition:
+        tables = {name: f"(FROM {table} WHERE {data.condition})" for name, table in tables.items()}
+    text = query.format(**tables)
     for special in ("\\", '"', "$", "`"):
         text = text.replace(special, f"\\{special}")
     return Advice(f'tim-trace sql {_trace(data)} "{text}"')
@@ -37,7 +41,7 @@ def query(data: PairData, name: str) -> Advice:
 
 def stats(data: PairData, by: str) -> Advice:
     """`tim-trace stats` over both passes."""
-    return Advice(f"tim-trace stats {_trace(data)}{_pair(data)} --by {by}")
+    return Advice(f"tim-trace stats {_trace(data)}{_pair(data)}{_steps(data)} --by {by}")
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
@@ -59,7 +63,7 @@ def weights_replay(data: PairData) -> Advice:
     asked = (
         f"tim-trace replay {trace} --steps {int(sample.steps[-1])} --arm weights-version={version} --arm quantize=int8"
     )
-    return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}")
+    return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}{_steps(data)}")
 
 
 def weights(data: PairData) -> Advice:
@@ -86,6 +90,10 @@ def _with_weights(data: PairData, asked: str) -> Advice:
 
 def _trace(data: PairData) -> str:
     return shlex.quote(data.trace)
+
+
+def _steps(data: PairData) -> str:
+    return "" if data.steps == ALL_STEPS else f" --steps {shlex.quote(data.steps)}"
 
 
 def _pair(data: PairData) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...replay.steps import ALL_STEPS
 from ...schemas.contract import Contract
 from ..advice import NOTHING, Advice
 from ..info import AttemptInfo
@@ -25,6 +26,10 @@ class PairData:
     """Everything that a detector may ask."""
 
     trace: str
+    steps: str = ALL_STEPS
+    """Which steps are looked at, as they were asked for."""
+    condition: str = ""
+    """The same as a condition in SQL; empty for all of them."""
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...replay.steps import ALL_STEPS
 from ...schemas.results import Result
 from .finding import Broken, Finding
 from .notes import Note
@@ -18,6 +19,8 @@ class CheckResult(Result):
     trace: str
     pair: str
     """a:b; d = logprob(a) - logprob(b)."""
+    steps: str = ALL_STEPS
+    """Which steps were looked at, as they were asked for."""
     num_tokens: int
     """Tokens that count in the loss and have a finite logprob in both."""
     num_sampled_tokens: int

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ...replay.steps import ALL_STEPS
 from ..info import steps_text
 from ..rows import shown
 from .finding import Finding
@@ -182,7 +183,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
         else f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
     )
     verdict = "VALID" if result.is_valid else f"NOT VALID, {BROKEN[result.broken]}"
-    head = f"{verdict}: {result.pair} of {result.trace}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
+    head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
     blocks += [wrapped(f"note: {note_text(note)}", "", width) for note in result.notes]
@@ -199,6 +200,11 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     if finding.next:
         lines.append(f"{_INDENT}next: {finding.next}")
     return "\n".join(lines)
+
+
+def of_steps(steps: str) -> str:
+    """Which steps a result is of, after the name of its trace; an empty text where it is of all."""
+    return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def wrapped(text: str, indent: str, width: int | None) -> str:

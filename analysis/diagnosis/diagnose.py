@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check import commands
@@ -24,17 +25,22 @@ from .replay_effects import replay_effects
 
 
 def diagnose(
-    trace: str | os.PathLike[str] | Database, *, pair: str = "train:rollout", progress: Progress = no_progress
+    trace: str | os.PathLike[str] | Database,
+    *,
+    pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
+    progress: Progress = no_progress,
 ) -> Diagnosis:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
 
     First `check`; then what each side computed in, as contracts say and as the numbers show; then the published figures
     and alarm levels under their own definitions, with the trace's own beside them; then what replays in the trace settled.
+    `steps` (3:80, -10:, 2:200:2) takes a part of the run.
 
-    Raises NothingToCompare when the passes share no token, TraceNotFound, NewerTrace or DamagedTrace.
+    Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = opened(trace)
+    database = opened(trace, steps)
     data = gather(database, names, trace=database.given[0], progress=progress)
     checked = judge(data, pair)
     sides = precisions(data)

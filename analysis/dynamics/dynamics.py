@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...replay.steps import parse_steps
-from ...schemas.errors import NothingToCompare
+from ...replay.steps import ALL_STEPS
+from ...schemas.errors import NothingToCompare, option
 from ...tracer.progress import Progress, no_progress
 from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from . import changes, laws, lead_lag
-from .changes import ChangePoint, change_points
+from .changes import ChangePoint
 from .laws import entropy_law, growths
 from .lead_lag import lead_lags
 from .motion import Dynamics, SeriesSummary
@@ -30,7 +30,7 @@ def dynamics(
     trace: str | os.PathLike[str] | Database,
     *,
     pair: str = "train:rollout",
-    steps: str = "all",
+    steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Dynamics:
     """Say how a run moved: when each series changed, what moved first, and what leads what.
@@ -45,20 +45,18 @@ def dynamics(
     Raises NothingToCompare for a trace without any step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
-    database = opened(trace)
+    database = opened(trace, steps)
     source = database.sources[0]
     with progress("reading series", 1) as advance:
         series = read_series(database, pair=names)
         advance(1)
+    if not series and database.kept_steps:
+        raise NothingToCompare(f"{source.run}: {option('steps', steps)} names steps without any series")
     if not series:
         raise NothingToCompare(
             f"{source.run}: has neither sequences nor logged values of any step; record a run with tim-trace record"
         )
-    series = _within(series, steps)
-    if steps == "all":
-        changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
-    else:
-        changes_of, fall = {name: tuple(change_points(one)) for name, one in series.items()}, None
+    changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
     onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
     schedule = schedule_of(series["length"]) if "length" in series else None
     axis = next(iter(series.values())).steps
@@ -80,14 +78,6 @@ def dynamics(
         entropy_law=entropy_law(series.get("reward"), series.get("entropy")),
         unanswered_codes=tuple(_unanswered(series, pair)),
     )
-
-
-def _within(series: dict[str, Series], steps: str) -> dict[str, Series]:
-    """The series over some of their steps, less those that have no value there."""
-    axis = next(iter(series.values())).steps
-    wanted = np.isin(axis, parse_steps(steps, [int(step) for step in axis]))
-    cut = {name: one.at(wanted) for name, one in series.items()}
-    return {name: one for name, one in cut.items() if one.known.any() or len(one.not_finite)}
 
 
 def _summary(series: Series, changes_of_series: tuple[ChangePoint, ...]) -> SeriesSummary:

@@ -5,7 +5,7 @@ Shapes: n steps, the same for every series of a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -72,11 +72,6 @@ class Series:
     def known(self) -> Array:
         """[n] bool: steps that have a value."""
         return np.asarray(np.isfinite(self.values))
-
-    def at(self, chosen: Array) -> Series:
-        """The same over some of the steps, [n] bool."""
-        inside = np.isin(self.not_finite, self.steps[chosen])
-        return replace(self, steps=self.steps[chosen], values=self.values[chosen], not_finite=self.not_finite[inside])
 
     @property
     def scaled(self) -> Array:

@@ -24,7 +24,8 @@ def read_changed(database: Database, run: str) -> list[Column]:
             elements = sum(tensor.numel for part in parts for tensor in reader.layout(part).tensors)
             changed = sum(sum(count.values()) for count in counts if count is not None)
             shares[version] = changed / elements if elements else np.nan
-    steps = np.array(sorted(shares), np.int64)
+    kept = database.kept_steps.get(run)
+    steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
     what = "share of the weights whose bits differ from the version kept before"
     return [Column("changed_weights", steps, values, what)]

@@ -131,6 +131,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| of A > 0: above 0, they are credited too much"),
     "relative_negative": FigureFormula(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| of A < 0: below 0, they are punished too much"),
+    "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
+    "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|: a clip that holds f(rho*) alone down lifts relative_bias above it", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias with the weights of the loss's correction left out", of_correction=True),
     "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without them", of_correction=True, bounds=_SIZE),
     "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without them", of_correction=True, bounds=_SIGNED),
@@ -186,7 +188,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
     columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
     columns |= _around(columns, "weighed", "term_d", columns["terms_known"], place_N)
     sum_d_N = columns["sum_d"]
-    for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied"):
+    for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped"):
         for side in SIDES:
             columns[f"w_{name}_{side}"] = sums.share_N * columns.pop(f"{name}_{side}")
     proxy_N = np.expm1(np.minimum(sum_d_N, SAFETY_BOUND)) * columns["advantage"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...replay.steps import ALL_STEPS
 from ...schemas.loss import Loss
 from ...schemas.results import Result
 from ..rows import Rows
@@ -34,6 +35,8 @@ class Objective(Result):
     _text = "tim_trace.analysis.objective.text:objective_text"
 
     trace: str
+    steps_asked: str = ALL_STEPS
+    """Which steps were looked at, as they were asked for."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
     """Where the loss is from, of text.loss_basis."""

@@ -88,12 +88,17 @@ class LossTerms:
             applied = (used - true) * self.tokens
             size_K = np.abs(applied)
             found |= self._signed("applied", applied) | self._signed("abs_applied", size_K)
+        found |= self._signed("unclipped", self._unclipped() * self.tokens)
         return found | self._signed("used", used * self.tokens) | self._clips(loss) | self._moments(), size_K
 
     def applied(self, loss: Loss) -> Array:
         """[K] bias w f(rho_used) - f(rho*) as the loss applied it, times the tokens that a term stands for."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         return np.asarray((self._corrected(loss, used) - true) * self.tokens)
+
+    def _unclipped(self) -> Array:
+        """[K] A (w rho_used - rho*): b of the importance-weighted objective, without the loss's clip."""
+        return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
         """[K] w f(rho_used), as the loss applied it, from f(rho_used)."""

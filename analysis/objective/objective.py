@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...schemas.errors import InvalidOption
+from ...replay.steps import ALL_STEPS
+from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows
@@ -16,6 +17,7 @@ from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database, opened
+from ..trace.sampling import tokens_by_step
 from .chosen import choose_loss
 from .concentration import CARRIED, Carried
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
@@ -31,6 +33,7 @@ _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
 def objective(
     trace: str | os.PathLike[str] | Database,
     *,
+    steps: str = ALL_STEPS,
     loss: str | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
@@ -62,7 +65,7 @@ def objective(
     The loss is read from what the trace records; every given option replaces the recorded value. Sums are weighed
     as the loss weighs tokens within an update (a step's inner iteration), and the run is the mean over updates. What the loss
     divides by counts all that went through it, also masked rows and tokens without a logprob, which add nothing to a sum. How
-    few terms carry sum |b| counts terms alike. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
+    few terms carry sum |b| counts terms alike. `steps` (3:80, -10:, 2:200:2) takes a part of the run. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
     left out.
 
     What cannot be answered (no advantages, no pass `current`, one side only, an unknown loss) is listed in `cannot` and
@@ -70,7 +73,7 @@ def objective(
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
-    database = opened(trace)
+    database = opened(trace, steps)
     options = {
         "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,
         "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
@@ -80,16 +83,23 @@ def objective(
     }  # fmt: skip
     chosen, basis = choose_loss(database, options)
     sides = choose_sides(database, chosen)
+    if database.kept_steps and not tokens_by_step(database):
+        raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} names steps without sequences")
     name = ", ".join(database.given)
     if sides is None:
-        return nothing_read(name, chosen, basis, confidence)
-    return _judge(
-        name, basis, sides, read_sequence_sums(database, sides, progress), confidence, _num_sequences(database)
-    )
+        return nothing_read(name, chosen, basis, confidence, database.steps)
+    sums = read_sequence_sums(database, sides, progress)
+    return _judge(name, database.steps, basis, sides, sums, confidence, _num_sequences(database))
 
 
 def _judge(
-    trace: str, basis: tuple[Statement, ...], sides: PassRoles, sums: SequenceSums, confidence: float, num_recorded: int
+    trace: str,
+    steps_asked: str,
+    basis: tuple[Statement, ...],
+    sides: PassRoles,
+    sums: SequenceSums,
+    confidence: float,
+    num_recorded: int,
 ) -> Objective:
     loss, num_updates = sides.loss, len(sums.updates)
     columns = totals_of(sums)
@@ -101,7 +111,7 @@ def _judge(
     steps = _steps(figures, sums.updates, by_update, carried)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
-        trace=trace, loss=loss, loss_basis=basis, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
+        trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=basis, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
         num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
         verdict_codes=verdict(loss, of_figures, of_run, steps, counts["num_tokens"]),

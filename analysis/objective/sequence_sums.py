@@ -23,10 +23,13 @@ TOKEN_COLUMNS = (
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
 
-SIGNED_COLUMNS = ("size", "used", "plain", "abs_plain", "applied", "abs_applied", "clipped", "to_clipped", "to_free")
+SIGNED_COLUMNS = (
+    "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
+)  # fmt: skip
 """Over terms by the sign of the advantage, sizes and biases times the tokens that a term stands for.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
+unclipped: A (w rho_used - rho*);
 clipped: terms that rho* clips; to_clipped: that rho_used clips and rho* does not; to_free: the other way round."""
 
 MOMENT_COLUMNS = (

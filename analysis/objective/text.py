@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...schemas.errors import option
-from ..check.text import wrapped
+from ..check.text import of_steps, wrapped
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement
 from .concentration import CARRIED
@@ -35,8 +35,9 @@ VERDICT: Mapping[str, str] = {
     "nothing_read": "What the mismatch does to the objective cannot be answered.",
     "no_tokens": "Nothing can be said: no token counts and has a finite logprob under every pass.",
     "no_advantage": "The objective is 0: no advantage is other than 0, so that no ratio matters.",
-    "exact_denominator": "The mismatch does not touch the objective's value: the loss divides by the rollout's own logprobs, so "
-    "that the ratio it uses is the true one; the gradient is still the trainer's.",
+    "in_ratio": "The loss divides by the rollout's own logprobs, so that its ratio is the one that the samples call for, and this "
+    "bias is 0. That ratio holds the mismatch beside the policy's drift, so that clip and weights act on both{how_far}; the "
+    "gradient is the trainer's.",
     "no_effect": "The mismatch does not touch the objective's value: the ratio that it uses has the same contribution as the "
     "true one on every token.",
     "not_answerable": "What it does to the objective cannot be answered; see below what is missing.",
@@ -51,6 +52,10 @@ VERDICT: Mapping[str, str] = {
     "negligible_push_down": "The mismatch pushes one way, by next to nothing, and down: {down}. {how_much}",
     "small_push_down": "The mismatch pushes one way, by a little, and down: {down}. {how_much}",
     "large_push_down": "The mismatch pushes one way, by much, and down: {down}. {how_much}",
+    "negligible_opposed": "The mismatch moves the objective by next to nothing, and no direction can be given: {opposed}. {how_much}",
+    "small_opposed": "The mismatch moves the objective by a little, and no direction can be given: {opposed}. {how_much}",
+    "large_opposed": "The mismatch moves the objective by much, and no direction can be given: {opposed}. {how_much}",
+    "unclipped": "Without the loss's clip it would add {relative_bias_signed}{interval}.",
     "signs": "On the whole {signs}.",
     "concentration": "Half of sum |b| lies in {half_percent} of the {terms}, 90 % in {ninety_percent}.",
     "worst_update": "The update with the largest bias is step {step} ({bias:+.3g}{share_of_all}).",
@@ -61,9 +66,11 @@ VERDICT: Mapping[str, str] = {
 }
 """Code of a part of the verdict -> the sentence."""
 
-_UP_DOWN = {
+_WAYS = {
     "up": "the loss sees more objective than there is",
     "down": "the loss sees less objective than there is",
+    "opposed": "the clip, which holds the true term down alone, lifts the bias whatever the mismatch does, and without the clip it "
+    "has the other sign",
 }
 
 CANNOT: Mapping[str, str] = {
@@ -114,7 +121,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
     values = part.values
     words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
     words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}
-    words |= _UP_DOWN | {"signs": " and ".join(_signs(values))}
+    words |= _WAYS | {"signs": " and ".join(_signs(values))}
     words["share_of_all"] = f", {values['share'] * 100:.2g} % of all updates' together" if "share" in values else ""
     words["interval"] = (
         f" ({confidence * 100:g} % interval over groups {words['low_signed']} to {words['high_signed']})"
@@ -125,8 +132,19 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
         "It adds {relative_bias_signed} to the objective, of the sum of its terms' sizes{interval}; without cancelling it would "
         "be {relative_abs_bias_percent}."
     )
-    words["how_much"] = how_much.format(**words) if "relative_bias" in values else ""
+    words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
+    words["how_far"] = _how_far(values)
     return VERDICT[part.code].format(**values, **words)
+
+
+def _how_far(values: Mapping[str, Measured]) -> str:
+    """How far the mismatch moves a ratio that holds it, and how much of the terms the clip takes."""
+    told = []
+    if "mean_abs_d" in values:
+        told.append(f"it moves a token's ratio by {values['mean_abs_d']:.3g} nats on average")
+    if "clipped" in values:
+        told.append(f"{float(values['clipped']) * 100:.3g} % of the {values['terms']} are clipped")
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def _signs(values: Mapping[str, Measured]) -> Iterator[str]:
@@ -170,7 +188,7 @@ def _loss(found: Objective, width: int | None) -> str:
     )
     corrected = "" if loss.correction == "none" else f", corrected by {loss.correction}{_bounds(found)}"
     text = (
-        f"{found.trace}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
+        f"{found.trace}{of_steps(found.steps_asked)}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
         f"{found.loss_from}. {found.num_updates:,} updates, {found.num_sequences:,} sequences, {found.num_tokens:,} tokens, "
         f"{found.num_groups:,} groups."
     )

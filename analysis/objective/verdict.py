@@ -28,18 +28,24 @@ def verdict(
         return (Statement(code="no_advantage"),)
     if size.value == 0:
         is_exact = loss.denominator == ROLLOUT and loss.correction == "none"
-        return (Statement(code="exact_denominator" if is_exact else "no_effect"),)
+        return (_in_ratio(loss, figures) if is_exact else Statement(code="no_effect"),)
+    unclipped = figures.get("unclipped_relative_bias")
+    way = direction(relative, size, unclipped)
     return (
-        direction(relative, size),
-        *_signs(figures),
+        way,
+        *_unclipped(unclipped),
+        *(() if way.code.endswith("_opposed") else _signs(figures)),
         *_where(loss, carried, steps),
         *_flips(figures, loss),
         *_correction(figures),
     )
 
 
-def direction(relative: Estimate, size: Estimate) -> Statement:
-    """Whether the bias has one sign beyond its interval, and how large it is, or what cancels in it."""
+def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
+    """Whether the bias has one sign beyond its interval, and how large it is, or what cancels in it.
+
+    A clip that holds f(rho*) down lifts b whatever the mismatch does, so that a sign which `unclipped` does not share is none.
+    """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
     if relative.low is None or relative.high is None:
@@ -47,8 +53,29 @@ def direction(relative: Estimate, size: Estimate) -> Statement:
     values |= {"low": relative.low, "high": relative.high}
     if relative.low <= 0 <= relative.high:
         return Statement(code=f"{_size(cancelling, 'negligible', 'moderate', 'large')}_noise", values=values)
-    sign = "up" if bias > 0 else "down"
-    return Statement(code=f"{_size(abs(bias), 'negligible', 'small', 'large')}_push_{sign}", values=values)
+    sign = "opposed" if is_opposed(relative, unclipped) else f"push_{'up' if bias > 0 else 'down'}"
+    return Statement(code=f"{_size(abs(bias), 'negligible', 'small', 'large')}_{sign}", values=values)
+
+
+def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
+    """Whether the bias with the loss's clip and without it have opposite signs."""
+    return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
+
+
+def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
+    """The bias without the clip."""
+    if unclipped is not None and unclipped.value is not None:
+        values: dict[str, Measured] = {"relative_bias": unclipped.value}
+        if unclipped.low is not None and unclipped.high is not None:
+            values |= {"low": unclipped.low, "high": unclipped.high}
+        yield Statement(code="unclipped", values=values)
+
+
+def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
+    """A loss whose ratio is the true one: what of the mismatch its clip acts on."""
+    found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
+    values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
+    return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
 
 
 def _size(share: float, below_small: str, between: str, from_large: str) -> str:
@@ -109,10 +136,12 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
         yield Statement(code="ratios", values={"mean_abs_d": token.value, "mean_abs_sum_d": sequence.value})
 
 
-def nothing_read(trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float) -> Objective:
+def nothing_read(
+    trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
+) -> Objective:
     """The answer where the trace has logprobs of one side alone, or none."""
     return Objective(
-        trace=trace, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
+        trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,
         verdict_codes=(Statement(code="nothing_read"),), note_codes=(), cannot_codes=(Statement(code="no_trainer_logprobs"),),
         figures={}, concentration=None, steps=Rows(("step", "iteration"), []),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..advice import Advice
 from ..objective.judged import Estimate
-from ..objective.verdict import LARGE, SMALL
+from ..objective.verdict import LARGE, SMALL, is_opposed
 from . import text
 from .commands import command
 from .subject import Subject
@@ -109,11 +109,16 @@ def objective_answer(subject: Subject) -> Answer:
     if found is None or relative is None or relative.value is None:
         words = text.no_effect(found, subject.unanswered.get("objective", ""))
         return _answer("objective", "unknown", OPEN, words, verb)
+    if any(part.code == "in_ratio" for part in found.verdict_codes):
+        return _answer("objective", "in_ratio", NOTICE, text.in_ratio(found, subject.part), verb)
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
+    unclipped = found.figures.get("unclipped_relative_bias")
     pushes = not _straddles(relative) and push >= SMALL
     severity = BAD if size >= LARGE else NOTICE if pushes else GOOD
     code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
-    return _answer("objective", code, severity, text.effect(found, code, relative, subject.part), verb)
+    if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
+        code = "opposed"
+    return _answer("objective", code, severity, text.effect(found, code, relative, unclipped, subject.part), verb)
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shlex
 
+from ...replay.steps import ALL_STEPS
 from ..trace.database import quoted
 from ..trace.pairs import quoted_pair
 from .subject import Subject
 
 _TAKES_PAIR = frozenset({"check", "diagnose", "attribute", "corrections", "gate", "dynamics"})
 
+_TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dynamics", "objective", "stats"})
+
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """`tim-trace VERB` of the reported trace, with the pair and the control that the report was made with."""
+    """`tim-trace VERB` of the reported trace, with the steps, the pair and the control that the report was made with."""
     own: list[str] = []
+    if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
+        own += ["--steps", subject.asked_steps]
     if verb in _TAKES_PAIR and subject.pair != ("train", "rollout"):
         own += ["--pair", ":".join(subject.pair)]
     found = subject.attribution
@@ -40,7 +45,7 @@ _GROUPS = """SELECT step, {value} AS {name}
 FROM (
     SELECT step, CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward) END AS spread
     FROM sequences
-    WHERE group_id IS NOT NULL AND isfinite(reward)
+    WHERE group_id IS NOT NULL AND isfinite(reward){within}
     GROUP BY step, group_id
     HAVING count(*) > 1
 )
@@ -50,22 +55,32 @@ GROUP BY step ORDER BY step"""
 def query_of_series(name: str, subject: Subject) -> str:
     """A query over the trace that gives a series by step, or the command that prints it where no query does."""
     if name in _STEPS:
-        return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}) ORDER BY step"
+        return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){_where(subject)} ORDER BY step"
     if name in _OF_SEQUENCES:
-        return f"SELECT step, {_OF_SEQUENCES[name]} AS {name} FROM sequences GROUP BY step ORDER BY step"
+        return (
+            f"SELECT step, {_OF_SEQUENCES[name]} AS {name} FROM sequences{_where(subject)} GROUP BY step ORDER BY step"
+        )
     if name in _OF_GROUPS:
-        return _GROUPS.format(value=_OF_GROUPS[name], name=name)
+        return _GROUPS.format(value=_OF_GROUPS[name], name=name, within=_and(subject))
     series = subject.series.get(name)
     if series is not None and series.logged:
-        return query_of_metric(series.logged)
+        return query_of_metric(series.logged, subject)
     if name == "changed_weights":
         return command(subject, "weights")
     return command(subject, "dynamics", "--json")
 
 
-def query_of_metric(name: str, first_step: int = 1) -> str:
+def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
     """A query that gives what was logged under a name, by step."""
     return (
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
-        f"AND step >= {first_step} GROUP BY step ORDER BY step"
+        f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"
     )
+
+
+def _where(subject: Subject) -> str:
+    return f" WHERE {subject.condition}" if subject.condition else ""
+
+
+def _and(subject: Subject) -> str:
+    return f" AND {subject.condition}" if subject.condition else ""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...replay.steps import ALL_STEPS
+from ...schemas.errors import option
 from ...schemas.passes import REPLAY_PREFIX
 from .subject import Subject
 
@@ -91,6 +93,7 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
     held = subject.info
     facts = {
         "trace": held.path,
+        "steps": "" if subject.asked_steps == ALL_STEPS else f"{subject.asked_steps}, as {option('steps', subject.asked_steps)}",
         "run id": held.run_id,
         "recorded": f"{held.created_at[:19]}Z with tim-trace {held.created_by} ({held.source})",
         "state": held.state if held.exit_code is None else f"{held.state}, the command ended with {held.exit_code}",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
+from ...replay.steps import ALL_STEPS
 from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
@@ -79,13 +80,15 @@ def report(
     title: bool = False,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
     """Put everything that is known of a run into one file of HTML, or into figures for papers.
 
     The first trace is the one that is reported; series of the others lie over its own. d = logprob(a) - logprob(b) of
-    `pair`, nats. `control` is a run with the same seeds that differs in one thing (see attribute). What a trace cannot
+    `pair`, nats. `control` is a run with the same seeds that differs in one thing (see attribute). `steps` (3:80,
+    -10:, 2:200:2) takes a part of each of them. What a trace cannot
     answer is said in the verdict, and the rest is answered. `output` is the file of HTML to write. What lies there is replaced
     with `force` alone. In a notebook what is returned shows itself.
 
@@ -103,7 +106,7 @@ def report(
     pdf_file = pdf if pdf is not None and _is_file(pdf) else None
     refuse([local(path) for path in (output, pdf_file) if path is not None], force)
     style = _style(width, font, title) if any(path is not None for path in (png, svg, pdf)) else None
-    made = _report(_subjects(given, names, control, progress))
+    made = _report(_subjects(given, names, control, steps, progress))
     if output is not None:
         with explained(output), whole_file(local(output)) as path:
             path.write_text(made.html(), encoding="utf-8", errors="replace")
@@ -155,13 +158,14 @@ def _subjects(
     given: Sequence[str | os.PathLike[str]],
     pair: tuple[str, str],
     control: str | os.PathLike[str] | None,
+    steps: str,
     progress: Progress,
 ) -> tuple[Subject, ...]:
     names = _names([os.fspath(trace) for trace in given])
     found: list[Subject] = []
     with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
         for trace, name in zip(given, names, strict=True):
-            found.append(read_subject(trace, pair, name, None if found else control, advance))
+            found.append(read_subject(trace, pair, name, None if found else control, steps, advance))
     return tuple(found)
 
 

@@ -141,6 +141,6 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
     assert first.evaluation is not None
     name = first.evaluation.name
     return LineChart(
-        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, 0),
+        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, first, 0),
         lines=tuple(lines), x_label="step",
     )  # fmt: skip

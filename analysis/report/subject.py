@@ -47,6 +47,10 @@ class Subject:
 
     trace: str
     """As it was named, for commands to copy."""
+    asked_steps: str
+    """Which steps are reported, as they were asked for."""
+    condition: str
+    """The same as a condition in SQL; empty for all of them."""
     name: str
     pair: Pair
     info: TraceInfo
@@ -79,10 +83,15 @@ class Subject:
 
 
 def read_subject(
-    trace: str | os.PathLike[str], pair: Pair, name: str, control: str | os.PathLike[str] | None, advance: Advance
+    trace: str | os.PathLike[str],
+    pair: Pair,
+    name: str,
+    control: str | os.PathLike[str] | None,
+    steps: str,
+    advance: Advance,
 ) -> Subject:
-    """Put every question to a trace, over one database. Raises TraceNotFound, NewerTrace or DamagedTrace."""
-    database = Database(trace)
+    """Put every question to a trace, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    database = Database(trace, steps)
     names, why = ":".join(pair), dict[str, str]()
 
     def ask(what: str, question: Callable[[], Found]) -> Found | None:
@@ -100,7 +109,7 @@ def read_subject(
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
     part, of_part = without_most_steps(database)
     judged = ask("objective", lambda: objective(part))
-    attributed = ask("attribution", lambda: attribute(database, control=control, pair=names))
+    attributed = ask("attribution", lambda: attribute(database, control=control, pair=names, steps=steps))
     notable = _notable(moved, attributed)
     num_steps = num_steps_within(held.num_response_tokens, held.num_steps)
     spread = ask("spread", lambda: read_breakdowns(database, pair, notable=notable, max_steps=num_steps))
@@ -109,7 +118,7 @@ def read_subject(
     excerpts = read_token_samples(database, pair, notable=notable)
     advance(1)
     return Subject(
-        trace=os.fspath(trace), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
+        trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
         settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,

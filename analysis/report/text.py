@@ -34,6 +34,8 @@ EFFECTS = {
     "small_push": "a small push one way",
     "small_push_large_noise": "a small push one way, large noise",
     "large_push": "a large push one way",
+    "opposed": "no direction: without the clip it has the other sign",
+    "in_ratio": "in the ratio itself, where clip and weights see it",
 }
 """Code of what the mismatch does to the objective -> what it is."""
 
@@ -127,18 +129,34 @@ def size(found: Diagnosis, code: str) -> AnswerText:
 # --- objective ----------------------------------------------------------------------------------------------------------
 
 
-def effect(found: Objective, code: str, relative: Estimate, part: str) -> AnswerText:
+def effect(found: Objective, code: str, relative: Estimate, unclipped: Estimate | None, part: str) -> AnswerText:
     value, most = relative.value or 0.0, abs(found.value("relative_abs_bias") or 0.0)
     interval = _interval(relative, found.confidence)
     ends = [abs(each) for each in (relative.value, relative.low, relative.high) if each is not None]
     moved = f"less than {_UNSEEN:.2%} of its size"
     if max(ends) >= _UNSEEN:
         moved = f"{_percent(value, '+')} of its size{f' ({interval})' if interval else ''}"
+    free = ""
+    if unclipped is not None and unclipped.value is not None:
+        free_interval = _interval(unclipped, found.confidence)
+        free = f"{_percent(unclipped.value, '+')} without the clip{f' ({free_interval})' if free_interval else ''}"
+    if code == "opposed":
+        moved += f", and by {free}: no direction can be given"
     return AnswerText(
         short=EFFECTS[code],
         clause=f"it moves the objective by {moved}",
-        figure=f"{_percent(value, '+')} of sum |f|, {_percent(most)} without cancelling",
+        figure=f"{_percent(value, '+')} of sum |f|, {_percent(most)} without cancelling{f', {free}' if free else ''}",
         basis=f"{interval or f'no interval: {relative.no_interval}'}, {part}",
+        detail=" ".join(found.verdict),
+    )
+
+
+def in_ratio(found: Objective, part: str) -> AnswerText:
+    return AnswerText(
+        short=EFFECTS["in_ratio"],
+        clause="the loss divides by the rollout's logprobs, so that the mismatch is in the ratio that it clips and weighs",
+        figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
+        basis=part,
         detail=" ".join(found.verdict),
     )
 

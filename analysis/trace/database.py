@@ -12,9 +12,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...replay.steps import ALL_STEPS, parse_steps
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
-from ...schemas.layout import TABLES
-from ...schemas.sums import KINDS, SEQUENCE_SUMS
+from ...schemas.layout import HYPERPARAMETER, TABLES
+from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.store import first_line
@@ -40,6 +41,21 @@ _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
+_IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
+
+_RECORDED = f"""
+    SELECT DISTINCT run, step
+    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING})
+    ORDER BY run, step
+"""
+
+_PASSES_OF_SCORES = """
+    CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
+    WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
+       OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
+    ORDER BY run, "pass", contract
+"""
+
 _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
 """DuckDB's names of the types that columns have which earlier releases did not write."""
 
@@ -47,25 +63,38 @@ _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces | Source):
+    def __init__(self, traces: Traces | Source | Database, steps: str = ALL_STEPS):
         """Look at the traces and define views; macros are defined when a question first names them.
 
-        A Source is a trace that was looked at already, of which parts may have been taken out.
+        A Source is a trace that was looked at already, of which parts may have been taken out; of a Database the traces are
+        taken as they were looked at then. `steps`, as parse_steps reads it, is chosen of each trace: nothing of another step
+        is in any view then, but for hyperparameters, which hold from the step that they were recorded at.
 
-        Raises TraceNotFound, NewerTrace or DamagedTrace.
+        Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption where a trace has none of the steps.
         """
-        self.given = (traces.store.url,) if isinstance(traces, Source) else tuple(_urls(traces))
+        self.given: tuple[str, ...]
         """The traces as they were named, for commands to copy."""
-        self.sources = [traces] if isinstance(traces, Source) else _open(traces)
+        self.sources: list[Source]
+        if isinstance(traces, Database):
+            self.given, self.sources = traces.given, traces.sources
+        elif isinstance(traces, Source):
+            self.given, self.sources = (traces.store.url,), [traces]
+        else:
+            self.given, self.sources = tuple(_urls(traces)), _open(traces)
         self.files = TraceFiles()
         self.distributions = ComparedDistributions(self.sources)
         self.connection = Connection(
             duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
         )
         self._superseded: set[Pair] = set()
+        self._within = ""
         self.is_whole = True
         """Whether the views hold every sequence."""
         self._leaves_out = False
+        self.steps = steps
+        """Which steps the views hold, as they were asked for."""
+        self.kept_steps: dict[str, list[int]] = {}
+        """Run -> steps that the views hold; empty where they hold all."""
         self.macros = Macros(self._macro_files())
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see cached."""
@@ -80,7 +109,9 @@ class Database:
         self.covered = set.intersection(*(source.covered for source in self.sources))
         self.run_covered = set.intersection(*(source.run_covered for source in self.sources))
         self.connection.define_named = self.macros.define_named
-        if not isinstance(traces, Source):  # who looked at one knows
+        if steps != ALL_STEPS:
+            self._choose_steps(steps)
+        if not isinstance(traces, (Source, Database)):  # who looked at one knows
             tell_damage(self.damaged)
 
     @property
@@ -216,15 +247,42 @@ class Database:
 
     def keep_steps(self, steps: Sequence[int]) -> None:
         """Let the views hold the sequences and scores of these steps alone, and what was logged at all steps."""
-        wanted = ", ".join(str(int(step)) for step in steps)
-        # The range lets DuckDB pass over row groups, which it does not for a long list.
-        within = f"step BETWEEN {min(steps)} AND {max(steps)} AND step IN ({wanted})" if steps else "false"
+        within = step_condition(steps)
         for name in ("sequences", "scores"):
-            self.connection.execute(f"ALTER VIEW {name} RENAME TO every_{name}")
-            self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM every_{name} WHERE {within}")
+            self._narrow(name, within)
         self.is_whole = False
         self.memory.clear()
         self.covered, self.run_covered = set(), set()
+
+    def _choose_steps(self, steps: str) -> None:
+        """Let the views hold these steps alone: of sequences, scores, logged values, sums and contracts."""
+        several = len(self.sources) > 1
+        recorded: dict[str, list[int]] = {source.run: [] for source in self.sources}
+        for run, step in self.connection.execute(_RECORDED).fetchall():
+            recorded[run].append(step)
+        self.kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
+        within, until = [], []
+        for run, kept in self.kept_steps.items():
+            within.append(f"(run = {quoted(run)} AND {step_condition(kept, recorded[run])})")
+            until.append(f"(run = {quoted(run)} AND {_IS_SETTING} AND step <= {kept[-1]})")
+        self._within = " OR ".join(within)
+        for table in ("sequences", "scores", "metrics"):
+            kept_rows = " OR ".join([self._within, *until]) if table == "metrics" else self._within
+            for name in (table, f"all_{table}"):
+                self._narrow(name, kept_rows)
+        self.connection.execute(_PASSES_OF_SCORES)
+        self.is_whole, self.run_covered = False, set()
+        self.define_sums(self._superseded)
+
+    def _narrow(self, view: str, within: str) -> None:
+        self.connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")
+        self.connection.execute(f"CREATE VIEW {view} AS SELECT * FROM every_{view} WHERE {within}")
+
+    def step_condition(self, run: str | None = None) -> str:
+        """Condition on `step` that holds for the steps of a run that the views hold; empty where they hold all."""
+        if not self.kept_steps:
+            return ""
+        return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
         """A query's rows, with the same last digits every time.
@@ -272,13 +330,22 @@ class Database:
                 for run, kind, pair, url in self._sums
                 if kind == spec.name and pair not in superseded
             ]
+            if self._within:  # what is kept of a whole run is of all its steps
+                parts = (
+                    [] if spec is RUN_QUANTILES else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
+                )
             parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
 
 
-def opened(traces: Traces | Database) -> Database:
-    """Traces as a database; one that is open already stays as it is."""
-    return traces if isinstance(traces, Database) else Database(traces)
+def opened(traces: Traces | Database, steps: str = ALL_STEPS) -> Database:
+    """Traces as a database of some steps; one that is open already stays as it is, or is opened again for these steps.
+
+    Raises InvalidOption where a trace has none of the steps, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    if isinstance(traces, Database) and steps in (ALL_STEPS, traces.steps):
+        return traces
+    return Database(traces, steps)
 
 
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
@@ -387,6 +454,23 @@ def _define_view(connection: Connection, name: str, parts: list[str], columns: s
         connection.register(f"empty_{name}", schema.empty_table())
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
     connection.execute(f"CREATE OR REPLACE VIEW {name} AS {' UNION ALL '.join(parts)}")
+
+
+def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
+    """Condition on `step` that holds for these alone, of `recorded` ones where these are known.
+
+    >>> step_condition([3, 4, 6], [1, 3, 4, 6])
+    'step BETWEEN 3 AND 6'
+    >>> step_condition([3, 6])
+    'step BETWEEN 3 AND 6 AND step IN (3, 6)'
+    """
+    if not len(steps):
+        return "false"
+    first, last = min(steps), max(steps)
+    # The range lets DuckDB pass over row groups, which it does not for a long list.
+    within = f"step BETWEEN {first} AND {last}"
+    known = range(first, last + 1) if recorded is None else [step for step in recorded if first <= step <= last]
+    return within if len(known) == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
 
 
 def _list(paths: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...tracer.recorder import HYPERPARAMETER
+from ...schemas.layout import HYPERPARAMETER
 from .database import Database
 
 _ROWS = """

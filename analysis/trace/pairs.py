@@ -42,6 +42,8 @@ def why_nothing(database: Database, pair: Pair) -> str:
         )
     if others:
         return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}"
+    if database.kept_steps:
+        return f"{where}: {problem}; {option('steps', database.steps)} names steps without any score"
     return f"{where}: {problem}; the trace has no scores at all"
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow.dataset as ds
 
 from ...schemas.errors import CannotReplay, option
-from ...schemas.layout import METRICS, SCORES, SEQUENCES
+from ...schemas.layout import HYPERPARAMETER, METRICS, SCORES, SEQUENCES
 from ...schemas.passes import CURRENT, TRAIN
-from ...tracer.recorder import HYPERPARAMETER
 from ..recorded import RecordedRow, RecordedRun
 from .update import LossRow, Update
 

@@ -201,7 +201,8 @@ def expected(loss, batch, iteration):
     sequences = [tokens for tokens in sequences if tokens]
     num_tokens = sum(len(tokens) for tokens in sequences)
     found = dict.fromkeys(
-        ("bias", "bias_positive", "bias_negative", "abs_bias", "size", "used", "uncorrected_bias"), 0.0
+        ("bias", "bias_positive", "bias_negative", "abs_bias", "size", "used", "uncorrected_bias", "unclipped_bias"),
+        0.0,
     )
     for rows, num_own in zip(sequences, counted, strict=True):
         each = {
@@ -212,11 +213,15 @@ def expected(loss, batch, iteration):
         for advantage, _, _, true, used, weight, *_ in rows:
             if math.isfinite(advantage):
                 true_term, used_term = f(loss, true, advantage), f(loss, used, advantage)
-                terms.append((advantage, true_term, used_term, weight * used_term - true_term, weight * used_term))
+                free = advantage * (weight * used - true)
+                terms.append(
+                    (advantage, true_term, used_term, weight * used_term - true_term, weight * used_term, free)
+                )
         if loss.level != "token" and terms:  # one term a sequence: its tokens share everything
-            mean = [np.mean([term[i] for term in terms]) for i in range(5)]
+            mean = [np.mean([term[i] for term in terms]) for i in range(6)]
             terms = [tuple(mean)] * len(terms)
-        for advantage, true_term, used_term, b, applied in terms:
+        for advantage, true_term, used_term, b, applied, free in terms:
+            found["unclipped_bias"] += each * free
             found["used"] += each * applied
             found["bias"] += each * b
             found["abs_bias"] += each * abs(b)
@@ -225,6 +230,7 @@ def expected(loss, batch, iteration):
             found["bias_positive" if advantage > 0 else "bias_negative"] += each * b
     found["skew"] = found["bias"] / found["abs_bias"] if found["abs_bias"] else None
     found["relative_bias"] = found["bias"] / found["size"]
+    found["unclipped_relative_bias"] = found["unclipped_bias"] / found["size"]
     tokens = [token for rows in sequences for token in rows]
     d, drift = (np.array([token[i] for token in tokens]) for i in (1, 2))
     found |= {
@@ -321,6 +327,59 @@ def test_bypass_uses_the_true_ratio(opened):
     assert found.value("abs_bias") == 0
     assert "divides by the rollout's own logprobs" in found.verdict[0]
     assert found.value("var_d") > 0
+
+
+def test_bypass_is_not_said_to_be_untouched(opened):
+    found = objective(opened[False][1], denominator="rollout")
+    (verdict,) = found.verdict
+    assert "does not touch" not in verdict
+    assert "That ratio holds the mismatch" in verdict
+    assert (
+        f"{found.value('mean_abs_d'):.3g} nats on average; {found.value('clipped') * 100:.3g} % of the tokens are clipped"
+        in verdict
+    )
+
+
+def lifted_by_the_clip(path):
+    """Tokens that the engine likes a little more than the trainer, and one in ten that the clip cuts off at 1.2 of 4.5."""
+    draw = np.random.default_rng(3)
+    with Recorder(path) as recorder:
+        batch = recorder.add_sequences(
+            step=1, response_ids=[[1] * 10] * 80, group_ids=[str(row // 2) for row in range(80)], advantage=[1.0] * 80
+        )
+        rollout = np.full((80, 10), -2.0, np.float32)
+        train = rollout - 0.1 + draw.normal(0, 0.01, rollout.shape).astype(np.float32)
+        train[:, 4] = -0.5
+        recorder.add_scores("rollout", batch, logprobs=list(rollout))
+        recorder.add_scores("train", batch, logprobs=list(train))
+    return path
+
+
+def test_a_bias_that_the_clip_makes_has_no_direction(tmp_path):
+    found = objective(lifted_by_the_clip(tmp_path / "run"))
+    clipped, free = found.figures["relative_bias"], found.figures["unclipped_relative_bias"]
+    assert clipped.value > clipped.low > 0 > free.high > free.value
+    assert clipped.value * found.value("size") == pytest.approx(0.9 * (1 - math.exp(-0.1)) + 0.1 * -0.2, abs=2e-3)
+    assert free.value * found.value("size") == pytest.approx(
+        0.9 * (1 - math.exp(-0.1)) + 0.1 * (1 - math.exp(1.5)), abs=2e-3
+    )
+    first, second = found.verdict[:2]
+    assert [part.code for part in found.verdict_codes][:2] == ["large_opposed", "unclipped"]
+    assert "no direction can be given" in first
+    assert f"It adds {clipped.value * 100:+.3g} % to the objective" in first
+    assert second.startswith(
+        f"Without the loss's clip it would add {free.value * 100:+.3g} % (95 % interval over groups "
+    )
+    for word in ("up: ", "down: ", "one way", "credited", "punished"):
+        assert not any(word in sentence for sentence in found.verdict)
+    text = objective_text(found)
+    assert "unclipped_relative_bias" in text
+
+
+def test_a_loss_without_a_clip_has_one_figure(opened):
+    found = objective(opened[False][1], **options_of(LOSSES["reinforce"]))
+    assert "unclipped_relative_bias" not in found.figures
+    assert "unclipped" not in [part.code for part in found.verdict_codes]
 
 
 def one_sequence(path, rollout, train, current=None, advantage=1.0, loss=None, rows=1):

@@ -73,6 +73,22 @@ def test_a_push_is_one_whose_interval_leaves_out_0(low, high, code):
     assert part.code == code
 
 
+@pytest.mark.parametrize(
+    ("bias", "free", "code"),
+    [
+        (0.01, 0.0, "small_push_up"), (0.01, 1e-9, "small_push_up"), (0.01, -1e-9, "small_opposed"),
+        (-0.01, 1e-9, "small_opposed"), (-0.01, -1e-9, "small_push_down"), (0.00099, -1.0, "negligible_opposed"),
+        (0.0501, -1.0, "large_opposed"), (0.01, None, "small_push_up"),
+    ],
+)  # fmt: skip
+def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
+    sides = estimate(bias, min(bias * 0.5, bias * 1.5), max(bias * 0.5, bias * 1.5)), estimate(0.2), estimate(free)
+    part = direction(*sides)
+    assert part.code == code
+    assert ("no direction can be given" in sentence(part)) == code.endswith("opposed")
+    assert direction(estimate(bias, -1.0, 1.0), *sides[1:]).code == "large_noise"
+
+
 def test_the_size_of_a_bias_in_words():
     part = direction(estimate(-0.0123, -0.02, -0.01), estimate(0.2))
     assert sentence(part).endswith(
@@ -102,7 +118,7 @@ def codes(loss=PPO, *, carried=None, steps=STEPS, num_tokens=10, **given):
     [
         (Loss(), {"num_tokens": 0}, ["no_tokens"]), (Loss(), {"relative_bias": None}, ["no_advantage"]),
         (Loss(), {"relative_abs_bias": None}, ["no_advantage"]), (Loss(), {"relative_abs_bias": 0.0}, ["no_effect"]),
-        (Loss(denominator="rollout"), {"relative_abs_bias": 0.0}, ["exact_denominator"]),
+        (Loss(denominator="rollout"), {"relative_abs_bias": 0.0}, ["in_ratio"]),
         (Loss(denominator="rollout", correction="token_truncate", correction_high=2.0), {"relative_abs_bias": 0.0}, ["no_effect"]),
         (Loss(), {"relative_bias": "absent"}, ["not_answerable"]),
         (Loss(), {"relative_bias": "absent", "mean_abs_d": 0.1, "mean_abs_sum_d": 1.0}, ["not_answerable", "ratios"]),

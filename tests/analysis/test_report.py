@@ -116,7 +116,9 @@ def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
 
 
 def asked_run(**results):
-    return SimpleNamespace(trace="run", pair=("train", "rollout"), part="all 9 steps", attribution=None, **results)
+    return SimpleNamespace(
+        trace="run", asked_steps="all", pair=("train", "rollout"), part="all 9 steps", attribution=None, **results
+    )
 
 
 def estimate(value, low, high):
@@ -142,9 +144,49 @@ def estimate(value, low, high):
 )
 def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interval, size, code, severity):
     figures = {"relative_bias": estimate(push, *interval), "relative_abs_bias": estimate(size, None, None)}
-    found = SimpleNamespace(figures=figures, verdict=(), confidence=0.95, value=lambda name: figures[name].value)
+    found = SimpleNamespace(
+        figures=figures, verdict=(), verdict_codes=(), confidence=0.95, value=lambda name: figures[name].value
+    )
     answer = objective_answer(asked_run(objective=found))
     assert (answer.code, answer.severity) == (code, severity)
+
+
+@pytest.mark.parametrize(
+    ("push", "interval", "free", "code", "short"),
+    [
+        (0.144, (0.1, 0.2), -0.183, "opposed", "no direction"),
+        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no direction"),
+        (0.144, (0.1, 0.2), 0.183, "large_push", "one way"),
+        (0.0109, (-0.008, 0.012), -0.0379, "noise", "noise"),
+    ],
+)
+def test_an_effect_whose_sign_the_clip_gives_has_no_direction(push, interval, free, code, short):
+    figures = {
+        "relative_bias": estimate(push, *interval), "relative_abs_bias": estimate(0.04, None, None),
+        "unclipped_relative_bias": estimate(free, free - 0.01, free + 0.01),
+    }  # fmt: skip
+    found = SimpleNamespace(
+        figures=figures, verdict=(), verdict_codes=(), confidence=0.95, value=lambda name: figures[name].value
+    )
+    answer = objective_answer(asked_run(objective=found))
+    assert answer.code == code
+    assert short in answer.text.short
+    free_text = (
+        f"{free * 100:+.3g}% without the clip (95% interval {(free - 0.01) * 100:+.3g}% to {(free + 0.01) * 100:+.3g}%)"
+    )
+    assert free_text in answer.text.figure
+    assert (free_text in answer.text.clause) == (code == "opposed")
+
+
+def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
+    found = SimpleNamespace(
+        figures={"relative_bias": estimate(0.0, 0.0, 0.0)}, verdict=("x",), confidence=0.95,
+        verdict_codes=(SimpleNamespace(code="in_ratio"),), value=lambda name: 0.01,
+    )  # fmt: skip
+    answer = objective_answer(asked_run(objective=found))
+    assert (answer.code, answer.severity) == ("in_ratio", NOTICE)
+    assert "moves the objective by" not in answer.text.clause
+    assert "in the ratio that it clips and weighs" in answer.text.clause
 
 
 @pytest.mark.parametrize(
