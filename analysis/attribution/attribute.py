@@ -6,8 +6,10 @@ import os
 
 from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..check.result import CheckResult
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
+from ..trace.source import Pair
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
@@ -39,18 +41,31 @@ def attribute(
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
+    opened_control = None if control is None else opened(control, steps)
+    return explain(opened(trace, steps), names, control=opened_control, progress=progress)
+
+
+def explain(
+    database: Database,
+    pair: Pair,
+    *,
+    control: Database | None = None,
+    checked: CheckResult | None = None,
+    progress: Progress = no_progress,
+) -> Attribution:
+    """`attribute` of what is open already; `checked` is what check found of the run, where that is known."""
     with progress("reading the run", 1 if control is None else 2) as advance:
-        facts = read_facts(opened(trace, steps), names)
+        facts = read_facts(database, pair, checked=checked)
         advance(1)
         if control is None:
             return _attribution(facts, _suspects(facts))
-        other = read_facts(opened(control, steps), names, is_control=True)
+        other = read_facts(control, pair, is_control=True)
         if facts.fall is None and shares_prompts(facts, other):
             facts = facts.beside(other)
         suspects = _suspects(facts)
         compared = compare(facts, other, suspects)
         advance(1)
-    return _attribution(facts, compared.suspects, control=os.fspath(control), compared=compared)
+    return _attribution(facts, compared.suspects, control=control.given[0], compared=compared)
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
@@ -77,6 +92,7 @@ def _attribution(
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
         onsets=_onsets(facts),
+        changes=facts.near,
         suspects=suspects,
         difference_codes=compared.differences if compared else (),
         note_codes=(*facts.notes, *(compared.notes if compared else ())),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...replay.steps import ALL_STEPS
 from ...schemas.results import Result
 from ..dynamics.fall import Fall
+from ..dynamics.recorded import RecordedChange
 from ..statement import Statement, sentences
 from .suspect import Suspect
 from .text import DIFFERENCES, NOTES, verdict_sentence
@@ -58,6 +59,9 @@ class Attribution(Result):
     """The series that was judged: an evaluation where one was logged, else the reward; empty where there is neither."""
     fall: Fall | None
     onsets: tuple[SeriesOnset, ...]
+    changes: tuple[RecordedChange, ...]
+    """Everything recorded that changed within the interval of the fall or shortly before it, the most abnormal first, and last
+    what only follows; empty where nothing fell."""
     suspects: tuple[Suspect, ...]
     """The most probable first; empty where nothing fell."""
     difference_codes: tuple[Difference, ...] = ()

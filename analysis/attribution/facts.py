@@ -196,8 +196,13 @@ class Facts:
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
 
 
-def read_facts(database: Database, pair: tuple[str, str], *, is_control: bool = False) -> Facts:
-    """Read a trace; of a control nobody asks for a check, so that it is left out. Raises DamagedTrace."""
+def read_facts(
+    database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
+) -> Facts:
+    """Read a trace; `checked` is what check found of it, where that is known. Of a control nobody asks for a check.
+
+    Raises DamagedTrace.
+    """
     name = database.given[0]
     notes: list[Statement] = []
     series = read_series(database, pair=pair)
@@ -212,7 +217,7 @@ def read_facts(database: Database, pair: tuple[str, str], *, is_control: bool = 
         outcomes=outcomes,
         fall=outcomes.fall,
         mismatch=read_run_mismatch(series, outcomes.fall),
-        checked=None if is_control else _checked(database, pair, name, notes),
+        checked=checked if checked is not None or is_control else _checked(database, pair, name, notes),
         database=database,
         pair=pair,
         settings=read_settings(database),

@@ -9,31 +9,40 @@ from typing import Literal
 from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
+from ..attribution.attribute import explain
+from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
 from ..check.commands import RECORD
 from ..check.detectors.numerics import Precision, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
+from ..dynamics.recorded import RecordedChange, read_recorded
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
+from ..trace.source import Pair
 from .alarms import ALARMS
 from .diagnosis import AlarmReading, Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
 from .figures import FIGURES
 from .metrics import own_metrics
 from .replay_effects import replay_effects
 
+JUDGED = "k3"
+"""Series whose jumps are told."""
+
 
 def diagnose(
     trace: str | os.PathLike[str] | Database,
     *,
     pair: str = "train:rollout",
+    control: str | os.PathLike[str] | None = None,
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
     """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
 
-    First `check`; then what each side computed in, as contracts say and as the numbers show; then the published figures
+    First the story: whether the run fell, since when, and the most probable cause, as `attribute` has it, beside a `control`
+    where one is given. Then `check`; then what each side computed in, as contracts say and as the numbers show; then the published figures
     and alarm levels under their own definitions, with the trace's own beside them; then what replays in the trace settled.
     `steps` (3:80, -10:, 2:200:2) takes a part of the run.
 
@@ -48,8 +57,13 @@ def diagnose(
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
+    attribution = explain(
+        database, names, control=None if control is None else opened(control, steps), checked=checked, progress=progress
+    )
     return Diagnosis(
         checked=checked,
+        attribution=attribution,
+        jumps=_jumps(database, names),
         numerics=Numerics(
             passes=names,
             declared=(sides[0].declared, sides[1].declared),
@@ -63,6 +77,16 @@ def diagnose(
         replays=replays,
         next=_next(data, checked, replays),
     )
+
+
+def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
+    """The changes of the mismatch that no training makes, the largest first."""
+    found = [
+        change for change in read_recorded(database, pair)
+        if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
+        and change.after >= ABRUPT * change.before and change.after > 0
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda change: -abs(change.size_in_sd or 0.0)))
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:

@@ -7,7 +7,9 @@ from typing import Literal
 
 from ...schemas.results import Result
 from ..advice import Advice
+from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
+from ..dynamics.recorded import RecordedChange
 from .alarms import Alarm
 from .figures import PublishedFigure
 
@@ -100,6 +102,10 @@ class Diagnosis(Result):
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: CheckResult
+    attribution: Attribution
+    """Whether the run fell, where that begins, and the cause."""
+    jumps: tuple[RecordedChange, ...]
+    """Changes of the mismatch beyond ABRUPT, the largest first."""
     numerics: Numerics
     metrics: dict[str, float]
     """The trace's own figures, by the names of `stats` and of the frameworks."""

@@ -5,35 +5,124 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ..attribution.attribution import Attribution
+from ..attribution.text import attribution_json
 from ..check.text import checked_json, checked_text, wrapped
+from ..dynamics.change_text import change_sentence
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
 
-def diagnosis_text(found: Diagnosis, width: int | None = None) -> str:
-    """Write a diagnosis, for reading: the check, the numerics, what is normal, the alarms, the replays, what is next."""
+def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
+    """Write a diagnosis, for reading: the story, and an answer each to valid, why, normal and what is next.
+
+    `verbose` adds the check's evidence, what was computed in, published figures, alarms and replays as tables.
+    """
     found = shown(found)
+    parts = [wrapped(story(found), "", width), _answers(found, width)]
+    if verbose:
+        parts += _tables(found, width)
+    return "\n\n".join(parts)
+
+
+def story(found: Diagnosis) -> str:
+    """What happened, as one would tell it to a colleague."""
+    attribution, fall = found.attribution, found.attribution.fall
+    if fall is None:
+        calm = "No fall is seen" if attribution.outcome else "Neither a reward nor an evaluation was recorded"
+        jump = f"; {change_sentence(found.jumps[0])}" if found.jumps else ""
+        valid = (
+            "the comparison is valid"
+            if found.checked.is_valid
+            else f"the comparison is not valid: {found.checked.findings[0].title}"
+        )
+        return f"{calm}{jump}; {valid}."
+    when = f"{fall.step}; {fall.interval[0]} to {fall.interval[1]}"
+    lead = next(
+        (change for change in attribution.changes if not change.follows and change.series != fall.onset_of), None
+    )
+    lead = next((change for change in attribution.changes if change.series in _named(attribution)), lead)
+    down = f"{fall.outcome} falls from {fall.before:.3g} to {fall.after:.3g} ({when})"
+    said = f"{down}."
+    if lead is not None:
+        apart = fall.step - lead.step
+        beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
+        said = f"{_capital(change_sentence(lead))}, {beside} {down}."
+    return f"{said} {_cause(attribution)}"
+
+
+def _named(attribution: Attribution) -> set[str]:
+    """The series that the evidence of the first suspect is about."""
+    if not attribution.suspects:
+        return set()
+    first = attribution.suspects[0]
+    series = {str(each.values["series"]) for each in first.evidence if "series" in each.values}
+    if first.code in ("mismatch", "staleness"):
+        series |= {"mean_abs_d", "k3"}
+    return series
+
+
+def _cause(attribution: Attribution) -> str:
+    first = attribution.suspects[0]
+    if attribution.cause is None:
+        others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
+        return f"The cause cannot be told: {others}."
+    return f"Most probably {first.title} ({first.probability:.0%})."
+
+
+def _capital(text: str) -> str:
+    return text if text.startswith(("k3", "mean_abs_d")) else text[:1].upper() + text[1:]
+
+
+def _answers(found: Diagnosis, width: int | None) -> str:
+    """A line or two for each question."""
+    finding, attribution = found.checked.findings[0], found.attribution
+    raised = [reading.alarm.definition for reading in found.alarms if reading.is_raised]
+    rows = [
+        ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
+        ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
+        (
+            "alarms",
+            f"{len(raised)} of {len(found.alarms)} published ones sound"
+            + (f": {', '.join(raised[:3])}" if raised else ""),
+        ),
+    ]
+    if attribution.fall is not None:
+        for_it = [each.sentence for each in attribution.suspects[0].evidence if each.points > 0][:2]
+        how = (
+            "beside a control"
+            if attribution.is_intervention
+            else "from this run alone"
+            if not attribution.control
+            else "beside another run"
+        )
+        rows.insert(1, ("why", f"{'; '.join(for_it) or 'nothing that was recorded explains it'} ({how})"))
+    settled = found.settled_by
+    if settled is not None:
+        rows.append(("replays", effect_text(settled)))
+    lines = [wrapped(text, f"{name:<8}", width) for name, text in rows]
+    advice = [*found.next, *(suspect.next for suspect in attribution.suspects[:1] if suspect.next)]
+    lines += [f"next    {each}" for each in dict.fromkeys(str(one) for one in advice[:2])]
+    return "\n".join(lines)
+
+
+def _tables(found: Diagnosis, width: int | None) -> list[str]:
     parts = [
         _titled("IS IT VALID?", checked_text(found.checked, width)),
         _titled("WHAT WAS COMPUTED IN?", wrapped(numerics_text(found.numerics), "", width)),
-        _titled(
-            "IS IT NORMAL?",
-            wrapped(size_text(found.size, is_valid=found.checked.is_valid), "", width)
-            + "\n\n"
-            + to_text(_figures(found), width),
-        ),
+        _titled("IS IT NORMAL?", to_text(_figures(found), width)),
         _titled("WHICH ALARMS SOUND?", to_text(_alarms(found), width)),
     ]
     if found.replays:
         parts.append(_titled("WHAT DID REPLAYS SETTLE?", to_text(_replays(found), width)))
     if found.next:
         parts.append(_titled("WHAT WOULD SETTLE THE REST?", "\n".join(found.next)))
-    return "\n\n\n".join(parts)
+    return parts
 
 
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     """The same as JSON can say it: codes, every number, and the sentences made from them."""
-    told = asdict(found)
+    told = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     for replay, effect in zip(told["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
     for reading in told["alarms"]:

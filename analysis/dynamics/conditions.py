@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...tracer.recorder import HYPERPARAMETER
+from ...schemas.layout import HYPERPARAMETER
 from ..trace.cache import cached
 from ..trace.database import Database, quoted
 from .columns import by_step
