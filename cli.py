@@ -551,19 +551,23 @@ def stats(traces: Sequence[str], steps: str, like: str | None, form: _Form, **op
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
+@click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
+@click.option(
+    "-v", "--verbose", is_flag=True, default=False, help="Evidence, published figures, alarms and replays as tables."
+)
 @_prints(csv=False, wide=False)
-def diagnose(trace: str, pair: str, steps: str, form: _Form) -> None:
-    """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
+def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
+    """Tell a run's story: whether it fell and since when, why, whether the comparison is valid, and what is normal.
 
-    Begin here. It runs check, names what each side computed in, holds the trace's own figures against published ones and
-    against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay would
-    settle the rest. The exit code is 1 when the comparison is not valid.
+    Begin here. It runs attribute and check, names what each side computed in, holds the trace's own figures against published
+    ones and against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay
+    would settle the rest. The exit code is 1 when the comparison is not valid.
     """
     from .analysis import diagnose as look
     from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
-    found = look(trace, pair=pair, steps=steps, progress=_progress)
-    form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width))
+    found = look(trace, control=control, progress=_progress, **options)
+    form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width, verbose=verbose))
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 

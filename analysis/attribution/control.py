@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..dynamics.recorded import read_recorded
 from ..statement import Measured, Statement
 from . import thresholds as t
 from .attribution import Difference
@@ -14,8 +15,13 @@ from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
 from .rollouts import Rollouts, relation
+from .settings import suspect_of
 from .suspect import Suspect
+from .suspects.advantages import advantages
 from .suspects.lag import declared_lag
+from .suspects.mismatch import mismatch
+from .suspects.reference import reference
+from .suspects.truncation import truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
-        suspects=suspects, is_intervention=shares and bool(codes), differences=differences, notes=notes
+        suspects=suspects, is_intervention=shares and len(codes) == 1, differences=differences, notes=notes
     )
 
 
@@ -64,10 +70,10 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
 
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
-    for find in (_rewards, _advantages, _lags):
+    for find in (_prompts, _rewards, _advantages, _lags):
         yield from find(facts, control)
     yield from _mismatches(facts, control, suspects)
-    for find in (_rates, _settings):
+    for find in (_rates, _settings, _changed):
         yield from find(facts, control)
     yield from _first_update(facts, control)
 
@@ -121,9 +127,11 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
-    of_run, of_control = (relation(run.rollouts, "reward", "advantage").by_group for run in (facts, control))
+    of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < t.ADVANTAGE_AGREES <= of_control:
-        yield _difference("pairing", "advantages", of_run, of_control)
+        yield _difference(
+            "advantages" if of_run < t.INVERTED_ADVANTAGES else "pairing", "advantages", of_run, of_control
+        )
 
 
 def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
@@ -143,6 +151,39 @@ def _mismatches(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> 
     yield _difference(explained, "mismatch", run.size, other.size)
 
 
+def _prompts(facts: Facts, control: Facts) -> Iterator[Difference]:
+    """Prompts that are other ones from some step on, where those of the first step are the same."""
+    if not shares_prompts(facts, control):
+        return
+    steps = np.intersect1d(np.unique(facts.rollouts.step), np.unique(control.rollouts.step))
+    differing = [int(step) for step in steps if _differ(facts.rollouts, control.rollouts, int(step))]
+    if differing:
+        yield Difference(suspect="data", code="prompts", values={"step": differing[0], "num_steps": len(differing)})
+
+
+def _differ(a: Rollouts, b: Rollouts, step: int) -> bool:
+    """Whether a step's prompts are not the same, in whatever order."""
+    return not np.array_equal(np.sort(a.prompt[a.step == step]), np.sort(b.prompt[b.step == step]))
+
+
+def _changed(facts: Facts, control: Facts) -> Iterator[Difference]:
+    """What was changed near the fall of the run, and is not changed there in the control."""
+    known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
+    for suspect in (mismatch, reference, truncation, advantages):
+        for each in suspect(facts).evidence:
+            series, step = each.values.get("series"), each.values.get("step")
+            if each.points > 0 and each.code in _CHANGES and (series, step) not in known:
+                yield Difference(
+                    suspect=suspect.__name__,
+                    code="changed",
+                    values=dict(each.values) | {"series": str(series or each.code)},
+                )
+
+
+_CHANGES = ("setting_changed", "reference_jumps", "responses_cut", "advantages_changed")
+"""Evidence of a run that is a difference where its control lacks it."""
+
+
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
     of_run, of_control = facts.values("learning_rate"), control.values("learning_rate")
     n = min(len(of_run), len(of_control))
@@ -154,16 +195,12 @@ def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
         )
 
 
-_OF_OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "optim")
-
-
 def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
-    for name in _OF_OPTIMIZER:
-        if name in facts.settings and name in control.settings and facts.settings[name] != control.settings[name]:
-            yield _difference("optimizer", "setting", facts.settings[name], control.settings[name], setting=name)
+    """Settings of the same name with other values; those that belong to no suspect, such as names of runs, are left out."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
-        if "entropy" in name and facts.settings[name] != control.settings[name]:
-            yield _difference("entropy", "setting", facts.settings[name], control.settings[name], setting=name)
+        suspect = suspect_of(name)
+        if suspect != "unknown" and facts.settings[name] != control.settings[name]:
+            yield _difference(suspect, "setting", facts.settings[name], control.settings[name], setting=name)
 
 
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:

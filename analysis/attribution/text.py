@@ -187,6 +187,8 @@ DIFFERENCES: Mapping[str, str] = {
     "setting": "{setting} is {run} in the run and {control} in the control",
     "gradient": "at step {step} the same sequences, rewards and advantages give a gradient of norm {run:.4g} in the run and "
     "{control:.4g} in the control: the loss has another term (an entropy bonus, a KL term)",
+    "prompts": "from step {step} on the prompts are other ones than the control's ({num_steps} steps)",
+    "changed": "{series} changes near the fall in the run and not in the control",
     "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards, advantages "
     "and gradient norm: the optimizer differs",
 }

@@ -100,10 +100,15 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     settled = found.settled_by
     if settled is not None:
         rows.append(("replays", effect_text(settled)))
-    lines = [wrapped(text, f"{name:<8}", width) for name, text in rows]
+    lines = [_labelled(name, text, width) for name, text in rows]
     advice = [*found.next, *(suspect.next for suspect in attribution.suspects[:1] if suspect.next)]
-    lines += [f"next    {each}" for each in dict.fromkeys(str(one) for one in advice[:2])]
+    lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
     return "\n".join(lines)
+
+
+def _labelled(name: str, text: str, width: int | None) -> str:
+    """A text beside its label, in as many lines as it needs."""
+    return f"{name:<8}{wrapped(text, ' ' * 8, width).strip()}"
 
 
 def _tables(found: Diagnosis, width: int | None) -> list[str]:

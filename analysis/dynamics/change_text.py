@@ -20,7 +20,8 @@ def change_sentence(change: RecordedChange) -> str:
     if min(before, after) > 0:
         factor = after / before
         if factor >= _FACTOR:
-            return f"{change.series} {verb if change.shape == 'shift' else 'begins to grow'} {factor:,.3g}-fold {when}"
+            told = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
+            return f"{change.series} {verb if change.shape == 'shift' else 'begins to grow'} {told}-fold {when}"
         if factor <= 1 / _FACTOR:
             fall = "drops" if change.shape == "shift" else "begins to fall"
             return f"{change.series} {fall} to {factor:.2g} of what it was {when}"

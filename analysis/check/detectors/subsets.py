@@ -182,7 +182,8 @@ def _split(name: str, values: list[Any], level: np.ndarray, weight: np.ndarray) 
     ratio = float(np.exp(np.average(means[high], weights=tokens[high]) - np.average(means[low], weights=tokens[low])))
     rows = np.isin(place, high)
     centred = (level - np.average(level[there], weights=weight[there]))[there]
-    r2 = best / float((weight[there] * centred**2).sum()) if len(centred) else 0.0
+    spread = float((weight[there] * centred**2).sum())
+    r2 = best / spread if spread > 0 else 0.0
     share = float(weight[rows & there].sum() / weight[there].sum())
     within = max(float(np.std(means[low])), float(np.std(means[high])), 0.05)
     distance = float(means[high].min() - means[low].max())
