@@ -102,7 +102,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
         return
     values = {"share": share, "num_responses": int(known.sum())}
     length = _correlation(difference[known & differs], a.length[at_a][known & differs])
-    if length > t.LENGTH_EXPLAINS:
+    if abs(length) > t.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
     elif _permuted(a, b):
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)

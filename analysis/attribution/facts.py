@@ -134,7 +134,12 @@ class Facts:
         first, last = self.fall.interval
         found = changed_rewards(self.rollouts, first - 5, max(last, self.fall.fallen))
         noise = self.repeated_before.unequal
-        return None if found is None or found.share <= t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise) else found
+        least = (
+            max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
+            if found
+            else 0.0
+        )
+        return found if found is not None and found.share > least else None
 
     @property
     def is_given_otherwise(self) -> bool:

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from ...replay.steps import ALL_STEPS
 from ..check.finding import TITLES
+from ..dynamics.change_text import change_sentence
 from ..check.text import of_steps
 from ..rows import shown
 from ..statement import Statement
 
 if TYPE_CHECKING:
-    from .attribution import Attribution, SeriesOnset
+    from .attribution import Attribution
     from .suspect import Suspect
 
+_MOST_CHANGES = 12
+"""Changes that are listed."""
 _SHOWN = 0.02
 """Suspects below this probability are named without their evidence."""
 
@@ -249,8 +252,8 @@ def attribution_text(result: Attribution) -> str:
     ]
     if result.differences:
         parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in result.differences))
-    if result.onsets:
-        parts.append("What moved (first, with or after the fall):\n" + "\n".join(map(_onset, result.onsets)))
+    if result.changes:
+        parts.append(_changes(result))
     parts += [_suspect(suspect) for suspect in result.suspects if suspect.probability >= _SHOWN]
     others = [f"{s.title} {s.probability:.1%}" for s in result.suspects if s.probability < _SHOWN]
     if others:
@@ -270,9 +273,17 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
     return asdict(result) | {"suspects": suspects} | rendered
 
 
-def _onset(onset: SeriesOnset) -> str:
-    when = f"step {onset.step} ({onset.low} to {onset.high})"
-    return f"  {onset.order:<5} {onset.series:<26} {when:<28} {onset.before:.3g} -> {onset.after:.3g}"
+def _changes(result: Attribution) -> str:
+    """What changed around the fall, and in one line what only follows."""
+    own = [change for change in result.changes if not change.follows]
+    lines = ["What changed around the fall, the most abnormal first:"]
+    lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]
+    if len(own) > _MOST_CHANGES:
+        lines.append(f"  and {len(own) - _MOST_CHANGES} more: SELECT * FROM changes")
+    followed = [change.series for change in result.changes if change.follows]
+    if followed:
+        lines.append(f"  what follows these: {', '.join(dict.fromkeys(followed))}")
+    return "\n".join(lines)
 
 
 def _suspect(suspect: Suspect) -> str:

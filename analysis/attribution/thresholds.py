@@ -90,6 +90,8 @@ ADVANTAGE_AGREES = 0.7
 """Least correlation of rewards and advantages within groups; baselines and scales leave 1, clipping above 0.8."""
 CHANGED = 0.05
 """Share of responses that may earn another reward later; a verifier that is changed moves more."""
+FEW_CHANGED = 10
+"""Responses that must earn something else before a verifier counts as changed."""
 INVERTED = 0.22
 """Share of groups in which likelier answers clearly earn less: 0.01 to 0.06 in sound runs, 0.1 with random rewards, 0.3 and
 more where half of the prompts pay the opposite."""

@@ -50,7 +50,7 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
         return abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
     if change.series == "advantage_mean":
         return _is_far(change, facts) or (change.shape == "shift" and _is_baseline(facts, change.step))
-    return change.series == "advantage_correlation" and after < t.ADVANTAGE_FOLLOWS < before
+    return False
 
 
 def _is_far(change: RecordedChange, facts: Facts) -> bool:

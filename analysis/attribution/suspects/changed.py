@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...dynamics.recorded import RecordedChange
 from ...statement import Measured
+from ...statistics.noise import robust_sd
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -33,6 +36,19 @@ def worth(facts: Facts, change: RecordedChange) -> float:
         return t.DECISIVE
     first, last = facts.fall.interval
     return t.CERTAIN if first - t.SUDDEN <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
+
+
+def policy_moves(facts: Facts, step: int) -> bool:
+    """Whether the likelihood of the policy's own responses is another one from a step on."""
+    rollouts = facts.rollouts
+    known = np.isfinite(rollouts.likelihood)
+    steps, place = np.unique(rollouts.step[known], return_inverse=True)
+    mean = np.bincount(place, rollouts.likelihood[known]) / np.maximum(np.bincount(place), 1)
+    at = int(np.searchsorted(steps, step))
+    before, since = mean[max(at - 3, 0) : at], mean[at : at + 3]
+    if not len(before) or not len(since):
+        return False
+    return abs(float(since.mean() - before.mean())) > t.SAME_POLICY * max(robust_sd(np.diff(mean)), 1e-12)
 
 
 def holds(facts: Facts, points: float) -> list[Evidence]:

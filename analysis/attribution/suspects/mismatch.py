@@ -91,7 +91,7 @@ def _order(facts: Facts) -> list[Evidence]:
         return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=t.STRONG)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
-    return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt else t.WEAK)]
+    return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts) < 1 else t.WEAK)]
 
 
 def _semantics(facts: Facts) -> list[Evidence]:

@@ -9,7 +9,7 @@ from ..facts import Facts
 from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
-from .changed import changed, holds, settings
+from .changed import changed, holds, policy_moves, settings
 
 
 def reference(facts: Facts) -> Suspect:
@@ -26,6 +26,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     sudden = [
         change for change in facts.clear(REFERENCE)
         if change.shape == "shift" and change.high - change.low <= t.SUDDEN and float(change.after) > float(change.before)
+        and not policy_moves(facts, change.step)
     ]  # fmt: skip
     if sudden:
         return [changed("reference_jumps", sudden[0], t.DECISIVE)]
