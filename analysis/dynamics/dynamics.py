@@ -60,7 +60,7 @@ def dynamics(
     onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
     schedule = schedule_of(series["length"]) if "length" in series else None
     axis = next(iter(series.values())).steps
-    growth = growths(series.get("k3"))
+    growth = growths(series.get("k3"), changes_of.get("k3", ()))
     return Dynamics(
         trace=source.store.url,
         run=source.run,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..statistics.intervals import student_quantile
 from ..statistics.noise import highest_long_run_variance
+from .changes import SHIFT, ChangePoint
 from .quantities import Series
 
 FEWEST = 8
@@ -49,14 +51,20 @@ class EntropyLaw:
     """(step, reward - law)."""
 
 
-def growths(k3: Series | None) -> tuple[Growth, ...]:
-    """How fast the mismatch compounds, over the run and over its last third: under arXiv 2510.18855 by a constant factor."""
+def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
+    """How fast the mismatch compounds, over the run and over its last third: under arXiv 2510.18855 by a constant factor.
+
+    No line is laid across a jump: a run with one has none of its own, and its last third begins after the last jump.
+    """
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)
     steps, logs = k3.steps[there].astype(float), np.log(k3.values[there])
-    last = len(steps) - len(steps) // 3
-    parts = (("run", steps, logs), ("last third", steps[last:], logs[last:]))
+    jumps = [change.high for change in changes if change.kind == SHIFT]
+    last = max(len(steps) - len(steps) // 3, int(np.searchsorted(steps, max(jumps, default=-1), side="right")))
+    parts = [("last third", steps[last:], logs[last:])]
+    if not jumps:
+        parts.insert(0, ("run", steps, logs))
     return tuple(_growth(part, t, y) for part, t, y in parts if len(t) >= FEWEST)
 
 

@@ -9,7 +9,7 @@ from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.laws import entropy_law, growths
 from tim_trace.analysis.dynamics.lead_lag import lead_lags
 from tim_trace.analysis.dynamics.onsets import onsets_of
-from tim_trace.analysis.dynamics.quantities import KINDS, Series
+from tim_trace.analysis.dynamics.quantities import KINDS, Series, named
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text
 from tim_trace.analysis.objective.objective import objective
@@ -480,3 +480,14 @@ def test_a_trace_without_steps_is_refused(tmp_path):
         recorder.add_hyperparameters({"seed": 1})
     with pytest.raises(NothingToCompare, match="neither sequences nor logged values"):
         dynamics(tmp_path / "run")
+
+
+def test_no_line_is_laid_across_a_jump():
+    steps = np.arange(1, 121)
+    values = np.exp(np.random.default_rng(0).normal(0, 0.05, 120)) * np.where(steps < 100, 1e-3, 0.5)
+    k3 = named("k3", steps, values, "")
+    assert {part.part for part in growths(k3)} == {"run", "last third"}
+    (last,) = growths(k3, change_points(k3))
+    assert (last.part, last.num_steps) == ("last third", 21)
+    assert last.doubling is None  # across the jump it would double every few steps
+    assert growths(k3)[1].doubling is not None
