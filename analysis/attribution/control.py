@@ -13,7 +13,7 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, relation
+from .rollouts import Rollouts, relation, reward_differences
 from .suspect import Suspect
 from .suspects.lag import declared_lag
 
@@ -86,11 +86,10 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The same response to the same prompt earns something else."""
     a, b = facts.rollouts, control.rollouts
     _, at_a, at_b = np.intersect1d(a.whole, b.whole, return_indices=True)
-    difference = a.reward[at_a] - b.reward[at_b]
+    difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
     known = np.isfinite(difference)
     if known.sum() < 10:
         return
-    differs = np.abs(difference) > 1e-6 * max(1.0, float(np.nanmax(np.abs(b.reward))))
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
