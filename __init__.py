@@ -11,6 +11,7 @@ from tim_trace.schemas.lazy import make_lazy
 if TYPE_CHECKING:
     from tim_trace.analysis.attribution.attribute import attribute
     from tim_trace.analysis.check.check import check
+    from tim_trace.analysis.comparison.compare import compare
     from tim_trace.analysis.corrections import corrections
     from tim_trace.analysis.diagnosis.diagnose import diagnose
     from tim_trace.analysis.dynamics.dynamics import dynamics
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Loss", "Recorder", "attribute", "check", "connect", "corrections", "diagnose", "dynamics", "export", "gate",
+    "Loss", "Recorder", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate",
     "gradient", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
     "triangulate", "verify", "watch", "weights",
 ]  # fmt: skip

@@ -53,6 +53,7 @@ SECTIONS = {
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
+        "compare": "What differs first between two runs.",
         "corrections": "What each correction would have cut, and its cost.",
         "objective": "What the mismatch does to the training objective.",
         "dynamics": "When each series changed, and what moved first.",
@@ -593,6 +594,31 @@ def check(trace: str, pair: str, steps: str, partial: bool, form: _Form) -> None
     form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
+
+
+@_example("tim-trace compare runs/demo runs/other")
+@main.command()
+@click.argument("a", metavar="RUN")
+@click.argument("b", metavar="RUN2")
+@_pair
+@_steps
+@_prints()
+def compare(a: str, b: str, form: _Form, **options: Any) -> None:
+    """Say what differs first between two runs, and what else, by the step at which each difference begins.
+
+    Settings, sampling and contracts; prompts, responses, logprobs of equal tokens, rewards of equal responses, advantages of
+    equal rewards; lags of policy versions; and every series of dynamics, from the step at which the runs lie apart beyond
+    what they scatter, with the size in standard deviations.
+    """
+    from .analysis import compare as hold_against
+    from .analysis.comparison.text import comparison_json, comparison_rows, comparison_text
+
+    found = hold_against(a, b, progress=_progress, **options)
+    form.answer(
+        json=lambda: comparison_json(found),
+        text=lambda width: comparison_text(found, width),
+        rows=lambda: comparison_rows(found),
+    )
 
 
 @_example("tim-trace corrections runs/demo --by length")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..tracer.launch import record
     from .attribution.attribute import attribute
     from .check.check import check
+    from .comparison.compare import compare
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
     from .dynamics.dynamics import dynamics
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "LengthDecayLR", "attribute", "check", "connect", "corrections", "diagnose", "dynamics", "export", "gate", "gradient",
+    "LengthDecayLR", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate", "gradient",
     "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -43,6 +44,7 @@ make_lazy(
         "LengthDecayLR": ".dynamics.length_decay_lr",
         "attribute": ".attribution.attribute",
         "check": ".check.check",
+        "compare": ".comparison.compare",
         "connect": ".trace.database",
         "corrections": ".corrections",
         "diagnose": ".diagnosis.diagnose",

@@ -19,6 +19,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
         "stored_bytes",
     ),
+    "compare": ("kind", "name", "step", "a", "b", "sd"),
     "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
     "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),

@@ -13,6 +13,7 @@ from runs import train
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.comparison.compare import compare
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.dynamics.dynamics import dynamics
@@ -47,6 +48,7 @@ TWINS = {
     "stats": stats,
     "diagnose": diagnose,
     "check": check,
+    "compare": compare,
     "corrections": corrections,
     "dynamics": dynamics,
     "attribute": attribute,
@@ -147,7 +149,8 @@ def workplace(tmp_path_factory):
     """A folder as the examples expect it: a recorded run, the examples, and a dump to import."""
     folder = tmp_path_factory.mktemp("workplace")
     trained = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")
-    shutil.copytree(trained.trace, folder / "runs" / "demo")
+    for name in ("demo", "other"):
+        shutil.copytree(trained.trace, folder / "runs" / name)
     return filled(folder)
 
 

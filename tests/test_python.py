@@ -127,6 +127,7 @@ def check_sentence(error, kind):
 
 
 GIVEN = {
+    "compare": {"b": "/proc/nowhere"},
     "export": {"version": 1, "folder": "/proc/nowhere"},
     "gate": {"fail_on": ["check"]},
     "import_parquet": {"path": "/proc/nowhere", "output": "/proc/nowhere"},

@@ -14,7 +14,7 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, relation
+from .rollouts import Rollouts, relation, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import advantages
@@ -92,11 +92,11 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The same response to the same prompt earns something else."""
     a, b = facts.rollouts, control.rollouts
     _, at_a, at_b = np.intersect1d(a.whole, b.whole, return_indices=True)
-    difference = a.reward[at_a] - b.reward[at_b]
+    difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
     known = np.isfinite(difference)
     if known.sum() < 10:
         return
-    differs = np.abs(difference) > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(b.reward)))
+    differs &= np.abs(difference) > t.MATERIAL_REWARD * float(np.nanstd(b.reward))
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return

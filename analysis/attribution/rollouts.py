@@ -6,6 +6,7 @@ Shapes: N sequences, in the order of their recording.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +94,10 @@ class Rollouts:
     def until(self, step: int) -> Rollouts:
         """The sequences up to a step."""
         return self._where(self.step <= step)
+
+    def at(self, steps: Sequence[int]) -> Rollouts:
+        """The sequences of some steps."""
+        return self._where(np.isin(self.step, steps))
 
     def _where(self, kept: np.ndarray) -> Rollouts:
         return Rollouts(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
@@ -246,6 +251,16 @@ def changed_rewards(rollouts: Rollouts, first: int, last: int) -> ChangedRewards
 
 def _correlated(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
+
+
+def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[N] differences of the rewards of equal responses, NaN where one is not known, and [N] bool: beyond rounding.
+
+    `scale_of`: rewards whose largest size is what rounding is a share of.
+    """
+    difference = first - second
+    scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
+    return difference, np.abs(difference) > 1e-6 * scale
 
 
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:

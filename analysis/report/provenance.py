@@ -10,6 +10,7 @@ from typing import Any
 from ...replay.steps import ALL_STEPS
 from ...schemas.errors import option
 from ...schemas.passes import REPLAY_PREFIX
+from ..trace.contracts import field_text, flat_contract
 from .subject import Subject
 
 _SHOWN = 12
@@ -46,7 +47,7 @@ class Provenance:
 def provenance(subject: Subject) -> Provenance:
     """Put the contracts of the recorded passes side by side; replays name what they change by themselves."""
     columns = _columns(subject)
-    contracts = [_flat(contract) for _, _, contract in columns]
+    contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
     fields = [_field(name, contracts) for name in names]
     return Provenance(
@@ -54,7 +55,7 @@ def provenance(subject: Subject) -> Provenance:
         passes=tuple(name for name, _, _ in columns),
         hashes=tuple(digest[:_SHOWN] for _, digest, _ in columns),
         fields=tuple(sorted(fields, key=lambda field: not field.differs)),
-        settings=tuple((name, _text(value)) for name, value in sorted(subject.settings.items())),
+        settings=tuple((name, field_text(value)) for name, value in sorted(subject.settings.items())),
     )
 
 
@@ -71,16 +72,6 @@ def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
         name = f"{row['pass']} {seen[row['pass']]}" if row["pass"] in several else row["pass"]
         found.append((name, str(row["contract"]), json.loads(row["contract_json"])))
     return found
-
-
-def _flat(value: Any, path: str = "") -> dict[str, str]:
-    """A contract as path -> text; lists and what is empty stay one value."""
-    if isinstance(value, dict) and value:
-        found: dict[str, str] = {}
-        for name, part in value.items():
-            found |= _flat(part, f"{path}.{name}" if path else str(name))
-        return found
-    return {path: _text(value)} if path else {}
 
 
 def _field(name: str, contracts: list[dict[str, str]]) -> Field:
@@ -108,7 +99,3 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
         "format": f"version {held.format_version}",
     }  # fmt: skip
     return tuple((name, value) for name, value in facts.items() if value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Two runs side by side: what differs first between them."""

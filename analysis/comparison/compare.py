@@ -1,0 +1,116 @@
+"""What differs first between two runs?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+
+from ...replay.steps import ALL_STEPS
+from ...schemas.errors import NothingToCompare
+from ...schemas.passes import REPLAY_PREFIX
+from ...tracer.progress import Progress, no_progress
+from ..attribution.rollouts import read_rollouts
+from ..dynamics.series import Series, read_series
+from ..statement import Statement
+from ..trace.columns import passes_with
+from ..trace.database import Database, opened
+from ..trace.pairs import parse_pair
+from ..trace.sampling import tokens_by_step
+from .comparison import KINDS, Comparison, RunDifference
+from .sequences import logprob_differences, sequence_differences
+from .series import series_differences
+from .settings import contract_differences, sampling_differences, setting_differences
+
+
+def compare(
+    a: str | os.PathLike[str] | Database,
+    b: str | os.PathLike[str] | Database,
+    *,
+    pair: str = "train:rollout",
+    steps: str = ALL_STEPS,
+    progress: Progress = no_progress,
+) -> Comparison:
+    """Say what differs first between two runs, and what else, by the step at which each difference begins.
+
+    Settings, those of sampling, and contracts of passes (a pass's contract of a step is that of most of its rows); then,
+    over the steps with sequences in both: prompts; responses to equal prompts; logprobs of equal tokens, which are those
+    that come before two responses to one prompt part, bit for bit; rewards of equal responses, beyond 1e-6 of the
+    largest; advantages of these where the rewards of their whole group are equal; lags of policy versions; and every series
+    of `dynamics` (`pair` names the passes of the mismatch) from the first step of the stretch, between change points of the
+    difference, whose mean lies beyond 4.5 standard errors. Sequences are paired within a step: equal ones first, then those of
+    equal prompts, in the order of recording. `steps` (3:80, -10:, 2:200:2) takes a part of both. Replays are left out.
+
+    Raises NothingToCompare where the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    """
+    names = parse_pair(pair)
+    of_a, of_b = opened(a, steps), opened(b, steps)
+    with progress("comparing runs", 4) as advance:
+        series_a, series_b = (read_series(database, pair=names) for database in (of_a, of_b))
+        shared = sorted(tokens_by_step(of_a).keys() & tokens_by_step(of_b).keys())
+        if not shared and not _share_steps(series_a, series_b):
+            raise NothingToCompare(
+                f"{of_a.given[0]} and {of_b.given[0]}: share no step; compare runs of the same steps"
+            )
+        advance(1)
+        found = [*setting_differences(of_a, of_b)]
+        found += sampling_differences(of_a, of_b, shared)
+        found += contract_differences(of_a, of_b, shared)
+        advance(1)
+        found += _steps(of_a, of_b)
+        if shared:
+            rollouts_a, rollouts_b = (read_rollouts(database, names).at(shared) for database in (of_a, of_b))
+            found += sequence_differences(rollouts_a, rollouts_b, shared)
+            found += logprob_differences(of_a, of_b, shared, _passes(of_a, of_b))
+        advance(1)
+        same: list[str] = []
+        within: list[str] = []
+        found += series_differences(series_a, series_b, same, within)
+        advance(1)
+    return Comparison(
+        a=of_a.given[0],
+        b=of_b.given[0],
+        pair=pair,
+        steps=steps,
+        num_steps=len(shared),
+        differences=tuple(sorted(found, key=_order)),
+        same=tuple(same),
+        within_scatter=tuple(within),
+        note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared)),
+    )
+
+
+def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
+    of_a, of_b = ({int(step) for one in series.values() for step in one.steps} for series in (a, b))
+    return bool(of_a & of_b)
+
+
+def _order(one: RunDifference) -> tuple[int, int, float, str]:
+    """By step; of one step what may be a cause first, and series by their size, those that do not scatter first."""
+    size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
+    return one.step, KINDS.index(one.kind), size, one.name
+
+
+def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
+    """Steps with sequences in one run alone."""
+    of_a, of_b = tokens_by_step(a).keys(), tokens_by_step(b).keys()
+    alone = sorted(of_a ^ of_b)
+    if alone:
+        first = alone[0]
+        one, two = ("recorded" if first in run else None for run in (of_a, of_b))
+        yield RunDifference(kind="steps", name="", step=first, a=one, b=two, values={"num_steps": len(alone)})
+
+
+def _passes(a: Database, b: Database) -> list[str]:
+    of_a, of_b = (passes_with(database, "logprobs", first_use=True) for database in (a, b))
+    return sorted(name for name in of_a & of_b if not name.startswith(REPLAY_PREFIX))
+
+
+def _notes(of_a: Collection[str], of_b: Collection[str], shared: list[int]) -> Iterator[Statement]:
+    if not shared:
+        yield Statement(code="no_sequences")
+    for code, one, other in (("only_a", of_a, of_b), ("only_b", of_b, of_a)):
+        names = [name for name in one if name not in other]
+        if names:
+            yield Statement(code=code, values={"series": ", ".join(names)})

@@ -1,0 +1,227 @@
+"""The sequences of two runs held against each other: prompts, responses, logprobs of equal tokens, rewards, advantages.
+
+Shapes: N sequences of run A, M of run B, K pairs of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..attribution.rollouts import Rollouts, reward_differences
+from ..trace.database import Database, quoted, step_condition
+from ..trace.sampling import step_ranges, tokens_by_step
+from .comparison import RunDifference
+
+_ROWS = """
+SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}
+FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE {within}) AS s
+{joins}
+ORDER BY step, place
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Sequences of both runs that belong together."""
+
+    a: np.ndarray
+    """[K] place in run A."""
+    b: np.ndarray
+    equal: np.ndarray
+    """[K] bool: whether prompt and response are the same; else the prompt is."""
+
+
+def paired(a: Any, b: Any) -> Pairs:
+    """Pair sequences of a step: first equal ones, then what is left of equal prompts, each in the order of recording.
+
+    Both have arrays `step`, `prompt` and `whole`, the hashes of Rollouts.
+    """
+    of_whole = _matched(a.step, a.whole, b.step, b.whole)
+    left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
+    rest = _matched(a.step[left_a], a.prompt[left_a], b.step[left_b], b.prompt[left_b])
+    at_a, at_b = np.concatenate([of_whole[0], left_a[rest[0]]]), np.concatenate([of_whole[1], left_b[rest[1]]])
+    equal = np.arange(len(at_a)) < len(of_whole[0])
+    order = np.argsort(at_a, kind="stable")
+    return Pairs(at_a[order], at_b[order], equal[order])
+
+
+def _matched(
+    step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places of rows of equal step and key, the k-th of one with the k-th of the other."""
+    keys = [
+        {key: place for place, key in enumerate(_numbered(step, key))}
+        for step, key in ((step_N, key_N), (step_M, key_M))
+    ]
+    shared = [key for key in keys[0] if key in keys[1]]
+    at_a, at_b = (np.array([places[key] for key in shared], np.int64) for places in keys)
+    return at_a, at_b
+
+
+def _numbered(steps: np.ndarray, keys: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Step, key, and how many of both came before."""
+    seen: dict[tuple[int, int], int] = {}
+    for step, key in zip(steps.tolist(), keys.tolist(), strict=True):
+        number = seen.get((step, key), 0)
+        seen[step, key] = number + 1
+        yield step, key, number
+
+
+def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
+    """Prompts, responses, rewards and advantages, of the steps that both runs have."""
+    pairs = paired(a, b)
+    yield from _prompts(a, b, steps)
+    yield from _responses(a, pairs)
+    one, two = (run.reward[at] for run, at in ((a, pairs.a), (b, pairs.b)))
+    _, differs = reward_differences(one, two, b.reward)
+    yield from _first("rewards", a.step[pairs.a], one, two, pairs.equal & differs, pairs.equal & np.isfinite(one - two))
+    gain_a, gain_b = a.advantage[pairs.a], b.advantage[pairs.b]
+    gap = np.abs(gain_a - gain_b)
+    known = np.isfinite(gap) & _in_equal_groups(a, b, pairs, differs)
+    beyond = gap > 1e-6 * np.maximum(1.0, np.abs(gain_b))
+    yield from _first("advantages", a.step[pairs.a], gain_a, gain_b, known & beyond, known)
+
+
+def _prompts(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
+    of_a, of_b = ({step: _sorted_of(run, step) for step in steps} for run in (a, b))
+    others = [step for step in steps if not np.array_equal(of_a[step], of_b[step])]
+    if others:
+        first = others[0]
+        num = [len(np.unique(of_run[first])) for of_run in (of_a, of_b)]
+        values = {"share": len(others) / len(steps), "num_steps": len(others)}
+        yield RunDifference(
+            kind="prompts", name="", step=first, a=f"{num[0]} prompts", b=f"{num[1]} prompts",
+            values=values | {"num_shared": len(np.intersect1d(of_a[first], of_b[first]))},
+        )  # fmt: skip
+
+
+def _sorted_of(run: Rollouts, step: int) -> np.ndarray:
+    first, last = np.searchsorted(run.step, [step, step + 1])
+    return np.sort(run.prompt[first:last])
+
+
+def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
+    others = ~pairs.equal
+    if others.any():
+        steps = a.step[pairs.a]
+        first = int(steps[others].min())
+        at_first = steps == first
+        equal = f"{int((pairs.equal & at_first).sum())} of {int(at_first.sum())} equal"
+        values = {"share": float(others.mean()), "num_pairs": len(others)}
+        yield RunDifference(kind="responses", name="", step=first, a=equal, b=equal, values=values)
+
+
+def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
+    """[K] bool: whether every sequence of its group, in both runs, has an equal one with an equal reward."""
+    fine = pairs.equal & ~differs
+    inside = np.ones(len(fine), bool)
+    for run, at in ((a, pairs.a), (b, pairs.b)):
+        sound = np.zeros(len(run.step), bool)
+        sound[at[fine]] = True
+        inside &= ~np.isin(run.group[at], run.group[~sound])
+    return inside
+
+
+def _first(
+    kind: str, step_K: np.ndarray, a_K: np.ndarray, b_K: np.ndarray, differs_K: np.ndarray, known_K: np.ndarray
+) -> Iterator[RunDifference]:
+    if differs_K.any():
+        place = int(np.flatnonzero(differs_K)[np.argmin(step_K[differs_K])])
+        values = {
+            "share": float(differs_K.sum() / known_K.sum()), "num_pairs": int(known_K.sum()),
+            "largest": float(np.abs(a_K - b_K)[differs_K].max()),
+        }  # fmt: skip
+        yield RunDifference(
+            kind=kind, name="", step=int(step_K[place]), a=float(a_K[place]), b=float(b_K[place]), values=values
+        )
+
+
+@dataclass(slots=True)
+class _PassDifference:
+    """What is known of the logprobs of a pass by now."""
+
+    step: int | None = None
+    a: float = 0.0
+    b: float = 0.0
+    num_tokens: int = 0
+    num_unequal: int = 0
+    largest: float = 0.0
+    largest_step: int = 0
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Sequences of one run with their lists."""
+
+    step: np.ndarray
+    prompt: np.ndarray
+    whole: np.ndarray
+    response: Any
+    logprobs: dict[str, Any] = field(default_factory=dict)
+
+
+def logprob_differences(
+    a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
+) -> Iterator[RunDifference]:
+    """Logprobs under each pass of the tokens that come before two responses to one prompt part: first and largest difference."""
+    found = {name: _PassDifference() for name in passes}
+    tokens, wanted = tokens_by_step(a), set(steps)
+    for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):
+        one, two = (_read(database, chunk, passes) for database in (a, b))
+        pairs = paired(one, two)
+        for at_a, at_b in zip(pairs.a.tolist(), pairs.b.tolist(), strict=True):
+            _add(found, one, two, at_a, at_b)
+    for name, of_pass in found.items():
+        if of_pass.step is not None:
+            yield RunDifference(
+                kind="logprobs", name=name, step=of_pass.step, a=of_pass.a, b=of_pass.b,
+                values={
+                    "share": of_pass.num_unequal / of_pass.num_tokens, "num_tokens": of_pass.num_tokens,
+                    "largest": of_pass.largest, "largest_step": of_pass.largest_step,
+                },
+            )  # fmt: skip
+
+
+def _add(found: dict[str, _PassDifference], one: _Rows, two: _Rows, at_a: int, at_b: int) -> None:
+    ids = [rows.response[at].values.to_numpy() for rows, at in ((one, at_a), (two, at_b))]
+    shortest = min(map(len, ids))
+    parts = np.flatnonzero(ids[0][:shortest] != ids[1][:shortest])
+    num = int(parts[0]) if len(parts) else shortest
+    for name, of_pass in found.items():
+        lists = [rows.logprobs[name][at] for rows, at in ((one, at_a), (two, at_b))]
+        if num == 0 or not all(each.is_valid and len(each.values) >= num for each in lists):
+            continue
+        a_T, b_T = (each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float32) for each in lists)
+        unequal = np.flatnonzero(a_T.view(np.int32) != b_T.view(np.int32))
+        of_pass.num_tokens += num
+        of_pass.num_unequal += len(unequal)
+        if len(unequal):
+            step = int(one.step[at_a])
+            if of_pass.step is None:
+                of_pass.step, of_pass.a, of_pass.b = step, float(a_T[unequal[0]]), float(b_T[unequal[0]])
+            size = np.abs(a_T[unequal].astype(np.float64) - b_T[unequal])
+            largest = float(np.max(size[np.isfinite(size)], initial=0.0))
+            if largest > of_pass.largest:
+                of_pass.largest, of_pass.largest_step = largest, step
+
+
+def _read(database: Database, steps: range, passes: Sequence[str]) -> _Rows:
+    within = step_condition(steps, steps)
+    names = [f"p{number}" for number in range(len(passes))]
+    query = _ROWS.format(
+        columns="".join(f", {name}.logprobs AS {name}" for name in names),
+        within=within,
+        joins="\n".join(
+            f'LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE {within} AND "pass" = {quoted(wanted)} '
+            f"AND iteration = 0) AS {name} USING (step, seq_id)"
+            for name, wanted in zip(names, passes, strict=True)
+        ),
+    )
+    table = database.connection.sql(query).to_arrow_table().combine_chunks()
+    arrays = {name: table[name].to_numpy() for name in ("step", "prompt", "whole")}
+    lists = {wanted: table[name] for name, wanted in zip(names, passes, strict=True)}
+    return _Rows(**arrays, response=table["response_ids"], logprobs=lists)

@@ -1,0 +1,108 @@
+"""Settings, sampling and contracts of two runs, and the step from which each differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...schemas.layout import HYPERPARAMETER
+from ...schemas.passes import REPLAY_PREFIX
+from ..statement import Measured
+from ..trace.contracts import field_text, flat_contract
+from ..trace.database import Database
+from .comparison import RunDifference
+
+_SETTINGS = """
+SELECT name, step, value, text FROM metrics WHERE starts_with(name, $prefix) ORDER BY step, logged_at
+"""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+
+_SAMPLING = f"""
+SELECT step, {", ".join(f"list_sort(list(DISTINCT {name})) AS {name}" for name in SAMPLING)}
+FROM sequences GROUP BY step ORDER BY step
+"""
+
+_CONTRACTS = """
+SELECT step, "pass", mode(contract) AS contract FROM scores
+WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
+"""
+
+_Timeline = dict[str, dict[int, Any]]
+"""Name -> step -> value, which holds until the next step."""
+
+
+def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
+    """Hyperparameters, by the first step from which they hold other values."""
+    of_a, of_b = _settings(a), _settings(b)
+    for name in sorted(of_a.keys() | of_b.keys()):
+        changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
+        for step in changes:
+            one, two = (_held(timeline.get(name, {}), step) for timeline in (of_a, of_b))
+            if one != two:
+                yield RunDifference(kind="setting", name=name, step=step, a=one, b=two)
+                break
+
+
+def _settings(database: Database) -> _Timeline:
+    found: _Timeline = {}
+    for name, step, value, text in database.connection.execute(_SETTINGS, {"prefix": HYPERPARAMETER}).fetchall():
+        found.setdefault(name.removeprefix(HYPERPARAMETER), {})[step] = text if value is None else value
+    return found
+
+
+def _held(values: Mapping[int, Any], step: int) -> Any:
+    """The value that holds at a step; None before the first."""
+    known = [start for start in values if start <= step]
+    return values[max(known)] if known else None
+
+
+def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+    """Settings of sampling that the sequences of a step were drawn with."""
+    of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
+    for name in SAMPLING:
+        for step in steps:
+            one, two = of_a[step][name], of_b[step][name]
+            if one != two:
+                yield RunDifference(kind="sampling", name=name, step=step, a=_listed(one), b=_listed(two))
+                break
+
+
+def _listed(values: list[Any] | None) -> Measured | None:
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else ", ".join(f"{value:g}" for value in values)
+
+
+def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+    """Fields of the contracts of each pass, by the first step at which most rows were scored under another value."""
+    of_a, of_b = _contracts(a), _contracts(b)
+    names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
+    for name in names:
+        seen: set[str] = set()
+        for step in steps:
+            one, two = of_a.get(step, {}).get(name), of_b.get(step, {}).get(name)
+            if one == two or ((one is None or two is None) and "" in seen):
+                continue
+            if one is None or two is None:
+                seen.add("")
+                yield RunDifference(kind="contract", name=name, step=step, a=one and "recorded", b=two and "recorded")
+                continue
+            fields_a, fields_b = (flat_contract(json.loads(text)) for text in (one, two))
+            for path in sorted((fields_a.keys() | fields_b.keys()) - seen):
+                if fields_a.get(path) != fields_b.get(path):
+                    seen.add(path)
+                    yield RunDifference(
+                        kind="contract", name=f"{name}.{path}", step=step, a=fields_a.get(path), b=fields_b.get(path)
+                    )
+
+
+def _contracts(database: Database) -> dict[int, dict[str, str]]:
+    """Step -> pass -> its contract as JSON."""
+    texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
+    found: dict[int, dict[str, str]] = {}
+    for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():
+        if not name.startswith(REPLAY_PREFIX):
+            found.setdefault(step, {})[name] = texts.get(contract) or field_text({"contract": contract})
+    return found
