@@ -13,7 +13,9 @@ from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import open_dense, sealed_root
+from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
 from ..tracer.progress import Progress, no_progress
+from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
 from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
@@ -163,6 +165,10 @@ class _Verifier:
 
             is_checked = f"{relative}/zarr.json" in self._records
             yield self._read(DENSE, relative, size, is_checked, partial(self._group, segment))
+        for segment, tables in journaled_segments(self.store).items():
+            if DENSE_TABLE in tables and not self.store.exists(f"{segment.dense}/zarr.json"):
+                where = segment.journal(DENSE_TABLE)
+                yield self._read(DENSE, where, self.store.file_size(where), True, partial(self._journal, segment))
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
@@ -172,6 +178,15 @@ class _Verifier:
                 open_dense(self.store, group)
         except TimTraceError as error:
             self.damaged.append(str(error))
+
+    def _journal(self, segment: Segment) -> None:
+        """Captured distributions that are not sealed yet. Raises DamagedTrace."""
+        where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
+        if content.damage is not None:
+            raise DamagedTrace(f"{where}: {content.damage}; what follows is in no answer, restore the file from a copy")
+        found = self.snapshot.liveness.get(segment.writer)
+        if content.torn_bytes and not (found is not None and found.is_alive):
+            raise DamagedTrace(torn_record(where, content.torn_bytes))
 
     def _group(self, segment: Segment) -> None:
         from ..tracer.dense_store import SealedGroup

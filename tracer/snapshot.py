@@ -161,7 +161,7 @@ def _look(snapshot: Snapshot) -> None:
                 f"writer {state.writer} stopped recording early, and training went on: {state.error}"
             )
         for name, num_bytes in state.torn_journals.items():
-            snapshot.damaged.append(_torn(store.shown(name), num_bytes))
+            snapshot.damaged.append(torn_record(store.shown(name), num_bytes))
 
 
 def _read_table(
@@ -300,11 +300,12 @@ def _journal_rows(
     found = snapshot.liveness.get(segment.writer)
     has_stopped = any(state.state == FAILED for state in snapshot.writers if state.writer == segment.writer)
     if content.torn_bytes and not has_stopped and not (found is not None and found.is_alive):
-        snapshot.damaged.append(_torn(where, content.torn_bytes))
+        snapshot.damaged.append(torn_record(where, content.torn_bytes))
     yield from (batch for batch in completed if batch is not None)
 
 
-def _torn(where: str, num_bytes: int) -> str:
+def torn_record(where: str, num_bytes: int) -> str:
+    """What to say of a journal that ends within a record, where nobody writes it any more."""
     return (
         f"{where}: its last {num_bytes:,} bytes are no whole record: the process died while it wrote them, or the file was cut; "
         "everything before is read"

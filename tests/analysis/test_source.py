@@ -1,8 +1,11 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 
+import fuzz_bases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -209,6 +212,18 @@ def test_verify_names_a_captured_chunk_with_bytes_behind_its_end(tmp_path):
     done = tim_trace("verify", tmp_path / "run", "--json")
     assert done.code == 2
     assert "bytes more than were written" in json.loads(done.stdout)["damaged"][0]
+
+
+def test_verify_names_a_journal_of_captured_distributions(tmp_path):
+    subprocess.run([sys.executable, fuzz_bases.__file__, "dense", tmp_path / "run"], check=True, capture_output=True)
+    (journal,) = (tmp_path / "run" / "journal").glob("*.dense.arrows")
+    whole = journal.read_bytes()
+    assert tim_trace("verify", tmp_path / "run").code == 0
+    for place in range(100, len(whole) - 8, len(whole) // 6):
+        journal.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        done = tim_trace("verify", tmp_path / "run", "--json")
+        assert done.code == 2, place
+        assert any(journal.name in sentence for sentence in json.loads(done.stdout)["damaged"]), place
 
 
 def test_sums_of_files_that_are_gone_are_not_used(trace):
