@@ -232,7 +232,8 @@ def test_a_thing_has_one_option_name():
     assert not any({"--against", "--table"} & options for options in every.values())
     assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
     assert {name for name, options in every.items() if "--steps" in options} == {
-        "replay", "triangulate", "gradient", "dynamics", "watch",
+        "replay", "triangulate", "gradient", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
+        "attribute", "report", "compare",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())
     assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")

@@ -127,7 +127,6 @@ def check_sentence(error, kind):
 
 
 GIVEN = {
-    "compare": {"b": "/proc/nowhere"},
     "export": {"version": 1, "folder": "/proc/nowhere"},
     "gate": {"fail_on": ["check"]},
     "import_parquet": {"path": "/proc/nowhere", "output": "/proc/nowhere"},
@@ -158,6 +157,7 @@ def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, t
     function = getattr(tim_trace, verb)
     trace_name = next((key for key in ("trace", "traces") if key in inspect.signature(function).parameters), None)
     given = GIVEN.get(verb, {}) | ({trace_name: trace} if trace_name else {})
+    given |= {"a": trace, "b": trace} if verb == "compare" else {}
     for kind, value in WRONG.items():
         if (verb, name) in WRITES and kind in ("str", "path"):
             continue
