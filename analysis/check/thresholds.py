@@ -203,6 +203,9 @@ billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 
 of a factor as float16."""
 MIN_UNSURE_REST = 0.2
 """Mean of 1 - p below which a policy is a sure one: its logits lie tens of nats apart, and rounding is relative to them."""
+MAX_UNTOLD_NOISE = 2.0
+"""Times the noise that is allowed where token ids could tell other weights and do not: kernels, lengths and sharpened policies round
+by more than was measured."""
 MAX_SURE_NOISE = 8.0
 """Times the noise that is allowed where the policy is sure and nothing in the mismatch belongs to tokens: logits of 60 nats are
 rounded to half a nat in bfloat16."""
@@ -270,6 +273,9 @@ MIN_PERSISTENCE = 0.07
 weights it is 0.04 in three of four."""
 MIN_CLEAR_PERSISTENCE = 0.12
 """The same where the mismatch is no larger than rounding."""
+MIN_WHOLE_SCORE = 100.0
+"""Standard deviations by which sequences differ where whole ones are off, as those of one engine of several: a change on the way
+leaves both kinds of tokens in most sequences, and stays below 30."""
 MIN_SEQUENCE_SCORE = 4.0
 """Standard deviations by which the size of d differs between sequences of a step where it changes inside of them: rounding
 stays below 2.5, other weights mostly below 4."""

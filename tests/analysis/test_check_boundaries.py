@@ -774,6 +774,18 @@ BOUNDARIES = [
     ("UNSAMPLED_NATS", unlikely, (-2.95, False), (-3.05, True)),
     ("MIN_UNSAMPLED_RUN", lambda n: unlikely(-9.0, n), (3, False), (4, True)),
     ("MIN_UNSAMPLED_SEQUENCES", unsampled_sequences, (3, None), (4, "mask")),
+    (
+        "MIN_WHOLE_SCORE",
+        lambda x: ErrorStructure(0.5, x, 0.0).changes_inside(is_excessive=True),
+        (99, True),
+        (101, False),
+    ),
+    (
+        "MAX_UNTOLD_NOISE",
+        lambda x: LogitMismatch(x, 0.08, 0.01, 0.5).is_excessive,
+        (0.159, False),
+        (0.161, True),
+    ),
     ("MIN_SINCE_SHARE", lambda n: subsets._since(np.arange(100), np.arange(100) >= 100 - n), (50, None), (51, 49)),
     ("MIN_CUT_TOKENS_LOST", lambda n: code_of(missing.find_missing(lost_last(n))), (2, "placeholders"), (3, "lengths")),
     ("MAX_LOGPROB", lambda x: above_zero(2, x)[0] == "not_logprobs", (0.98e-4, False), (1.02e-4, True)),

@@ -13,6 +13,7 @@ from ..thresholds import (
     MIN_EFFECT_TOKENS,
     MIN_PERSISTENCE,
     MIN_SEQUENCE_SCORE,
+    MIN_WHOLE_SCORE,
     PERSISTENCE_LAGS,
 )
 
@@ -31,7 +32,9 @@ class ErrorStructure:
     def changes_inside(self, *, is_excessive: bool) -> bool:
         """Whether neighbouring tokens are off alike and sequences are not; a mismatch as small as rounding must show it more."""
         least = MIN_PERSISTENCE if is_excessive else MIN_CLEAR_PERSISTENCE
-        return min(self.persistence, self.persistence_within) >= least and self.sequence_score >= MIN_SEQUENCE_SCORE
+        if self.persistence_within < least and self.sequence_score > MIN_WHOLE_SCORE:
+            return False
+        return self.persistence >= least and self.sequence_score >= MIN_SEQUENCE_SCORE
 
 
 @once

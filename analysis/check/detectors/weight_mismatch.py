@@ -13,6 +13,7 @@ from ..finding import Finding, Number
 from ..pair_data import PairData, declared, once
 from ..thresholds import (
     MAX_SURE_NOISE,
+    MAX_UNTOLD_NOISE,
     MIN_FLOAT32_TOKEN_EFFECT,
     MIN_FLOAT32_TOKEN_SCORE,
     MIN_TOKEN_EFFECT,
@@ -54,8 +55,12 @@ class LogitMismatch:
 
     @property
     def is_excessive(self) -> bool:
-        large = self.is_sure and self.token_score <= MIN_TOKEN_SCORE
-        return self.level > self.allowed * (MAX_SURE_NOISE if large else 1.0)
+        if self.token_score > MIN_TOKEN_SCORE:
+            return self.level > self.allowed
+        if self.is_sure:
+            return self.level > self.allowed * MAX_SURE_NOISE
+        # A score of 0 stands for too few tokens to tell by their ids.
+        return self.level > self.allowed * (MAX_UNTOLD_NOISE if self.token_score else 1.0)
 
     @property
     def is_of_weights(self) -> bool:
