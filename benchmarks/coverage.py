@@ -66,6 +66,8 @@ JACKKNIFED = ("k1", "k3", "mean_abs_d", "prob_pearson", "ess_token", "chi2_token
 """What frameworks' numbers are made of, given to the jackknife that `gate` takes these through."""
 
 STEPS = (24, 60, 120)
+EVERY = 5
+"""Steps between two evaluations."""
 QUICK_STEPS = (60,)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8)
 """Of a series' scatter from one step to the next."""
@@ -243,22 +245,31 @@ def scatter(draw, cell):
     return noise[100:] * np.sqrt(1 - cell.autocorrelation**2)
 
 
+def _ramp(steps, first, size):
+    """0 until a step, then straight up to `size` at the last one."""
+    return size * np.maximum(steps - first + 1, 0) / (steps[-1] - first + 1)
+
+
 def series_intervals(draw, cell):
     """(command, name) -> (low, high) and the truth, each of a series of its own; None for the ends where none was found."""
     n = cell.num_steps
     steps, first = np.arange(1, n + 1), int(draw.integers(n // 4, 3 * n // 4)) + 1
-    moves = [("jump", size, size * (steps >= first)) for size in JUMP]
-    moves += [("ramp", size, size * np.maximum(steps - first + 1, 0) / (n - first + 1)) for size in RAMP]
+    rarely, at = EVERY * steps, EVERY * first - int(draw.integers(EVERY))  # somewhere between two evaluations
+    moves = [(f"jump of {size:g} sd", steps, first, size * (steps >= first)) for size in JUMP]
+    moves += [(f"ramp of {size:g} sd", steps, first, _ramp(steps, first, size)) for size in RAMP]
+    rise = 10 * np.exp(-6 * steps / n)
+    moves += [("jump of 8 sd after a rise", steps, first, 8 * (steps >= first) + rise)]
+    moves += [(f"jump of 8 sd, every {EVERY} steps", rarely, at, 8 * (rarely >= at))]
+    moves += [(f"ramp of 12 sd, every {EVERY} steps", rarely, at, _ramp(rarely, at, 12))]
     found = {}
-    for kind, size, moved in moves:
-        name = f"{kind} of {size:g} sd"
+    for name, steps_of, truth, moved in moves:
         values = 20 + scatter(draw, cell) - moved
-        series = Series(name="reward", steps=steps, values=values, scale="linear", kind="reward")
+        series = Series(name="reward", steps=steps_of, values=values, scale="linear", kind="reward")
         onsets = onsets_of({"reward": change_points(series)}, {"reward": "reward"})
-        found["dynamics", name] = (onsets[0].change.low, onsets[0].change.high) if onsets else None, first
-        fall = find_fall(Outcome(name="reward", steps=steps, values=values, is_evaluation=False))
+        found["dynamics", name] = (onsets[0].change.low, onsets[0].change.high) if onsets else None, truth
+        fall = find_fall(Outcome(name="reward", steps=steps_of, values=values, is_evaluation=False))
         # A fall is said to begin at the last step that it leaves alone, or at the first that it moves.
-        found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), first
+        found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), truth
     k3 = np.exp(-8 + GROWTH * steps + 0.3 * scatter(draw, cell))
     for each in growths(Series(name="k3", steps=steps, values=k3, scale="log", kind="mismatch")):
         found["dynamics", f"slope of ln k3, {each.part}"] = (each.low, each.high), GROWTH

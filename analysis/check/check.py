@@ -80,12 +80,19 @@ _sums = cached(read_pair_sums)
 
 @cached
 def _sample(database: Database, pair: Pair) -> Sample:
-    return read_sample(database, pair, _sums(database, pair).worst_steps())
+    sums = _sums(database, pair)
+    return read_sample(database, pair, sums.worst_steps(), sums.worst_lost_steps())
 
 
 def judge(data: PairData, pair: str) -> CheckResult:
-    """Ask every detector."""
+    """Ask every detector.
+
+    Raises NothingToCompare when no token has a finite logprob in both and nothing was found that says why.
+    """
     sums = data.sums
+    findings = tuple(find(data))
+    if not sums.num_tokens and not any(finding.fails for finding in findings):
+        raise NothingToCompare(f"{data.trace}: no token that counts has a finite logprob in both passes of {pair}")
     return CheckResult(
         trace=data.trace,
         pair=pair,
@@ -93,7 +100,7 @@ def judge(data: PairData, pair: str) -> CheckResult:
         num_tokens=sums.num_tokens,
         num_sampled_tokens=int(data.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.mean("sum_d2"))),
-        findings=tuple(find(data)),
+        findings=findings,
         notes=tuple(notes(data)),
     )
 

@@ -15,7 +15,9 @@ FAULTS = {
     "mask": "prompt or tool tokens are counted as sampled ones",
     "placeholders": "placeholders are taken for logprobs",
     "retokenised": "the two sides scored different tokenisations of the text",
-    "log_base": "one side holds no natural logarithms of probabilities",
+    "log_base": "one side, or both, hold no natural logarithms of probabilities",
+    "not_logprobs": "values are no logprobs: they lie above 0",
+    "unrelated": "one side's values are of something else than the sampled tokens",
     "padded_vocabulary": "one side's softmax runs over padding of the vocabulary too",
     "lengths": "one side lacks tokens that the other has",
     "copies": "one pass is a copy of the other",
@@ -31,6 +33,7 @@ FAULTS = {
 HEALTHY = {
     "rounding": "plain rounding at the expected level",
     "equal": "bitwise equal",
+    "too_few": "too few tokens to say",
 }
 """Code of a verdict without a fault -> what it is."""
 
@@ -77,6 +80,8 @@ class Finding:
     """Affected share of the compared tokens, 0 to 1."""
     weight: float = 1.0
     """Share of the mismatch that the fault explains, or 1 where it was seen bit for bit."""
+    is_expected: bool = False
+    """Whether the recorded engines and dtypes make it without a fault: it is said then, and the comparison is valid."""
     next: Advice = NOTHING
     """The command that would confirm it; empty where nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
@@ -90,7 +95,7 @@ class Finding:
     @property
     def fails(self) -> bool:
         """Whether the comparison is not valid because of it."""
-        return self.code in FAULTS
+        return self.code in FAULTS and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:

@@ -142,6 +142,7 @@ class PairData:
         affected: np.ndarray | None = None,
         *,
         weight: float = 1.0,
+        is_expected: bool = False,
         next: Advice = NOTHING,
         numbers: Mapping[str, Number],
     ) -> Finding:
@@ -153,6 +154,7 @@ class PairData:
             effect=self.rms(affected),
             share=share,
             weight=weight,
+            is_expected=is_expected,
             next=next,
             numbers=dict(numbers),
         )

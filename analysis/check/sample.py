@@ -129,10 +129,10 @@ class Sample:
         return before, after
 
 
-def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
-    """Read steps spread over a run, the worst ones among them, up to a number of tokens."""
+def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost_steps: Sequence[int] = ()) -> Sample:
+    """Read steps spread over a run, among them the worst ones and those that lack most, up to a number of tokens."""
     query = token_query(
-        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps),
+        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps, lost_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
     )  # fmt: skip
     return _of_table(_within(database.connection.sql(query).to_arrow_table()), pair)
@@ -155,7 +155,7 @@ _ROWS = [
 ]  # fmt: skip
 
 
-def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
+def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
     """Steps in neighbouring pairs all over the run, so that one can be held against the next; and the worst ones."""
     tokens = tokens_by_step(database)
     known = list(tokens)
@@ -164,7 +164,7 @@ def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     )
     if len(known) <= most:
         return known
-    return sorted({*neighbouring_pairs(known, most), *worst[:MAX_WORST_STEPS]})
+    return sorted({*neighbouring_pairs(known, most), *worst[:MAX_WORST_STEPS], *lost[:MAX_WORST_STEPS]})
 
 
 def _within(table: pa.Table) -> pa.Table:

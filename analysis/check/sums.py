@@ -10,10 +10,12 @@ import pyarrow as pa
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, quoted
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
+from ..trace.ragged import counted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
-_COLUMNS = ("num_tokens", *OF_DIFFERENCES)
+LOST = ("num_nan", "num_inf")
+_COLUMNS = ("num_tokens", *LOST, *OF_DIFFERENCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,17 @@ class PairSums:
         """A sum over all tokens, divided by their number."""
         return float(self.columns[name].sum() / max(self.num_tokens, 1))
 
+    @property
+    def num_not_finite(self) -> int:
+        """Tokens with NaN or an infinity in either pass."""
+        return int(sum(self.columns[name].sum() for name in LOST))
+
+    def worst_lost_steps(self) -> list[int]:
+        """Steps in which tokens are not finite or were not recorded, those that lack most first."""
+        steps, place = np.unique(self.steps, return_inverse=True)
+        lost = np.bincount(place, sum(self.columns[name] for name in (*LOST, "num_null")))
+        return [int(step) for step in steps[np.argsort(-lost, kind="stable")] if lost[steps == step][0] > 0]
+
     def worst_steps(self) -> list[int]:
         """Steps by their mean of d squared, the largest first."""
         steps, place = np.unique(self.steps, return_inverse=True)
@@ -45,7 +58,7 @@ class PairSums:
 def read_pair_sums(database: Database, pair: Pair) -> PairSums:
     """The sums that the trace keeps, or else those of tokens."""
     if pair in database.covered:
-        kept = database.connection.execute(_kept(pair)).fetchnumpy()
+        kept = database.connection.execute(_kept(pair, has_mask=sequence_columns(database).mask)).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}
     else:
         # No other table is read where no sequence has a mask.
@@ -58,17 +71,22 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
     return PairSums(steps=columns.pop("step"), columns=columns)
 
 
-def _kept(pair: Pair) -> str:
-    chosen = ", ".join(f"coalesce({name}, 0) AS {name}" for name in _COLUMNS)
+def _kept(pair: Pair, *, has_mask: bool) -> str:
+    chosen = ", ".join(f"coalesce(sums.{name}, 0) AS {name}" for name in _COLUMNS)
+    counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
+    finite_or_not = " - ".join(f"coalesce(sums.{name}, 0)" for name in ("num_tokens", *LOST))
     return (
-        f"SELECT step, {chosen} FROM sequence_sums WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])} "
-        "AND iteration_a = 0 AND iteration_b = 0"
+        f"SELECT step, {chosen}, greatest(coalesce({counted}, num_response_tokens) - {finite_or_not}, 0) AS num_null "
+        f"FROM sequence_sums AS sums JOIN sequences USING (run, step, seq_id) WHERE pass_a = {quoted(pair[0])} "
+        f"AND pass_b = {quoted(pair[1])} AND iteration_a = 0 AND iteration_b = 0"
     )
 
 
 def _of_tokens(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
     """The step and sums of the tokens with a finite logprob in both passes, by sequence."""
-    return {
-        "step": rows.column("step").to_numpy(),
-        **pair_sums(finite(tokens_of_rows(rows, ("a", "b"))), _COLUMNS),
-    }
+    tokens = tokens_of_rows(rows, ("a", "b"))
+    sums = pair_sums(finite(tokens), _COLUMNS)
+    mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
+    counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
+    sums["num_null"] = counted_N - sum(sums[name] for name in ("num_tokens", *LOST))
+    return {"step": rows.column("step").to_numpy(), **sums}

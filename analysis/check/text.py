@@ -14,7 +14,7 @@ from ..rows import shown
 from .finding import Finding
 from .notes import Note
 from .result import CheckResult
-from .thresholds import CAP_NATS, MIN_ALONG
+from .thresholds import CAP_NATS, MIN_ALONG, MIN_FALL, MIN_FALL_SCORE
 
 _INDENT = "  "
 
@@ -27,13 +27,29 @@ _WEIGHTS = (
 
 EVIDENCE: Mapping[str, str] = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
+    "missing_in_both": "{side} and {other} have no finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
+    "missing_elsewhere": "{a} or {b} has NaN or an infinity for {num_tokens:,} tokens of steps that were not inspected one by one",
+    "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a logprob is 0 at most, "
+    "and no unit was found in which these agree with the other side",
+    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences in different "
+    "contexts, far more often than any value near it",
+    "constant_rows": "{side} has one value for all tokens of a sequence, and another for the next, where {other}'s vary: a mean or "
+    "a sum of the sequence stands at each of its {num_tokens:,} tokens",
+    "negative_entropies": "{side}'s values are the negative entropies of the distributions, not the logprobs of the {num_tokens:,} "
+    "tokens that were drawn",
+    "most_probable": "{side} is never below {other}, agrees where the token was the most probable one, and elsewhere leaves room "
+    "for another: it holds the logprobs of the most probable tokens, not of the {num_tokens:,} that were drawn",
+    "no_correlation": "the logprobs of {side} and {other} do not go together (correlation {correlation:.2f} over {num_tokens:,} "
+    "tokens): they belong to other tokens, in no order that was found, or to another model",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and anything down to {other_min:.3g}{reason_text}",
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} have the same bits, and {contracts_text}",
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} have the same bits, although their contracts say "
-    "{differing}: two such forwards do not agree bit for bit, so one was filled in from the other",
+    "{differing}: {copied_text}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences have the same bits in both passes, and of the others' "
     "tokens {equal_elsewhere:.1%}: those rows were filled in from the other pass",
+    "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} where the entropy is {mean_entropy:.3g} "
+    "nats, and logprob + entropy averages to 0 over sampled tokens in that unit alone",
     "other_unit": "{side} holds {unit_text}: taken as these, nine tenths of the tokens agree to {residual:.2g} nats on "
     "average, as they stand to {size:.2g}",
     "moved_rows": "{b} stands {tokens_off} {direction} than {a}: moved back, the two differ by {moved:.2g} nats a token on "
@@ -47,7 +63,8 @@ EVIDENCE: Mapping[str, str] = {
     "{other}'s mass on average and {least_mass:.3g} at least",
     "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to something that no token stands "
     "for, as rows of the head beyond the tokenizer's length do: mask these",
-    "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted; {r2:.0%} of the mismatch follows it)"
+    "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}; {r2:.0%} of the "
+    "mismatch follows it)"
     "{recorded_text}",
     "common_place": "{larger} token {position} of {counted_text}{on}, in all sequences alike, the mismatch is {ratio:.3g} times "
     f"as large {_RMS}",
@@ -55,8 +72,7 @@ EVIDENCE: Mapping[str, str] = {
     "position of their own (token {first_place} to {last_place}): weights or cached keys and values were exchanged while "
     "these were being sampled",
     "prefix_cache": "the {num_sequences:,} sequences whose prompt came at an earlier step have a mismatch {ratio:.3g} times "
-    f"that of the others {_RMS}: the engine took keys and values of the prompt from its prefix cache, and older weights had "
-    "computed these",
+    f"that of the others {_RMS}; in the last third of a sequence it is {{fall_text}}",
     "persistence": "the logits differ by {level:.2g} nats rms; neighbouring tokens are off alike (correlation "
     "{persistence:.2f} of the size of d), and sequences are not ({sequence_score:.0f} standard deviations): weights or cached "
     "prefixes changed while they were being sampled",
@@ -75,6 +91,8 @@ EVIDENCE: Mapping[str, str] = {
     "contract": "the contract of {side} says {setting} {value}",
     "one_adapter": "only {side} has an adapter, and " + _WEIGHTS,
     "logits": _WEIGHTS + "{behind_text}; logprobs alone do not say why: the replay decides",
+    "too_few": "{num_tokens:,} tokens compare: from fewer than {least:,} nothing is told but missing values and equal bits; record "
+    "more sequences",
     "rounding": "the logits differ by {level:.2g} nats rms, within {allowed:.2g} that rounding of {dtypes} gives at most, and "
     "no pattern was found in it",
 }
@@ -103,11 +121,17 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         else "no contract says that they should differ"
     },
     "equal_against_contracts": lambda n: {
+        "copied_text": "two such forwards do not agree bit for bit, so one was filled in from the other"
+        if "dtype_a" in n
+        else "one was filled in from the other, or the two are made to agree bit for bit: a replay decides",
         "differing": " and ".join(
             f"{what} {n[f'{what}_a']} and {n[f'{what}_b']}" for what in ("engine", "dtype") if f"{what}_a" in n
-        )
+        ),
     },
+    "shared_unit": lambda n: {"unit_text": _UNITS[n["unit"]]},
     "other_unit": lambda n: {"unit_text": _UNITS[n["unit"]]},
+    "missing_in_both": lambda n: {"at": _missing_at(n)},
+    "prefix_cache": lambda n: {"fall_text": _fall(n)},
     "moved_rows": lambda n: {
         "tokens_off": f"{abs(n['lag'])} token{'s' if abs(n['lag']) > 1 else ''}",
         "direction": "later" if n["lag"] > 0 else "earlier",
@@ -160,7 +184,10 @@ def evidence_text(finding: Finding) -> str:
     }
     if finding.signal in _WORDS:
         numbers |= _WORDS[finding.signal](numbers)
-    return EVIDENCE[finding.signal].format_map(numbers)
+    text = EVIDENCE[finding.signal].format_map(numbers)
+    if "since_step" in numbers:
+        text += f"; all of it from step {numbers['since_step']} on, before which the two agree"
+    return f"{text}; the recorded engines and dtypes make it without a fault" if finding.is_expected else text
 
 
 def note_text(note: Note) -> str:
@@ -183,6 +210,8 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
         else f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
     )
     verdict = "VALID" if result.is_valid else f"NOT VALID, {BROKEN[result.broken]}"
+    if [finding.code for finding in result.findings] == ["too_few"]:
+        verdict = "TOO FEW TOKENS TO SAY"
     head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
@@ -240,7 +269,17 @@ def checked_json(result: CheckResult) -> dict[str, Any]:
 def _missing_at(numbers: Mapping[str, Any]) -> str:
     if numbers["place"] == "scattered":
         return f"scattered over {numbers['num_sequences']:,} sequences"
+    if numbers["place"] == "whole":
+        return f"that are all of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
     return f"at the {numbers['place']} of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
+
+
+def _fall(numbers: Mapping[str, Any]) -> str:
+    """What the level along the sequences says of a cache against weights."""
+    times = f"{1 / max(numbers['fall'], 1e-9):.2g} times that in the first ({abs(numbers['fall_score']):.1f} standard errors)"
+    if numbers["fall"] > MIN_FALL and numbers["fall_score"] > MIN_FALL_SCORE:
+        return f"{times}: the engine took keys and values of the prompt from its prefix cache, and older weights had computed these"
+    return f"{times}: a cached prompt would be left behind, so that other weights explain it as well; a replay decides"
 
 
 def _pairs(numbers: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ MAX_SAMPLED_TOKENS = 100_000
 
 MIN_MISSING_SHARE = 1e-4
 """Share of lost values; fewer are a few cut-off sequences of a run, which `stats` counts as num_nan and NULL."""
+MIN_CUT_TOKENS_LOST = 3
+"""Lost tokens from which on their place is told: one or two stand at an end by chance."""
 MIN_TAIL_SHARE = 0.8
 """Share of the missing tokens at the end (or beginning) of their sequence from which on it was cut, not riddled."""
 
@@ -29,6 +31,30 @@ MIN_CONSTANT_TOKENS = 3
 """Different tokens that have the value: a placeholder does not look at the token."""
 MIN_CONSTANT_SPREAD = 0.1
 """Nats by which the other side must differ, and ten times its usual difference: far beyond what rounding does."""
+MAX_LOGPROB = 1e-4
+"""A logprob is 0 at most; float32 sums of a softmax overshoot by 1e-6, and values above this are none."""
+MAX_NOT_LOGPROBS_SHARE = 0.5
+"""Where more of the values are no logprobs, nothing else is asked of the pass."""
+MIN_CORRELATION = 0.3
+"""Correlation of two passes' logprobs below which they are of different tokens or models: rounding, other weights and
+another temperature leave 0.8 and more, and unrelated values have 0."""
+MIN_LOGPROBS = 30
+"""Tokens below which no statistic is asked: the largest d of so few carries a third of their sum of squares and more."""
+MAX_SHARED_UNIT_SCORE = 4.0
+"""Standard errors within which logprob + entropy averages to 0 in the right unit, which both passes share."""
+MIN_SHARED_UNIT_SCORE = 12.0
+"""Standard errors by which it must miss 0 as the values stand: sampling that is cut off, or another temperature's entropy, moves
+it too."""
+MIN_SHARED_COUNT = 20
+"""Tokens at which both passes have one value to the last bit before that value is looked at as one that stands for none."""
+MIN_UNCERTAIN_ENTROPY = 0.1
+"""Mean entropy, nats, of tokens whose logprob 0 is none: that of certain tokens is 0, as their logprob is."""
+SHARED_OVER_CHANCE = 10.0
+"""Times as many tokens as the values next to it have: ties of rounded logprobs come at every value of the grid alike."""
+MAX_TIED_DISTANCE = 0.5
+"""How near the other side lies to a value at its tokens, against its distance elsewhere: a placeholder does not know its tokens."""
+MIN_TIED_SHARE = 0.1
+"""Share of these tokens on either side of the value: rounding lies around it, what a floor cut off lies below."""
 IMPOSSIBLE_LOGPROB = -80.0
 """No sampled token has exp(-80) = 1e-35: -100, -9999 and the like say "none"."""
 UNSAMPLED_SURPRISE = 1.5
@@ -59,6 +85,8 @@ LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Tokens by which a value may stand too late."""
 LAG_SWITCH_NATS = 2.0
 """What a change of the lag costs: two tokens' worth of disagreement, so that noise does not buy one."""
+MIN_ALIGNED_TOKENS = 6
+"""Tokens of the longest row from which on alignment can tell where a shift begins: a change of the lag costs two tokens' worth."""
 MIN_ALIGNMENT_GAIN_NATS = 4.0
 """What alignment must save in a row after paying for the changes."""
 MIN_REALIGNED_ROWS = 0.05
@@ -75,6 +103,9 @@ PAIRED_SHARE = 0.15
 """What the true partner of a row leaves of its difference: rounding, where another row that fits by chance leaves a third."""
 MIN_PAIRED_ROWS = 2
 """One row alone cannot be swapped."""
+MIN_OVER_CHANCE = 3.0
+"""Standard deviations by which more rows must find a partner than find one among rows whose values were exchanged at
+random: a Poisson number of these is chance."""
 MIN_PAIRED_TOKENS = 4
 """Shorter overlaps agree by chance."""
 
@@ -108,6 +139,12 @@ MAX_SUBSET_SHARE = 0.95
 """A part that is nearly everything carries no more than its share."""
 MAX_GROUPS_SHARE = 0.5
 """The same for prompts, of which some always lie low together."""
+MIN_FALL = 1.5
+"""Factor by which the mismatch falls from the first third of the sequences to the last where a cached prompt makes it."""
+MIN_FALL_SCORE = 4.0
+"""The same in standard errors over the sequences."""
+MIN_SINCE_SHARE = 0.5
+"""Share of the sequences that the rest of a run must be to be one: less is a stretch of steps at its end."""
 MIN_SUBSET_WIDTHS = 1.0
 """The two parts' values lie apart by at least the spread within a part."""
 
@@ -157,15 +194,31 @@ HALF = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 MIN_ROUNDING_SHARE = 0.02
 """Share of the mismatch that rounding of the logprobs alone must explain: the sums inside of such a softmax add to it."""
 
-MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "float32": 4e-3, "float64": 4e-3}
+MIN_ALL_ROUNDING_SHARE = 0.5
+"""The same where no contract names a dtype and all but the values is computed in float32."""
+
+MAX_HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "tf32": 0.012, "float32": 4e-3, "float64": 4e-3}
 """Noise of the logits that rounding gives at most, nats: twice what was measured between trainers and engines of 0.5 to 8
-billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32)."""
+billion parameters (rms 0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32). TensorFloat-32 keeps as many bits
+of a factor as float16."""
+MIN_UNSURE_REST = 0.2
+"""Mean of 1 - p below which a policy is a sure one: its logits lie tens of nats apart, and rounding is relative to them."""
+MAX_UNTOLD_NOISE = 2.0
+"""Times the noise that is allowed where token ids could tell other weights and do not: kernels, lengths and sharpened policies round
+by more than was measured."""
+MAX_SURE_NOISE = 8.0
+"""Times the noise that is allowed where the policy is sure and nothing in the mismatch belongs to tokens: logits of 60 nats are
+rounded to half a nat in bfloat16."""
 EXCESS = 0.08
 """The same where no dtype is known: bfloat16 is taken for granted."""
 MIN_WEIGHTS_NOISE = 1e-3
 """Noise of the logits, nats, below which other weights are not looked for: TensorFloat-32 alone gives so much."""
 MIN_TOKEN_EFFECT = 0.15
 """Share of the mismatch that belongs to token ids: rounding changes with every context, other weights push a token the same way."""
+MIN_FLOAT32_TOKEN_EFFECT = 0.05
+"""The same where both contracts say float32: no weight was rounded, so that nothing of rounding belongs to tokens."""
+MIN_FLOAT32_TOKEN_SCORE = 8.0
+"""The score that it takes there."""
 MIN_TOKEN_SCORE = 5.0
 """The same share in standard deviations of what chance gives."""
 MIN_EFFECT_TOKENS = 400
@@ -173,6 +226,9 @@ MIN_EFFECT_TOKENS = 400
 
 ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
+MAX_ROUNDED_ROUTER_SHARE = 0.025
+"""Share of the tail that routers with inputs of 16 bits give: scores of an error of 2^-8 choose another expert where the first two
+lie so near to each other, for a token in a hundred or two of a layer."""
 ROUTER_TAIL_SHARE = 0.002
 """Share of the tokens in that tail."""
 MAX_ROUTER_TAIL_SHARE = 0.1
@@ -217,6 +273,9 @@ MIN_PERSISTENCE = 0.07
 weights it is 0.04 in three of four."""
 MIN_CLEAR_PERSISTENCE = 0.12
 """The same where the mismatch is no larger than rounding."""
+MIN_WHOLE_SCORE = 100.0
+"""Standard deviations by which sequences differ where whole ones are off, as those of one engine of several: a change on the way
+leaves both kinds of tokens in most sequences, and stays below 30."""
 MIN_SEQUENCE_SCORE = 4.0
 """Standard deviations by which the size of d differs between sequences of a step where it changes inside of them: rounding
 stays below 2.5, other weights mostly below 4."""

@@ -187,7 +187,7 @@ HEALTHY_RUNS = {
     "a policy that moves": Recording(rollout=in_float32, weights=versions, steps=8),
     "a policy that sharpens": Recording(rollout=in_bfloat16, weights=lambda number: table() * (0.2 + 0.2 * number)),
     "one step": Recording(rollout=in_bfloat16, steps=1),
-    "one sequence": Recording(rollout=in_float32, steps=1, options={"groups": 1, "in_group": 1}),
+    "one sequence": Recording(rollout=in_float32, steps=1, options={"groups": 1, "in_group": 1, "longest": 200}),
     "short": Recording(rollout=in_bfloat16, options={"longest": 6}),
 }
 

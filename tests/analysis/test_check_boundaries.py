@@ -25,10 +25,12 @@ from tim_trace.analysis.check.detectors import (
     numerics,
     pairing,
     position_changes,
+    shared,
     subsets,
     temperature,
     truncation,
     unsampled,
+    values,
     weight_mismatch,
 )
 from tim_trace.analysis.check.detectors.bits import value_precision
@@ -66,7 +68,14 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         settings={name: np.full(num, np.nan) for name in SETTINGS} | (settings or {}),
     )  # fmt: skip
     d2 = sample.d[np.isfinite(sample.d)] ** 2
-    sums = PairSums(steps=np.array([1]), columns={"num_tokens": np.array([len(d2)]), "sum_d2": np.array([d2.sum()])})
+    not_finite = [~np.isfinite(values) & ~np.isnan(values) for values in (a, b)]
+    lost = {
+        "num_nan": np.array([0]), "num_inf": np.array([np.sum(not_finite[0] | not_finite[1])]),
+        "num_null": np.array([0]),
+    }  # fmt: skip
+    sums = PairSums(
+        steps=np.array([1]), columns={"num_tokens": np.array([len(d2)]), "sum_d2": np.array([d2.sum()])} | lost
+    )
     return PairData(
         trace="run", sample=sample, sums=sums, contracts={}, passes=["rollout", "train"], has_weights=False, model={},
         keep=sample.compared, **more,
@@ -95,6 +104,13 @@ def lost_at_the_end(num):
     b[10 : 10 + 2 * (20 - num) : 2] = np.nan
     b[200 - num :] = np.nan
     return code_of(missing.find_missing(pair_data(np.full(200, -1.1), b)))
+
+
+def lost_last(num):
+    """The last `num` of 200 tokens have no value."""
+    b = np.full(200, -1.0)
+    b[200 - num :] = np.nan
+    return pair_data(np.full(200, -1.1), b)
 
 
 def copied(num_telling, others=400, equal=0):
@@ -448,6 +464,108 @@ def router_top(monkeypatch, share):
     return routed(monkeypatch, 200, times, mixture=None)
 
 
+# --- Values that are no logprobs, and what both sides have wrong alike ------------------------------------------------------
+
+
+def above_zero(num, value=1.0):
+    """`num` of 100 values of rollout are above 0, where train's go on as elsewhere; one more is NaN."""
+    draw = -np.random.default_rng(0).exponential(1.0, 101) - 0.1
+    b = draw + 1e-6 * np.sin(np.arange(101))
+    b[:num], b[100] = value, np.nan
+    b[:num] += 1e-7 * np.arange(num)
+    return [finding.code for finding in detectors().find(pair_data(draw, b))]
+
+
+def detectors():
+    return import_module("tim_trace.analysis.check.detectors")  # `analysis.check` is the function
+
+
+def correlated(r):
+    """Two passes with this correlation."""
+    x, y = np.random.default_rng(0).normal(size=(2, 4000))
+    y = y - (x @ y) / (x @ x) * x
+    a = x / x.std() - 9
+    b = r * x / x.std() + np.sqrt(1 - r * r) * y / y.std() - 9
+    return code_of(values.find_unrelated(pair_data(a, b)))
+
+
+def of_tokens(num):
+    draw = -np.random.default_rng(0).exponential(1.0, num) - 0.1
+    return code_of(detectors().find(pair_data(draw, draw + 1e-6 * np.sin(np.arange(num)))))
+
+
+def shared_constant(num, *, value=-0.5, at_zero=1.0, repeated=1):
+    """`num` tokens of both passes are one value, and others around it come `repeated` times each."""
+    around = (
+        np.repeat(value - 0.04 * np.random.default_rng(1).random(200), repeated) if value else -np.linspace(1, 4, 200)
+    )
+    a = np.concatenate([np.full(num, value), around])
+    entropy = np.concatenate([np.full(num, at_zero), np.full(len(around), 0.3)])
+    ids = np.arange(len(a))
+    return code_of(shared.find_shared_constants(pair_data(a, a.copy(), tokens=ids, entropy=entropy)))
+
+
+def shared_unit(monkeypatch, as_it_stands=50.0, in_log2=0.0):
+    scores = iter([as_it_stands, in_log2, 99.0])
+    monkeypatch.setattr(shared, "_score", lambda data, values: next(scores))
+    draw = -np.random.default_rng(0).exponential(1.0, 100) - 0.1
+    return code_of(shared.find_shared_unit(pair_data(draw, draw + 1e-6, entropy=np.ones(100))))
+
+
+def tied(spread, below=10):
+    """Of 20 tokens at -0.5 the other side lies `below` below it, the others above; elsewhere it lies 3.5 nats off."""
+    other = -0.5 + spread * np.where(np.arange(20) < below, -1, 1) * np.linspace(0.9, 1.1, 20)
+    return constant(-0.5, other)
+
+
+def begins(num):
+    """Rows of `num` tokens that begin aligned, as alignment says."""
+    grid = Grid(np.full((10, num), -1.0), np.full((10, num), -2.0))
+    return alignment._begins_aligned(grid)
+
+
+def over_chance(monkeypatch, by_chance):
+    monkeypatch.setattr(pairing, "_by_chance", lambda *_: by_chance)
+    return num_paired(monkeypatch, 10)
+
+
+def handed_over(share):
+    """Whether bfloat16 values that explain so much of d are a fault where no contract names a dtype."""
+    values = -np.linspace(1, 2, 200).astype(np.float32)
+    values.view(np.uint32)[:] &= 0xFFFF0000
+    values = np.unique(values).astype(float)
+    d = math.sqrt(float(np.mean((values * 2.0**-9) ** 2)) / 3 / share)
+    (found,) = numerics.find_low_precision(pair_data(values, values - d))
+    return found.fails
+
+
+def sure(rest):
+    b = np.full(100, math.log(1 - rest))
+    return weight_mismatch.logit_mismatch(pair_data(b - 1e-3, b)).is_sure
+
+
+def flips_fail(monkeypatch, num):
+    b = np.full(10_000, math.log(0.5))
+    data = pair_data(b - 5e-4, b)
+    data.noise = np.where(np.arange(10_000) < num, 0.1, 1e-3)
+    monkeypatch.setattr(numerics, "is_mixture", lambda _: True)
+    monkeypatch.setattr(numerics, "token_effect", lambda _: (0.0, 0.0))
+    (found,) = numerics.find_router_flips(data)
+    return found.fails
+
+
+def since(monkeypatch, fall=9.0, score=9.0):
+    """What is named first of a part that is all of the run from a step on, where prompts came before."""
+    cache = Finding(
+        code="change_inside_sequence", signal="prefix_cache", effect=1.0, share=0.5, numbers={"fall": fall, "fall_score": score}
+    )  # fmt: skip
+    part = subsets.Part(cache, np.zeros(320, bool), 2)
+    cause = Finding(code="weights_differ", signal="logits", effect=1.0, share=1.0)
+    monkeypatch.setattr(detectors(), "part_of", lambda data: part)
+    monkeypatch.setattr(detectors(), "_INSIDE", (lambda data: [cause],))
+    return detectors()._since(noisy())[0].code
+
+
 # --- Tokens that nobody sampled, notes, sampling --------------------------------------------------------------------------
 
 
@@ -522,7 +640,7 @@ BOUNDARIES = [
     ),
     (
         "MIN_CONSTANT_SPREAD",
-        lambda x: constant(-0.5, -0.5 + x * np.tile([1, -1], 10)),
+        lambda x: constant(-0.5, -0.5 - x * np.tile([1, 0], 10)),
         (0.098, None),
         (0.102, "placeholders"),
     ),
@@ -656,12 +774,72 @@ BOUNDARIES = [
     ("UNSAMPLED_NATS", unlikely, (-2.95, False), (-3.05, True)),
     ("MIN_UNSAMPLED_RUN", lambda n: unlikely(-9.0, n), (3, False), (4, True)),
     ("MIN_UNSAMPLED_SEQUENCES", unsampled_sequences, (3, None), (4, "mask")),
+    (
+        "MIN_WHOLE_SCORE",
+        lambda x: ErrorStructure(0.5, x, 0.0).changes_inside(is_excessive=True),
+        (99, True),
+        (101, False),
+    ),
+    (
+        "MAX_UNTOLD_NOISE",
+        lambda x: LogitMismatch(x, 0.08, 0.01, 0.5).is_excessive,
+        (0.159, False),
+        (0.161, True),
+    ),
+    ("MIN_SINCE_SHARE", lambda n: subsets._since(np.arange(100), np.arange(100) >= 100 - n), (50, None), (51, 49)),
+    ("MIN_CUT_TOKENS_LOST", lambda n: code_of(missing.find_missing(lost_last(n))), (2, "placeholders"), (3, "lengths")),
+    ("MAX_LOGPROB", lambda x: above_zero(2, x)[0] == "not_logprobs", (0.98e-4, False), (1.02e-4, True)),
+    (
+        "MAX_NOT_LOGPROBS_SHARE",
+        lambda n: above_zero(n),
+        (50, ["not_logprobs", "placeholders"]),
+        (51, ["not_logprobs"]),
+    ),
+    ("MIN_CORRELATION", correlated, (0.28, "unrelated"), (0.32, None)),
+    ("MIN_LOGPROBS", of_tokens, (29, "too_few"), (30, "rounding")),
+    ("MIN_SHARED_COUNT", shared_constant, (19, None), (20, "placeholders")),
+    ("SHARED_OVER_CHANCE", lambda n: shared_constant(n, repeated=6), (60, None), (61, "placeholders")),
+    (
+        "MIN_UNCERTAIN_ENTROPY",
+        lambda x: shared_constant(60, value=0.0, at_zero=x),
+        (0.098, None),
+        (0.102, "placeholders"),
+    ),
+    ("MAX_TIED_DISTANCE", tied, (1.7, None), (1.8, "placeholders")),
+    ("MIN_TIED_SHARE", lambda n: tied(0.3, n), (2, "placeholders"), (3, None)),
+    ("MIN_ALIGNED_TOKENS", begins, (5, False), (6, True)),
+    ("MIN_ALL_ROUNDING_SHARE", handed_over, (0.49, False), (0.51, True)),
+    ("MIN_UNSURE_REST", sure, (0.199, True), (0.201, False)),
+    (
+        "MAX_SURE_NOISE",
+        lambda x: LogitMismatch(x, 0.08, 0.0, 0.0, is_sure=True).is_excessive,
+        (0.63, False),
+        (0.65, True),
+    ),
+    (
+        "MIN_FLOAT32_TOKEN_EFFECT",
+        lambda x: LogitMismatch(0.5, 1.0, x, 50.0, both_float32=True).is_of_weights,
+        (0.049, False),
+        (0.051, True),
+    ),
+    (
+        "MIN_FLOAT32_TOKEN_SCORE",
+        lambda x: LogitMismatch(0.5, 1.0, 0.1, x, both_float32=True).is_of_weights,
+        (7.9, False),
+        (8.1, True),
+    ),
     ("FEW_TOKENS", noted, (499, True), (500, False)),
     ("MIN_ALONG", said_behind, (2.45, False), (2.55, True)),
     ("MIN_ALONG", said_behind, (-2.45, False), (-2.55, True)),
 ]
 
 PATCHED_BOUNDARIES = [
+    ("MIN_SHARED_UNIT_SCORE", lambda m, x: shared_unit(m, as_it_stands=x), (11.9, None), (12.1, "log_base")),
+    ("MAX_SHARED_UNIT_SCORE", lambda m, x: shared_unit(m, in_log2=x), (3.9, "log_base"), (4.1, None)),
+    ("MIN_OVER_CHANCE", over_chance, (3.9, "row_pairing"), (4.1, None)),
+    ("MAX_ROUNDED_ROUTER_SHARE", flips_fail, (249, False), (251, True)),
+    ("MIN_FALL", lambda m, x: since(m, fall=x), (1.49, "weights_differ"), (1.51, "change_inside_sequence")),
+    ("MIN_FALL_SCORE", lambda m, x: since(m, score=x), (3.9, "weights_differ"), (4.1, "change_inside_sequence")),
     # the same where what is decided upon is put in the place of what would be measured
     ("MAX_ALIGNED_ROWS", PATCHED["MAX_ALIGNED_ROWS"], (256, 256), (257, 256)),
     ("MAX_SHIFTED_ROWS", PATCHED["MAX_SHIFTED_ROWS"], (64, 64), (65, 64)),
@@ -916,7 +1094,7 @@ def test_a_fault_fails_and_says_what_is_broken(code, monkeypatch):
         "recording": "NOT VALID, the recording is broken: ",
         "engine": "NOT VALID, an engine is broken: ",
     }
-    assert checked_text(result).startswith(head[broken_part])
+    assert checked_text(result).startswith("TOO FEW TOKENS TO SAY: " if code == "too_few" else head[broken_part])
     monkeypatch.setattr(tim_trace.analysis, "check", lambda *_, **__: result)
     assert CliRunner().invoke(cli.main, ["check", "run"]).exit_code == (1 if code in FAULTS else 0)
 
@@ -954,7 +1132,8 @@ def test_the_share_that_was_inspected_is_said():
         ([], [], [], [], ["subset"], ["subset"]),
         ([], [], [], ["shift"], ["subset"], ["shift"]),
         (["lengths"], [], [], ["shift"], ["subset"], ["shift", "lengths"]),
-        (["lengths"], [], [], [], ["subset"], ["lengths"]),
+        (["lengths"], [], [], [], ["subset"], ["lengths", "subset"]),
+        (["lengths"], [], [], [], [], ["lengths"]),
         (["lengths"], ["copies"], [], ["shift"], [], ["copies", "lengths"]),
         ([], ["copies"], ["equal"], [], [], ["copies"]),
         ([], [], ["equal"], ["shift"], [], ["equal"]),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from ..finding import Finding
 from ..pair_data import PairData
+from ..thresholds import MAX_NOT_LOGPROBS_SHARE, MIN_FALL, MIN_FALL_SCORE, MIN_LOGPROBS
 from .alignment import find_retokenised, find_shift
 from .broken import find_broken
 from .constants import find_constants
@@ -15,36 +19,66 @@ from .missing import find_missing
 from .numerics import find_low_precision, find_router_flips, precisions
 from .pairing import find_row_pairing
 from .position_changes import find_onset, find_own_places
-from .subsets import find_group, find_subset
+from .shared import find_shared_constants, find_shared_unit
+from .subsets import Part, find_group, find_subset, group_of, part_of
 from .temperature import find_temperature
 from .truncation import find_one_sided
 from .unsampled import find_unsampled
+from .values import find_constant_rows, find_other_quantity, find_positive, find_unrelated
 from .weight_mismatch import find_declared, find_other_weights, logit_mismatch
 
 _ALIGNMENT = (find_shift, find_row_pairing, find_retokenised)
-_SCALE = (find_one_sided, find_onset, find_temperature, find_own_places, find_broken)
+_QUANTITY = (find_broken, find_unrelated)
+_SCALE = (find_one_sided, find_onset, find_temperature, find_own_places)
 _PARTS = (find_subset, find_low_precision, find_router_flips, find_group)
 _STATE = (find_declared, find_other_weights, find_unsampled)
+
+_INSIDE = (find_one_sided, find_onset, find_temperature, find_own_places, find_declared, find_other_weights)
+"""What may be the cause in a part of the data."""
 
 
 def find(data: PairData) -> list[Finding]:
     """Ask every detector, from what is seen bit for bit to what only statistics tell.
 
     Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
-    that explains the mismatch ends the search.
+    that explains the mismatch ends the search. Both are told.
     """
-    holes = find_missing(data)
-    for finding, explained in find_constants(data):
-        holes.append(finding)
-        data = data.without(explained)
+    above = find_positive(data)
+    if above and (unit := find_unit(data)):
+        return unit
+    holes = [finding for finding, _ in above]
+    if any(finding.share > MAX_NOT_LOGPROBS_SHARE for finding in holes):
+        return holes
+    holes += find_missing(data)
+    data = _without(data, above)
+    if data.num_kept < MIN_LOGPROBS:
+        return holes or _of_few(data)
+    if others := find_other_quantity(data):
+        return [*others, *holes]
+    for find_values in (find_shared_constants, find_constants):
+        values = find_values(data)
+        holes += [finding for finding, _ in values]
+        data = _without(data, values)
     copied = find_copied_rows(data)
     if not copied and (equal := find_equal(data)):
         return [*holes, *(each for each in equal if each.fails or not holes)]
-    faults = copied or _first(data, (find_unit, *_ALIGNMENT))
+    faults = copied or _first(data, (find_unit, find_shared_unit, find_constant_rows, *_ALIGNMENT))
     if faults:
         return [*faults, *holes]
-    faults = holes or _first(data, (*_SCALE, *_PARTS, *_STATE))
-    return faults or [_rounding(data)]
+    faults = _first(data, _QUANTITY) or _since(data) or _first(data, (*_SCALE, *_PARTS, *_STATE))
+    if not faults:
+        return holes or [_rounding(data)]
+    for part in (part_of(data), group_of(data)) if faults[0].code == "subset" else ():
+        if part is not None and part.finding is faults[0]:
+            faults = [*faults, *_causes(data, part)]
+    cut = faults[0].code == "truncation" and any(hole.numbers.get("value") == "-inf" for hole in holes)
+    return [*faults, *holes] if cut else [*holes, *faults]
+
+
+def _without(data: PairData, found: Sequence[tuple[Finding, np.ndarray]]) -> PairData:
+    for _, explained in found:
+        data = data.without(explained)
+    return data
 
 
 def _first(data: PairData, detectors: Sequence[Callable[[PairData], list[Finding]]]) -> list[Finding]:
@@ -52,6 +86,35 @@ def _first(data: PairData, detectors: Sequence[Callable[[PairData], list[Finding
         if found := detector(data):
             return found
     return []
+
+
+def _of_few(data: PairData) -> list[Finding]:
+    """Of so few tokens only bits are told."""
+    equal = [finding for finding in find_equal(data) if not finding.fails]
+    return equal or [data.finding("too_few", "too_few", numbers={"num_tokens": data.num_kept, "least": MIN_LOGPROBS})]
+
+
+def _since(data: PairData) -> list[Finding]:
+    """A fault that begins at a step, and its cause from there on, the more probable one first."""
+    part = part_of(data)
+    if part is None or part.since is None:
+        return []
+    causes = _causes(data, part)
+    fall, score = (float(part.finding.numbers.get(name) or 0) for name in ("fall", "fall_score"))
+    in_cache = fall > MIN_FALL and score > MIN_FALL_SCORE
+    return [part.finding, *causes] if in_cache else [*causes, part.finding]
+
+
+def _causes(data: PairData, part: Part) -> list[Finding]:
+    """What explains the mismatch of a part of the data."""
+    inside = data.without(~part.tokens)
+    share = inside.num_kept / max(data.num_kept, 1)
+    since = {} if part.since is None else {"since_step": part.since}
+    return [
+        replace(finding, share=finding.share * share, numbers=finding.numbers | since)
+        for finding in _first(inside, _INSIDE)
+        if finding.code != part.finding.code
+    ]
 
 
 def _rounding(data: PairData) -> Finding:

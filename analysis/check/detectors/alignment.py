@@ -13,9 +13,11 @@ from ..thresholds import (
     LAGS,
     MAX_ALIGNED_ROWS,
     MAX_SHIFTED_ROWS,
+    MIN_ALIGNED_TOKENS,
     MIN_ALIGNMENT_GAIN_NATS,
     MIN_LAGGED_TOKENS,
     MIN_OFF_NATS,
+    MIN_PAIRED_ROWS,
     MIN_REALIGNED_ROWS,
     MIN_SHIFTED_ROWS,
     REALIGNED_SHARE,
@@ -24,10 +26,12 @@ from .grid import Grid, grid_of, mean, row_means
 
 
 def find_shift(data: PairData) -> list[Finding]:
-    """Nearly every row agrees once one side is moved by a token, or by two."""
+    """Nearly every row that is off agrees once one side is moved by a token, or by two."""
     grid = grid_of(data)
-    plain = mean(grid.cost())
-    if plain < MIN_OFF_NATS:
+    off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)
+    # Of a shift in a part of the rows, those that stand right would hide it.
+    grid = grid.rows(off) if len(off) >= MIN_PAIRED_ROWS else grid
+    if mean(grid.cost()) < MIN_OFF_NATS:
         return []
     costs = {lag: _beside(grid, lag) for lag in LAGS if lag}
     lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
@@ -40,6 +44,7 @@ def find_shift(data: PairData) -> list[Finding]:
         data.finding(
             "shift",
             "moved_rows",
+            np.isin(data.seq, off) if len(off) >= MIN_PAIRED_ROWS else None,
             weight=1 - moved / unmoved,
             next=commands.sql(
                 data,
@@ -138,6 +143,8 @@ def _share_of_rows(grid: Grid, lag: int) -> float:
 def _begins_aligned(grid: Grid) -> bool:
     """Whether most rows stand right at their beginning, and only later one off."""
     off = np.flatnonzero(np.nan_to_num(row_means(grid.cost())) > MIN_OFF_NATS)[:MAX_SHIFTED_ROWS]
+    if np.isfinite(grid.a[off]).sum(axis=1).max(initial=0) < MIN_ALIGNED_TOKENS:
+        return False  # what a change of the lag costs, so short a row never saves
     lags, _ = align(grid.rows(off))
     return float(np.mean(lags[:, :4].any(axis=1))) < 0.5
 

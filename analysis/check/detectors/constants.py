@@ -12,11 +12,13 @@ from ..thresholds import (
     IMPOSSIBLE_LOGPROB,
     MAX_ALIGNED_ROWS,
     MAX_CONSTANTS,
+    MAX_TIED_DISTANCE,
     MIN_CONSTANT_COUNT,
     MIN_CONSTANT_SPREAD,
     MIN_CONSTANT_TOKENS,
     MIN_FAR_SHARE,
     MIN_RUN_OF_UNSAMPLED,
+    MIN_TIED_SHARE,
     UNSAMPLED_STARTS,
     UNSAMPLED_SURPRISE,
 )
@@ -53,9 +55,20 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         return False
     if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
         return False  # a context that comes again gives a token the same logprob again
+    if value < 0 and _is_likely(data, other, value, where):
+        return False
     far = off_by > max(MIN_CONSTANT_SPREAD, 10 * usual)
     varies = np.std(other.logprobs[where]) > MIN_CONSTANT_SPREAD / 2
     return bool(far.sum() >= 2 and far.mean() > MIN_FAR_SHARE and varies)
+
+
+def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
+    """Whether the other side puts these tokens around the value and its other tokens elsewhere: ties of two rounded logits
+    give -ln 2 again and again. A floor has all of the other side's values below it."""
+    rest = other.logprobs[data.keep & ~where]
+    off = other.logprobs[where] - value
+    around = min(np.mean(off > 0), np.mean(off < 0)) > MIN_TIED_SHARE
+    return bool(len(rest) and around and np.mean(np.abs(off)) < MAX_TIED_DISTANCE * np.mean(np.abs(rest - value)))
 
 
 def _is_nucleus(off_by: np.ndarray, rest: np.ndarray) -> bool:

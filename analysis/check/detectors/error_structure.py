@@ -13,6 +13,7 @@ from ..thresholds import (
     MIN_EFFECT_TOKENS,
     MIN_PERSISTENCE,
     MIN_SEQUENCE_SCORE,
+    MIN_WHOLE_SCORE,
     PERSISTENCE_LAGS,
 )
 
@@ -25,10 +26,14 @@ class ErrorStructure:
     """Mean correlation with the tokens one, two and four places on: high where the mismatch changes inside of sequences."""
     sequence_score: float
     """Share of the variance that lies between sequences, in standard deviations of what chance gives."""
+    persistence_within: float = 1.0
+    """The same correlation about each sequence's own mean: 0 where whole sequences are off."""
 
     def changes_inside(self, *, is_excessive: bool) -> bool:
         """Whether neighbouring tokens are off alike and sequences are not; a mismatch as small as rounding must show it more."""
         least = MIN_PERSISTENCE if is_excessive else MIN_CLEAR_PERSISTENCE
+        if self.persistence_within < least and self.sequence_score > MIN_WHOLE_SCORE:
+            return False
         return self.persistence >= least and self.sequence_score >= MIN_SEQUENCE_SCORE
 
 
@@ -41,11 +46,22 @@ def error_structure(data: PairData) -> ErrorStructure:
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
     level = level - (np.bincount(step[known], level[known]) / np.maximum(np.bincount(step[known]), 1))[step]
+    count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
+    own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
+    # About a mean of n tokens, their correlation is 1 / n lower.
+    lowered = float(1 / np.average(count, weights=count))
+    within = _persistence(level - own[data.seq], known, data.seq) + lowered
+    score = variance_between(level[known], data.seq[known])[1]
+    return ErrorStructure(_persistence(level, known, data.seq), score, within)
+
+
+def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
+    """Mean correlation of a level, [K], with the tokens of its sequence at PERSISTENCE_LAGS."""
     lags = []
     for lag in PERSISTENCE_LAGS:
-        same = (data.seq[lag:] == data.seq[:-lag]) & known[lag:] & known[:-lag]
+        same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
         lags.append(pearson(level[lag:][same], level[:-lag][same]))
-    return ErrorStructure(float(np.mean(np.nan_to_num(lags))), variance_between(level[known], data.seq[known])[1])
+    return float(np.mean(np.nan_to_num(lags)))
 
 
 @once

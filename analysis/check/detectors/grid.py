@@ -54,3 +54,11 @@ def row_means(costs: np.ndarray) -> np.ndarray:
     there = np.isfinite(costs)
     count = there.sum(axis=1)
     return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
+
+
+def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
+    """[S] standard deviation of values, [K], within each sequence; NaN where it has fewer than three."""
+    count = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
+    squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
+    return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)

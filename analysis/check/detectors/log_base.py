@@ -9,7 +9,7 @@ import numpy as np
 from .. import commands
 from ..finding import Finding
 from ..pair_data import PairData
-from ..thresholds import BASE_RESIDUAL, MIN_SPREAD
+from ..thresholds import BASE_RESIDUAL, MAX_LOGPROB, MIN_SPREAD
 
 _LN2, _LN10 = float(np.log(2.0)), float(np.log(10.0))
 
@@ -39,6 +39,8 @@ def find_unit(data: PairData) -> list[Finding]:
     for name, (values, other) in sides.items():
         for unit, to_nats in UNITS.items():
             if unit.startswith("negative") and np.median(values) < 0:
+                continue
+            if unit == "probability" and np.max(values) > 1 + MAX_LOGPROB:
                 continue
             nats = to_nats(values)
             if not np.mean(np.isfinite(nats)) > 0.99:

@@ -1,4 +1,4 @@
-"""Tokens that count in the loss and that one side has no value for."""
+"""Tokens that count in the loss and that a side has no value for, or one that is not finite."""
 
 from __future__ import annotations
 
@@ -7,32 +7,45 @@ import numpy as np
 from .. import commands
 from ..finding import Finding
 from ..pair_data import PairData
-from ..sample import PassSample
-from ..thresholds import MIN_MISSING_SHARE, MIN_TAIL_SHARE
+from ..sample import PassSample, Sample
+from ..thresholds import MIN_CUT_TOKENS_LOST, MIN_MISSING_SHARE, MIN_TAIL_SHARE
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """NULL or NaN on one side only: at the ends of sequences they were cut short, elsewhere values were lost."""
-    return [
-        finding
-        for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a))
-        if (finding := _of_side(data, side, other)) is not None
-    ]
+    """NULL, NaN or an infinity: at the ends of sequences they were cut short, elsewhere values were lost.
 
-
-def _of_side(data: PairData, side: PassSample, other: PassSample) -> Finding | None:
+    NULL counts on one side only, NaN and infinities on either or both, and however few they are: no logprob of a token
+    that was sampled is one. What the steps that were not read lack of these is counted, too.
+    """
     sample = data.sample
-    missing = sample.mask & np.isnan(side.logprobs) & np.isfinite(other.logprobs)
+    sides = (sample.a, sample.b)
+    lost_a, lost_b = (~np.isfinite(side.logprobs) for side in sides)
+    both = sample.mask & lost_a & lost_b & ~(sample.a.is_null & sample.b.is_null)
+    found = [
+        finding
+        for side, other, lost in ((*sides, lost_a & ~lost_b), (*sides[::-1], lost_b & ~lost_a), (*sides, both))
+        if (finding := _of_side(data, side, other, sample.mask & lost, in_both=lost is both)) is not None
+    ]
+    not_finite = (lost_a & ~sample.a.is_null) | (lost_b & ~sample.b.is_null)
+    elsewhere = data.sums.num_not_finite - int((sample.mask & not_finite).sum())
+    return [*found, _elsewhere(data, elsewhere)] if elsewhere > 0 else found
+
+
+def _of_side(
+    data: PairData, side: PassSample, other: PassSample, missing: np.ndarray, *, in_both: bool
+) -> Finding | None:
+    sample = data.sample
     share = missing.sum() / max(sample.mask.sum(), 1)
-    if share < MIN_MISSING_SHARE:
+    nulls = side.is_null[missing] & (other.is_null[missing] | ~np.array(in_both))
+    if not missing.any() or (nulls.all() and share < MIN_MISSING_SHARE):
         return None
     in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
-    cut = max(in_tail, in_head) >= MIN_TAIL_SHARE
+    cut = missing.sum() >= MIN_CUT_TOKENS_LOST and max(in_tail, in_head) >= MIN_TAIL_SHARE
     return Finding(
         code="lengths" if cut else "placeholders",
-        signal="missing",
+        signal="missing_in_both" if in_both else "missing",
         effect=float("nan"),
         share=float(share),
         next=commands.sql(
@@ -47,9 +60,38 @@ def _of_side(data: PairData, side: PassSample, other: PassSample) -> Finding | N
             "num_tokens": int(missing.sum()),
             "num_sequences": len(rows),
             "of_sequences": sample.num_sequences,
-            "place": ("end" if in_tail >= in_head else "beginning") if cut else "scattered",
-            "value": "NULL" if side.is_null[missing].all() else "NaN",
+            "place": _place(sample, missing, in_tail >= in_head) if cut else "scattered",
+            "value": _kind(side.logprobs[missing], nulls),
         },
+    )
+
+
+def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
+    lost = np.bincount(sample.seq[missing], minlength=sample.num_sequences)
+    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
+    if np.all(lost[lost > 0] == counted[lost > 0]):
+        return "whole"
+    return "end" if at_end else "beginning"
+
+
+def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
+    """What stands in the place of logprobs: the first that applies of NULL alone, infinities alone, NaN."""
+    if nulls.all():
+        return "NULL"
+    if np.isneginf(values).all():
+        return "-inf"
+    return "inf" if np.isinf(values).all() else "NaN"
+
+
+def _elsewhere(data: PairData, num: int) -> Finding:
+    """NaN and infinities in steps that were not read token by token."""
+    return Finding(
+        code="placeholders",
+        signal="missing_elsewhere",
+        effect=float("nan"),
+        share=float(num / max(data.sums.num_tokens + data.sums.num_not_finite, 1)),
+        next=commands.stats(data, "step"),
+        numbers={"num_tokens": num, **data.names},
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....schemas.contract import Contract
 from .. import commands
 from ..finding import Finding
 from ..pair_data import PairData, declared, once
@@ -13,8 +14,10 @@ from ..thresholds import (
     EXCESS,
     HALF,
     MAX_HEALTHY_NOISE,
+    MAX_ROUNDED_ROUTER_SHARE,
     MAX_ROUTER_TAIL_SHARE,
     MAX_ROUTER_TOKEN_EFFECT,
+    MIN_ALL_ROUNDING_SHARE,
     MIN_ROUNDING_SHARE,
     ROUTER_TAIL_RATIO,
     ROUTER_TAIL_SHARE,
@@ -35,11 +38,14 @@ class Precision:
     """dtype on whose grid the logits lie."""
     values: str | None
     """dtype that the logprobs themselves were rounded to."""
+    has_tf32: bool = False
+    """Whether the contract lets float32 products be rounded to TensorFloat-32."""
 
     @property
     def coarsest(self) -> str | None:
         """The shortest format that is said or seen; None where nothing is: logits of float32 may follow a coarser body."""
         seen = [self.declared] if self.declared else []
+        seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF]
         return max(seen, key=lambda dtype: MAX_HEALTHY_NOISE.get(dtype, 0.0)) if seen else None
 
@@ -48,10 +54,16 @@ class Precision:
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     """Of pass a and of pass b."""
     a, b = (
-        Precision(dtype_of(data.contract(side)), grid, value_precision(getattr(data, side)))
+        Precision(
+            dtype_of(data.contract(side)), grid, value_precision(getattr(data, side)), _has_tf32(data.contract(side))
+        )
         for side, grid in zip("ab", logit_precision(data), strict=True)
     )
     return a, b
+
+
+def _has_tf32(contract: Contract) -> bool:
+    return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
 
 
 def allowed_noise(sides: tuple[Precision, Precision]) -> float:
@@ -68,17 +80,24 @@ def find_low_precision(data: PairData) -> list[Finding]:
             values = getattr(data, side)
             explained = float(np.sum((values * step) ** 2) / 3 / max(np.sum(data.d**2), 1e-30))
             if explained > MIN_ROUNDING_SHARE:
-                return [_head(data, side, "rounded_logprobs", precision.values)]
+                # A pass that computes in 16 bits throughout may hand over 16 bits; what it hands over is then a part of d.
+                named = precision.declared in HALF
+                unknown = precision.declared is None and explained < MIN_ALL_ROUNDING_SHARE
+                return [_head(data, side, "rounded_logprobs", precision.values, is_expected=named or unknown)]
         elif precision.logits in HALF and precision.declared == "float32":
             return [_head(data, side, "rounded_logits", precision.logits)]
     return []
 
 
-def _head(data: PairData, side: str, signal: str, dtype: str | None) -> Finding:
+def _head(data: PairData, side: str, signal: str, dtype: str | None, *, is_expected: bool = False) -> Finding:
     part = "log-softmax" if signal == "rounded_logprobs" else "head"
     replay = commands.replay(data, "--logits-dtype bf16", "head")
     return data.finding(
-        "low_precision_head", signal, next=replay, numbers={"side": data.names[side], "dtype": dtype, "part": part}
+        "low_precision_head",
+        signal,
+        is_expected=is_expected,
+        next=replay,
+        numbers={"side": data.names[side], "dtype": dtype, "part": part},
     )
 
 
@@ -102,6 +121,7 @@ def find_router_flips(data: PairData) -> list[Finding]:
             "router_flips",
             "router_tail",
             affected,
+            is_expected=_rounds_routers(data) and tail.mean() < MAX_ROUNDED_ROUTER_SHARE,
             weight=float(np.sum(data.d[affected] ** 2) / max(np.sum(data.d**2), 1e-30)),
             next=commands.replay(data, "--routing recorded", "routed"),
             numbers={
@@ -112,6 +132,12 @@ def find_router_flips(data: PairData) -> list[Finding]:
             },
         )
     ]
+
+
+def _rounds_routers(data: PairData) -> bool:
+    """Whether a side computes in 16 bits, or may do so: its routers see rounded inputs then."""
+    known = [side.coarsest for side in precisions(data)]
+    return None in known or any(dtype in HALF for dtype in known)
 
 
 def is_mixture(data: PairData) -> bool | None:

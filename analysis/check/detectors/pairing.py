@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from .. import commands
@@ -11,11 +13,14 @@ from ..thresholds import (
     CAP_NATS,
     MAX_PAIRED_ROWS,
     MIN_OFF_NATS,
+    MIN_OVER_CHANCE,
     MIN_PAIRED_ROWS,
     MIN_PAIRED_TOKENS,
     PAIRED_SHARE,
 )
 from .grid import Grid, grid_of, row_means
+
+_CHANCE_TRIALS = 4
 
 
 def find_row_pairing(data: PairData) -> list[Finding]:
@@ -26,15 +31,16 @@ def find_row_pairing(data: PairData) -> list[Finding]:
     tried = 0
     steps = np.unique(data.sample.steps)
     rows_of = [np.flatnonzero((data.sample.steps == step) & np.isfinite(own)) for step in steps]
-    for place, rows in enumerate(rows_of):
-        off = rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS]
+    for off, candidates in _tried(own, rows_of):
         tried += len(off)
-        candidates = np.concatenate([rows, *rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]])
         if len(off) and len(candidates) > 1:
             _match(grid, own, off, candidates, partner)
     found = np.flatnonzero(partner >= 0)
     distinct = len(np.unique(partner[found]))
     if len(found) < MIN_PAIRED_ROWS or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
+        return []
+    by_chance = _by_chance(grid, own, rows_of)
+    if len(found) < 2 * by_chance or len(found) < by_chance + MIN_OVER_CHANCE * np.sqrt(by_chance):
         return []
     names = data.sample.seq_ids
     return [
@@ -54,14 +60,48 @@ def find_row_pairing(data: PairData) -> list[Finding]:
     ]
 
 
+def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each step the rows that are off, and those among which their partners are looked for: its own and its neighbours'."""
+    for place, rows in enumerate(rows_of):
+        beside = [*rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]]
+        yield rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS], np.concatenate([rows, *beside])
+
+
+def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
+    """Rows that find a partner among rows whose values were exchanged at random, so that no row is one any more."""
+    draw = np.random.default_rng(0)
+    found = 0
+    for off, candidates in _tried(own, rows_of):
+        if not len(off) or len(candidates) < 2:
+            continue
+        for _ in range(_CHANCE_TRIALS):
+            mixed = _mixed(grid.b[candidates], draw)
+            found += sum(_partner(grid.a[row], own[row], mixed) is not None for row in off)
+    return found / _CHANCE_TRIALS
+
+
+def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """[R, T] with what is there in any order; what is not there stays away."""
+    mixed = values.copy()
+    there = np.isfinite(mixed)
+    mixed[there] = draw.permutation(mixed[there])
+    return mixed
+
+
 def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
     """Note for each row that is off which row's b it agrees with, where one clearly does."""
     b = grid.b[rows]
     for row in off:
-        off_by = np.minimum(np.abs(grid.a[row] - b), CAP_NATS)
-        enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(grid.a[row]).sum())
-        costs = np.where(enough, row_means(off_by), np.inf)
-        costs = np.where(np.isnan(costs), np.inf, costs)
-        best = int(costs.argmin())
-        if rows[best] != row and costs[best] < PAIRED_SHARE * own[row]:
+        best = _partner(grid.a[row], own[row], b)
+        if best is not None and rows[best] != row:
             partner[row] = rows[best]
+
+
+def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:
+    """Which of b's rows agrees best with a row of a, [T], where it clearly does."""
+    off_by = np.minimum(np.abs(a - b), CAP_NATS)
+    enough = np.isfinite(off_by).sum(axis=1) >= min(MIN_PAIRED_TOKENS, np.isfinite(a).sum())
+    costs = np.where(enough, row_means(off_by), np.inf)
+    costs = np.where(np.isnan(costs), np.inf, costs)
+    best = int(costs.argmin())
+    return best if costs[best] < PAIRED_SHARE * own else None

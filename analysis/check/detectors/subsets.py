@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Finding
-from ..pair_data import PairData
+from ..pair_data import PairData, once
 from ..sample import Sample
 from ..thresholds import (
     ALIKE_R2,
@@ -17,6 +17,7 @@ from ..thresholds import (
     MAX_GROUPS_SHARE,
     MAX_SUBSET_SHARE,
     MIN_LEVEL_RATIO,
+    MIN_SINCE_SHARE,
     MIN_SUBSET_R2,
     MIN_SUBSET_TOKENS,
     MIN_SUBSET_WIDTHS,
@@ -54,15 +55,72 @@ class Split:
 
 def find_group(data: PairData) -> list[Finding]:
     """Prompts in which the mismatch is concentrated."""
-    return _find(data, {"group_id": list(data.sample.group_ids)})
+    part = group_of(data)
+    return [] if part is None else [part.finding]
 
 
 def find_subset(data: PairData) -> list[Finding]:
     """An engine, rank, policy version, setting or range of steps in which the mismatch is concentrated."""
-    return _find(data, _columns(data))
+    part = part_of(data)
+    return [] if part is None else [part.finding]
 
 
-def _find(data: PairData, columns: dict[str, list[Any]]) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the data that `find_subset` names."""
+
+    finding: Finding
+    tokens: np.ndarray
+    """[N] bool"""
+    since: int | None
+    """The step from which on it is all of the run; None where it is another part. That is a fault with a beginning: before
+    the first update there are no older weights. Where every prompt came before from then on, a prefix cache explains it
+    as well as other weights do."""
+
+
+@once
+def part_of(data: PairData) -> Part | None:
+    """The part of the data in which the mismatch is concentrated; None where there is none."""
+    split = _best(data, _columns(data))
+    if split is None:
+        return None
+    since = _since(data.sample.steps, split.rows)
+    return Part(_told(data, split), split.rows[data.sample.seq], since)
+
+
+@once
+def group_of(data: PairData) -> Part | None:
+    """The prompts in which the mismatch is concentrated; None where there are none."""
+    split = _best(data, {"group_id": list(data.sample.group_ids)})
+    return None if split is None else Part(_told(data, split), split.rows[data.sample.seq], None)
+
+
+def fades(data: PairData) -> tuple[float, float]:
+    """By how much the mismatch is smaller in the last third of the sequences than in the first, as a logarithm, and that in
+    standard errors over the sequences: states of a cached prompt lie before the first token and are left behind, and
+    weights act everywhere alike."""
+    level = data.level_beyond_tokens
+    there = np.isfinite(level)
+    place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
+    means = []
+    for part in (there & (place < 1 / 3), there & (place >= 2 / 3)):
+        count = np.bincount(data.seq[part], minlength=data.sample.num_sequences)
+        total = np.bincount(data.seq[part], level[part], data.sample.num_sequences)
+        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
+    if len(falls) < 2:
+        return 0.0, 0.0
+    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
+
+
+def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
+    """The step from which on rows, [S] bool, are all that there are, and none before; None where they are others, or few."""
+    first = int(steps[rows].min())
+    begins = first > steps.min() and rows.mean() > MIN_SINCE_SHARE and np.all(rows == (steps >= first))
+    return first if begins else None
+
+
+def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
     """A column of which some values have a far larger mismatch than the others, which have a healthy one."""
     columns = {name: values for name, values in columns.items() if len(set(map(str, values))) > 1}
     level, weight = _levels(data)
@@ -75,34 +133,36 @@ def _find(data: PairData, columns: dict[str, list[Any]]) -> list[Finding]:
         and (name not in CHANGING or _is_more_than_change(data, split.rows))
     ]
     if not splits:
-        return []
+        return None
     best = max(splits, key=lambda split: split.r2)
     # Of two columns that say nearly the same, the one with fewer values is the plainer.
-    best = min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
+    return min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
+
+
+def _told(data: PairData, best: Split) -> Finding:
     affected = best.rows[data.seq]
     shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
     if best.column == SEEN_BEFORE:
-        return [_prefix_cache(data, best, affected)]
-    return [
-        data.finding(
-            "subset",
-            "column",
-            affected,
-            weight=data.explained_by(affected),
-            next=commands.sql(data, _by_column(best.column, data)),
-            numbers={
-                "column": best.column,
-                "values": shown,
-                "ratio": best.ratio,
-                "num_sequences": int(best.rows.sum()),
-                "of_sequences": data.sample.num_sequences,
-                "rms_elsewhere": data.rms(~affected),
-            },
-        )
-    ]
+        return _prefix_cache(data, best, affected)
+    return data.finding(
+        "subset",
+        "column",
+        affected,
+        weight=data.explained_by(affected),
+        next=commands.sql(data, _by_column(best.column, data)),
+        numbers={
+            "column": best.column,
+            "values": shown,
+            "ratio": best.ratio,
+            "num_sequences": int(best.rows.sum()),
+            "of_sequences": data.sample.num_sequences,
+            "rms_elsewhere": data.rms(~affected),
+        },
+    )
 
 
 def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding:
+    fall, score = fades(data.without(~split.rows[data.sample.seq]))
     return data.finding(
         "change_inside_sequence",
         "prefix_cache",
@@ -114,6 +174,8 @@ def _prefix_cache(data: PairData, split: Split, affected: np.ndarray) -> Finding
             "ratio": split.ratio,
             "num_sequences": int(split.rows.sum()),
             "rms_elsewhere": data.rms(~affected),
+            "fall": float(np.exp(fall)),
+            "fall_score": score,
         },
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...advice import Advice
 from .. import commands
 from ..finding import Finding
 from ..pair_data import PairData, declared
@@ -16,6 +17,9 @@ from ..thresholds import (
     MIN_TEMPERATURE_SHIFT,
     MIN_TEMPERATURE_TOKENS,
 )
+
+_MODEL_ERROR = 0.05
+"""Error of the fits relative to log T: log-odds are a line for two outcomes, and nearly one for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class ScaleFit:
     """Share of the sum of d squared that it explains."""
     score: float
     """How many standard errors the scale lies off 1."""
+    lowest: float = 0.0
+    highest: float = float("inf")
+    """What the scale may be: from the least to the largest of all fits, each two standard errors wider."""
 
 
 def find_temperature(data: PairData) -> list[Finding]:
@@ -41,9 +48,11 @@ def find_temperature(data: PairData) -> list[Finding]:
             "temperature",
             "scaled_logits",
             weight=fit.r2,
-            next=commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature"),
+            next=_confirming(data, temperature),
             numbers={
                 "temperature": temperature,
+                "least": 1 / fit.highest,
+                "largest": 1 / fit.lowest,
                 "r2": fit.r2,
                 "standard_errors": fit.score,
                 **data.names,
@@ -66,7 +75,14 @@ def fit_scale(data: PairData) -> ScaleFit | None:
     """ScaleFit one factor between both sides' logits; None where too few tokens can tell."""
     fits = [_by_entropy(data, side) for side in ("a", "b")] + [_by_odds(data)]
     known = [fit for fit in fits if fit is not None]
-    return max(known, key=lambda fit: fit.r2) if known else None
+    if not known:
+        return None
+    # Each fit is of first order, from one end or the other: what they differ by is its error. So is what none explains.
+    telling = [fit for fit in known if is_temperature(fit)] or known
+    best = max(known, key=lambda fit: fit.r2)
+    wider = float(np.exp(abs(np.log(best.scale)) * max((1 - best.r2) / 2, _MODEL_ERROR)))
+    lowest, highest = min(fit.lowest for fit in telling), max(fit.highest for fit in telling)
+    return replace(best, lowest=max(lowest, 1 / MAX_TEMPERATURE) / wider, highest=highest * wider)
 
 
 def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
@@ -86,13 +102,20 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
     solution, *_ = np.linalg.lstsq(x, d, rcond=None)
     left = d - x @ solution
     slope = float(solution[0])
-    error = float(np.sqrt(left @ left / len(d) * np.linalg.inv(x.T @ x + 1e-12 * np.eye(3))[0, 0]))
-    scale = 1 + slope
-    if side == "b" and scale > 0:  # a = scale * b
-        scale = 1 / scale
+    slope_error = float(np.sqrt(left @ left / len(d) * np.linalg.inv(x.T @ x + 1e-12 * np.eye(3))[0, 0]))
+    # log p moves by u at the first step of a scaling, and by u at the scale reached at the last: exp and 1 + lie on either side.
+    scales = np.array([1 + slope - 2 * slope_error, np.exp(slope + 2 * slope_error), 1 + slope])
+    if scales.min() <= 0:
+        return None
+    if side == "b":  # a = scale * b
+        scales = 1 / scales
+    scale = float(scales[2])
     if not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
         return None
-    return ScaleFit(scale, 1 - float(left @ left) / max(float(d @ d), 1e-30), abs(slope) / max(error, 1e-12))
+    score = abs(slope) / max(slope_error, 1e-12)
+    return ScaleFit(
+        scale, 1 - float(left @ left) / max(float(d @ d), 1e-30), score, float(scales.min()), float(scales.max())
+    )
 
 
 def _by_odds(data: PairData) -> ScaleFit | None:
@@ -116,7 +139,8 @@ def _by_odds(data: PairData) -> ScaleFit | None:
     error = np.sqrt(max(left, 0.0) / max(xx, 1e-30) / len(x))
     off = off - off.mean()
     explained = 1 - float(np.sum((y - scale * x) ** 2)) / max(float(off @ off), 1e-30)
-    return ScaleFit(float(scale), explained, float(abs(scale - 1) / max(error, 1e-12)))
+    score = float(abs(scale - 1) / max(error, 1e-12))
+    return ScaleFit(float(scale), explained, score, float(low - 2 * error), float(high + 2 * error))
 
 
 def _log_odds(logprobs: np.ndarray) -> np.ndarray:
@@ -135,6 +159,18 @@ def _declared(data: PairData) -> dict[str, float | str]:
     found: dict[str, float | str] = {name: value for name, value in named.items() if isinstance(value, (int, float))}
     mode = declared(data.contract("b"), "logprobs_mode")
     return found | ({"logprobs_mode": str(mode)} if mode else {})
+
+
+def _confirming(data: PairData, temperature: float) -> Advice:
+    """A replay at the temperature; where the trace has no weights, the scale of the log-odds by step, from its tokens."""
+    if data.has_weights:
+        return commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature")
+    odds = "ln(exp({0}) / (1 - exp({0})))"
+    return commands.sql(
+        data,
+        f"SELECT step, regr_slope({odds.format('logprob_a')}, {odds.format('logprob_b')}) AS temperature_b "
+        "FROM {pair} WHERE mask AND logprob_a < -0.001 AND logprob_b < -0.001 GROUP BY step ORDER BY step",
+    )
 
 
 def _to_try(data: PairData, fitted: float) -> float:

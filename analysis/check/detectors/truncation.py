@@ -53,6 +53,10 @@ def _is_cut(data: PairData, raised: str) -> bool:
     settings = data.sample.settings
     if np.any(settings["top_p"] < 1) or np.any(settings["top_k"] > 0) or np.any(settings["min_p"] > 0):
         return True
+    sides = {"a": data.sample.a, "b": data.sample.b}
+    cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
+    if np.any(cut_off & data.sample.mask):
+        return True  # what the other side drew lies outside of what this one keeps
     if raised == "a" or _is_neutral(data):
         return False
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > NUCLEUS_ALONE_SHARE:

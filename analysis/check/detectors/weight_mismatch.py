@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....schemas.contract import Contract
 from ...advice import Advice
 from .. import commands
 from ..finding import Finding, Number
 from ..pair_data import PairData, declared, once
-from ..thresholds import MIN_TOKEN_EFFECT, MIN_TOKEN_SCORE, MIN_WEIGHTS_NOISE, MOVEMENT_SHRINKAGE
+from ..thresholds import (
+    MAX_SURE_NOISE,
+    MAX_UNTOLD_NOISE,
+    MIN_FLOAT32_TOKEN_EFFECT,
+    MIN_FLOAT32_TOKEN_SCORE,
+    MIN_TOKEN_EFFECT,
+    MIN_TOKEN_SCORE,
+    MIN_UNSURE_REST,
+    MIN_WEIGHTS_NOISE,
+    MOVEMENT_SHRINKAGE,
+)
 from .error_structure import error_structure, token_effect
 from .numerics import allowed_noise, precisions
 
@@ -37,19 +48,27 @@ class LogitMismatch:
     """Share of the variance of d / (1 - p) that the token's id explains, beyond chance."""
     token_score: float
     """The same in standard deviations of what chance gives."""
+    is_sure: bool = False
+    """Whether the policy is sure of its tokens, so that its logits are large and rounded by more."""
+    both_float32: bool = False
+    """Whether both contracts say float32, and no TensorFloat-32."""
 
     @property
     def is_excessive(self) -> bool:
-        return self.level > self.allowed
+        if self.token_score > MIN_TOKEN_SCORE:
+            return self.level > self.allowed
+        if self.is_sure:
+            return self.level > self.allowed * MAX_SURE_NOISE
+        # A score of 0 stands for too few tokens to tell by their ids.
+        return self.level > self.allowed * (MAX_UNTOLD_NOISE if self.token_score else 1.0)
 
     @property
     def is_of_weights(self) -> bool:
         """Rounding changes with every context; other weights push a token the same way wherever it stands."""
-        return (
-            self.level > MIN_WEIGHTS_NOISE
-            and self.token_effect > MIN_TOKEN_EFFECT
-            and self.token_score > MIN_TOKEN_SCORE
-        )
+        least = (MIN_TOKEN_EFFECT, MIN_TOKEN_SCORE)
+        if self.both_float32:
+            least = (MIN_FLOAT32_TOKEN_EFFECT, MIN_FLOAT32_TOKEN_SCORE)
+        return self.level > MIN_WEIGHTS_NOISE and self.token_effect > least[0] and self.token_score > least[1]
 
 
 @once
@@ -59,7 +78,14 @@ def logit_mismatch(data: PairData) -> LogitMismatch:
     noise, rest = data.noise[known], data.rest[known]
     cut = float(np.quantile(noise, 0.99)) if len(noise) else 0.0
     level = float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2))) if len(noise) else 0.0
-    return LogitMismatch(level, allowed_noise(precisions(data)), *token_effect(data))
+    sides = precisions(data)
+    return LogitMismatch(
+        level,
+        allowed_noise(sides),
+        *token_effect(data),
+        is_sure=bool(data.num_kept and data.rest.mean() < MIN_UNSURE_REST),
+        both_float32=all(side.coarsest == "float32" and side.declared == "float32" for side in sides),
+    )
 
 
 def find_declared(data: PairData) -> list[Finding]:
@@ -92,14 +118,21 @@ def _versions(data: PairData) -> list[Finding]:
 
 
 def _quantisation(data: PairData) -> list[Finding]:
-    for side, name in data.names.items():
-        for path in _QUANTISED:
-            value = declared(data.contract(side), *path)
-            if value and str(value) not in _NOT_QUANTISED:
-                said: dict[str, Number] = {"cause": "quantised", "side": name, "setting": path[-1], "value": str(value)}
+    own = {side: _quantised(data.contract(side)) for side in data.names}
+    for side, other in (("a", "b"), ("b", "a")):
+        for path, value in own[side].items():
+            if value not in own[other].values():
+                name = data.names[side]
+                said: dict[str, Number] = {"cause": "quantised", "side": name, "setting": path[-1], "value": value}
                 replay = commands.replay(data, "--quantize int8", "suspect", int(data.sample.steps[-1]))
                 return [data.finding("weights_differ", "contract", next=replay, numbers=said)]
     return []
+
+
+def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
+    """Where a contract says that weights or cache are quantised -> how."""
+    values = {path: str(declared(contract, *path)) for path in _QUANTISED if declared(contract, *path)}
+    return {path: value for path, value in values.items() if value not in _NOT_QUANTISED}
 
 
 def find_other_weights(data: PairData) -> list[Finding]:

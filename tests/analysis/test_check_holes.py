@@ -1,0 +1,359 @@
+"""Values that are none, or no logprobs: they are named, taken out, and hide nothing behind them."""
+
+import json
+
+import numpy as np
+import pytest
+from bigrams import BOTH_FP32, HOT, Recording, in_bfloat16, in_float32, moved, sample, table
+from builders import tim_trace
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.text import evidence_text
+from tim_trace.schemas.errors import NothingToCompare
+from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.recorder import Recorder
+
+
+def record(path, sides, *, entropy=None, steps=1, lengths=40, prompts=None):
+    """One trace of `steps` steps of four sequences; `sides` gives the two passes' values of a step, [4, T]."""
+    with Recorder(path) as recorder:
+        for step in range(1, steps + 1):
+            train, rollout = sides(step)
+            ids = np.random.default_rng(step).integers(0, 500, (4, lengths))
+            batch = recorder.add_sequences(step=step, response_ids=ids, prompt_ids=prompts or [[step]] * 4)
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train, entropy=None if entropy is None else entropy(step))
+    return path
+
+
+def drawn(step, lengths=40):
+    return -np.random.default_rng(step).exponential(1.0, (4, lengths)).astype(np.float32) - np.float32(0.01)
+
+
+def near(values, step):
+    """The same with rounding of float32."""
+    return (values * (1 + 1e-6 * np.random.default_rng(99 + step).normal(size=values.shape))).astype(np.float32)
+
+
+def one_lost(values, value):
+    values = [np.array(row) for row in values]
+    values[1][3] = value
+    return values
+
+
+def codes(path):
+    return [finding.code for finding in check(path).findings]
+
+
+def hot(value):
+    """One value of the engine is none, and the trainer's logits are divided by a temperature."""
+    scored = HOT.train
+
+    def train(step, number):
+        values = scored(step, number)
+        return one_lost(values, value) if number == 2 else values
+
+    return Recording(train=train, sequences=HOT.sequences)
+
+
+def test_one_infinity_hides_no_temperature(tmp_path):
+    assert codes(hot(-np.inf).write(tmp_path / "trace")) == ["placeholders", "temperature"]
+
+
+def test_one_nan_in_thousands_hides_no_temperature(tmp_path):
+    def sides(step):
+        u = np.random.default_rng(step).normal(0, 0.6, (4, 400))
+        a = (-2 - np.abs(u)).astype(np.float32)
+        b = (a + 0.2 * u).astype(np.float32)
+        if step == 2:
+            b[1, 7] = np.nan
+        entropies[step] = (u - a).astype(np.float32)
+        return a, b
+
+    entropies = {}
+    path = record(tmp_path / "trace", sides, entropy=lambda step: entropies[step], steps=2, lengths=400)
+    assert codes(path) == ["placeholders", "temperature"]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_lost_step_in_the_middle_of_two_hundred_is_no_valid_comparison(tmp_path, value, both):
+    def sides(step):
+        a = drawn(step, 6)
+        b = near(a, step)
+        if step == 101:
+            b[:] = value
+            a[:] = value if both else a
+        return a, b
+
+    found = check(record(tmp_path / "trace", sides, steps=200, lengths=6))
+    assert not found.is_valid
+    assert found.findings[0].numbers["num_tokens"] == 24
+    assert found.findings[0].signal == ("missing_in_both" if both else "missing")
+
+
+def test_what_is_lost_in_steps_that_were_not_read_is_counted(tmp_path):
+    def sides(step):
+        a = drawn(step, 6)
+        b = near(a, step)
+        if step in (57, 101, 143):
+            b[2, 1] = np.nan
+        return a, b
+
+    found = check(record(tmp_path / "trace", sides, steps=200, lengths=6)).findings
+    assert sum(finding.numbers["num_tokens"] for finding in found) == 3
+    assert found[-1].signal == "missing_elsewhere"
+
+
+def test_null_in_a_step_that_would_not_be_read_is_seen(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for step in range(1, 201):
+            a = drawn(step, 6)
+            batch = recorder.add_sequences(step=step, response_ids=np.ones((4, 6), int))
+            recorder.add_scores("train", batch, logprobs=a)
+            known = np.full(a.shape, step != 101)
+            recorder.add_scores("rollout", batch, logprobs=near(a, step), scored_mask=known)
+    assert not check(tmp_path / "trace").is_valid
+
+
+def test_nothing_finite_on_either_side_is_no_valid_comparison(tmp_path):
+    path = record(tmp_path / "trace", lambda step: (np.full((4, 40), np.nan),) * 2)
+    assert not check(path).is_valid
+    assert tim_trace("check", path).code == 1
+
+
+def test_no_value_on_either_side_is_nothing_to_compare(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=np.ones((2, 5), int))
+        for name in ("train", "rollout"):
+            recorder.add_scores(name, batch, logprobs=np.zeros((2, 5)), scored_mask=np.zeros((2, 5), bool))
+    with pytest.raises(NothingToCompare):
+        check(tmp_path / "trace")
+    assert tim_trace("check", tmp_path / "trace").code != 0
+
+
+def dump(tmp_path, train, rollout):
+    rows = [
+        {
+            "step": 1,
+            "prompt_ids": [1],
+            "response_ids": list(range(len(a))),
+            "train_logprobs": a.tolist(),
+            "rollout_logprobs": b.tolist(),
+        }
+        for a, b in zip(train, rollout, strict=True)
+    ]
+    (tmp_path / "dump.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "trace").folder
+
+
+def test_values_above_zero_are_no_logprobs_also_where_both_sides_share_them(tmp_path):
+    probabilities = np.exp(drawn(1))
+    first = check(dump(tmp_path, probabilities, near(probabilities, 1))).findings[0]
+    assert (first.code, first.signal) == ("not_logprobs", "above_zero")
+
+
+def test_logits_are_no_logprobs(tmp_path):
+    a = drawn(1)
+    assert codes(dump(tmp_path, a, a + np.random.default_rng(3).normal(12, 4, (4, 40))))[0] == "not_logprobs"
+
+
+def test_one_value_above_zero_hides_nothing(tmp_path):
+    a = drawn(1, 200)
+    found = codes(dump(tmp_path, a, np.concatenate([a[1:], a[:1]]) + (np.arange(200) == 5) * 9.0))
+    assert found == ["row_pairing", "not_logprobs"]
+
+
+def test_fewer_tokens_than_a_statistic_takes_are_no_fault(tmp_path):
+    path = record(tmp_path / "trace", lambda step: (drawn(1, 3), drawn(1, 3) * np.float32(1.3)), lengths=3)
+    found = check(path)
+    assert [finding.code for finding in found.findings] == ["too_few"]
+    assert tim_trace("check", path).stdout.startswith("TOO FEW TOKENS TO SAY")
+
+
+def test_a_constant_that_both_sides_have_is_seen(tmp_path):
+    def sides(step):
+        a = np.where(np.random.default_rng(50 + step).random((4, 200)) < 0.1, np.float32(-0.5), drawn(step, 200))
+        return a, np.where(a == -0.5, a, near(a, step))
+
+    first = check(record(tmp_path / "trace", sides, steps=2, lengths=200)).findings[0]
+    assert (first.code, first.signal) == ("placeholders", "constant_in_both")
+
+
+def test_zeros_that_both_sides_have_are_told_from_certain_tokens_by_their_entropy(tmp_path):
+    def sides(step):
+        a = np.where(np.random.default_rng(50 + step).random((4, 200)) < 0.3, np.float32(0), drawn(step, 200))
+        return a, np.where(a == 0, a, near(a, step))
+
+    for name, at_zero, code in (("lost", 1.0, "placeholders"), ("certain", 0.0, "rounding")):
+        entropy = lambda step, at_zero=at_zero: np.where(sides(step)[0] == 0, at_zero, 1.0)  # noqa: E731
+        assert codes(record(tmp_path / name, sides, steps=2, lengths=200, entropy=entropy))[0] == code
+
+
+def test_a_unit_that_both_sides_share_is_told_by_the_entropies(tmp_path):
+    run = Recording(
+        rollout=lambda step, number: [row / np.float32(np.log(2)) for row in in_float32(step, number)],
+        train=lambda step, number: [row / np.float32(np.log(2)) for row in step.scored()],
+    )
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.signal, first.numbers["unit"]) == ("log_base", "shared_unit", "log2")
+
+
+def test_a_mean_of_the_sequence_at_each_token_is_seen(tmp_path):
+    run = Recording(rollout=lambda step, number: [np.full_like(row, row.mean()) for row in step.scored()])
+    assert codes(run.write(tmp_path / "trace"))[0] == "placeholders"
+
+
+def shuffled(step, number):
+    values = step.scored()
+    draw = np.random.default_rng(number).permutation(np.concatenate(values))
+    return np.split(draw, np.cumsum([len(row) for row in values])[:-1])
+
+
+def most_probable(step, number):
+    scores = step.logits - np.log(np.exp(step.logits.astype(float)).sum(axis=-1, keepdims=True))
+    rows = zip(step.prompts, step.responses, strict=True)
+    return [scores.max(axis=-1)[np.concatenate([p[-1:], r[:-1]]).astype(int)] for p, r in rows]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "signal"),
+    [
+        (shuffled, "no_correlation"),
+        (lambda step, number: [-row for row in step.entropies()], "negative_entropies"),
+        (most_probable, "most_probable"),
+    ],
+)
+def test_values_of_something_else_have_a_name_of_their_own(tmp_path, rollout, signal):
+    first = check(Recording(rollout=rollout).write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.signal) == ("unrelated", signal)
+
+
+# --- Two explanations, and a cause beside a part ----------------------------------------------------------------------------
+
+
+def stale_with_prompts_again(path, versions, fade=None):
+    with Recorder(path) as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 7):
+            step = sample(table(), 100 + number)
+            step.prompts = [np.full(4, row // 4) for row in range(len(step.prompts))]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[p.tolist() for p in step.prompts], group_ids=step.groups,
+                response_ids=[r.tolist() for r in step.responses],
+            )  # fmt: skip
+            right, old = in_float32(step, number), step.scored(moved(step.logits, 3, versions))
+            rows = zip(right, old, strict=True)
+            fading = [np.where(np.arange(len(a)) < (fade or len(a)), b, a) for a, b in rows]
+            recorder.add_scores("rollout", batch, logprobs=right if number == 1 else fading)
+            recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    return path
+
+
+def test_prompts_that_come_again_make_no_prefix_cache_of_other_weights(tmp_path):
+    found = check(stale_with_prompts_again(tmp_path / "trace", 0.3)).findings
+    assert [finding.code for finding in found] == ["weights_differ", "change_inside_sequence"]
+    assert found[0].numbers["since_step"] == 2
+    assert "a replay decides" in evidence_text(found[1])
+
+
+def test_a_mismatch_that_fades_along_the_sequence_is_a_prefix_cache(tmp_path):
+    first = check(stale_with_prompts_again(tmp_path / "trace", 0.3, fade=8)).findings[0]
+    assert first.code == "change_inside_sequence"
+
+
+def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):
+    def rollout(step, number):
+        hot = step.scored(step.logits / 0.7)
+        rows = zip(in_float32(step, number), hot, step.groups, strict=True)
+        return [b if group in ("prompt-2", "prompt-5") else a for a, b, group in rows]
+
+    assert codes(Recording(rollout=rollout).write(tmp_path / "trace")) == ["subset", "temperature"]
+
+
+def test_sequences_that_are_off_as_a_whole_did_not_change_inside(tmp_path):
+    def rollout(step, number):
+        old = step.scored(moved(step.logits, 3, 0.3))
+        rows = zip(in_bfloat16(step, number), old, strict=True)
+        return [b if row % 3 == 1 else a for row, (a, b) in enumerate(rows)]
+
+    assert codes(Recording(rollout=rollout, steps=8).write(tmp_path / "trace")) == ["weights_differ"]
+
+
+# --- Chance, and what is no fault -------------------------------------------------------------------------------------------
+
+
+def test_rows_of_three_tokens_find_partners_by_chance(tmp_path):
+    def sides(step):
+        draw = np.random.default_rng(step)
+        return (-draw.exponential(1.5, (64, 3)) - 0.01).astype(np.float32), (-draw.exponential(1.5, (64, 3))).astype(
+            np.float32
+        )
+
+    with Recorder(tmp_path / "trace") as recorder:
+        for step in range(1, 9):
+            batch = recorder.add_sequences(
+                step=step, response_ids=np.random.default_rng(step).integers(0, 500, (64, 3))
+            )
+            for name, values in zip(("train", "rollout"), sides(step), strict=True):
+                recorder.add_scores(name, batch, logprobs=values)
+    assert "row_pairing" not in codes(tmp_path / "trace")
+
+
+def test_a_shift_in_a_third_of_the_rows_is_one(tmp_path):
+    def rollout(step, number):
+        values = in_float32(step, number)
+        return [np.append(row[1:], np.float32(-0.7)) if n % 3 == 0 else row for n, row in enumerate(values)]
+
+    assert codes(Recording(rollout=rollout).write(tmp_path / "trace"))[0] == "shift"
+
+
+def test_tokens_that_were_drawn_outside_of_what_a_side_keeps_are_a_truncation(tmp_path):
+    def train(step, number):
+        chances = np.exp(step.logits.astype(float))
+        chances /= chances.sum(axis=-1, keepdims=True)
+        kept = chances >= np.sort(chances, axis=-1)[:, -20:-19]
+        with np.errstate(divide="ignore"):
+            cut = np.log(np.where(kept, chances, 0) / (chances * kept).sum(axis=-1, keepdims=True))
+        rows = zip(step.prompts, step.responses, strict=True)
+        return [cut[np.concatenate([p[-1:], r[:-1]]).astype(int), r] for p, r in rows]
+
+    assert codes(Recording(rollout=in_float32, train=train).write(tmp_path / "trace")) == ["truncation", "placeholders"]
+
+
+def contracts(train, rollout):
+    return {"train": {"engine": "trl"} | train, "rollout": {"engine": "vllm"} | rollout}
+
+
+def test_weights_that_both_sides_quantise_alike_do_not_differ(tmp_path):
+    both = contracts({"model": {"quantization": "int8"}}, {"config": {"model_config": {"quantization": "int8"}}})
+    assert check(Recording(rollout=in_float32, contracts=both).write(tmp_path / "both")).is_valid
+    one = contracts({}, {"config": {"model_config": {"quantization": "int8"}}})
+    assert codes(Recording(rollout=in_float32, contracts=one).write(tmp_path / "one")) == ["weights_differ"]
+
+
+def test_bfloat16_logprobs_of_a_bfloat16_engine_are_said_and_valid(tmp_path):
+    from bigrams import bfloat16
+
+    declared = contracts({"dtype": "float32"}, {"dtype": "bfloat16"})
+    run = Recording(
+        rollout=lambda step, number: [bfloat16(row) for row in in_bfloat16(step, number)], contracts=declared
+    )
+    found = check(run.write(tmp_path / "trace"))
+    assert found.is_valid
+    assert found.findings[0].code == "low_precision_head"
+    assert "without a fault" in evidence_text(found.findings[0])
+
+
+def test_equal_bits_of_two_engines_in_one_dtype_are_said_and_valid(tmp_path):
+    same = contracts({"dtype": "float32"}, {"dtype": "float32"})
+    found = check(Recording(contracts=same).write(tmp_path / "trace"))
+    assert (found.is_valid, found.findings[0].code) == (True, "copies")
+
+
+def test_a_fitted_temperature_has_an_error_and_a_command_that_the_trace_can_run(tmp_path):
+    for planted in (0.6, 0.9, 1.3):
+        run = Recording(train=lambda step, number, t=planted: step.scored(step.logits / t), entropy=False)
+        first = check(run.write(tmp_path / str(planted))).findings[0]
+        assert first.numbers["least"] < 1 / planted < first.numbers["largest"]
+        assert first.next.command.startswith("tim-trace sql")
