@@ -1,4 +1,5 @@
 # make demo    record a real GRPO run and look at it
+# make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
 # make test    install everything, check style and types, run the tests on several workers
 # make test-all  the same and the slow tests, which repeat a behaviour in more settings; CI runs this
 # make lint    style and types alone
@@ -39,7 +40,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo test test-all lint stress bench fuzz docs clean
+.PHONY: demo demo-collapse test test-all lint stress bench fuzz docs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -48,6 +49,16 @@ demo: $(VENV)/demo-installed
 	"$(BIN)/tim-trace" sql runs/demo "SELECT step, mean_reward, grad_norm, k3, p99_abs_d, max_abs_d FROM steps \
 		JOIN pair_steps('train', 'rollout') USING (run, step) WHERE step % 20 = 0 ORDER BY step"
 	"$(BIN)/tim-trace" report runs/demo -o runs/demo.html --force
+
+# The demo is its control: both are the same until vLLM's weights are rounded. An invalid comparison may end with 1.
+demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
+	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo-collapse --force -- \
+		python examples/grpo_addition.py --coarse-from 121
+	"$(BIN)/tim-trace" attribute runs/demo-collapse --control runs/demo || [ $$? = 1 ]
+	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
+
+runs/demo/trace.json:
+	$(MAKE) demo
 
 test: lint
 	$(PYTEST) -m "not slow"

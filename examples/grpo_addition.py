@@ -2,6 +2,7 @@
 
     python examples/grpo_addition.py              # vLLM samples
     python examples/grpo_addition.py --no-vllm    # transformers samples
+    python examples/grpo_addition.py --coarse-from 121    # vLLM's weights have two bits from a step on: the reward falls
 
 Nothing is downloaded: model and tokenizer are made here. The trainer computes in float32 and vLLM in bfloat16, which is
 a mismatch to look at.
@@ -81,9 +82,25 @@ def let_weights_change():
     utils.dispatch_cpu_unquantized_gemm = keep_plain
 
 
+def coarsen_engine(trainer, first_step):
+    """Give vLLM weights of two bits from a step on: each becomes -s, 0 or s, and s is the largest of its matrix."""
+    synced_weights = trainer.vllm_generation._iter_named_params
+
+    def coarse_weights():
+        for name, weight in synced_weights():
+            if trainer.state.global_step + 1 >= first_step and name.endswith("_proj.weight"):
+                scale = weight.abs().max()
+                weight = (weight / scale).round() * scale
+            yield name, weight
+
+    trainer.vllm_generation._iter_named_params = coarse_weights
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-vllm", action="store_true", help="let transformers sample")
+    engine = parser.add_mutually_exclusive_group()
+    engine.add_argument("--no-vllm", action="store_true", help="let transformers sample")
+    engine.add_argument("--coarse-from", type=int, metavar="STEP", help="round vLLM's weights to two bits from then on")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--model", default="runs/tiny-qwen3", help="folder for the model that is made")
     arguments = parser.parse_args()
@@ -122,6 +139,8 @@ def main():
             seed=0,
         ),
     )
+    if arguments.coarse_from:
+        coarsen_engine(trainer, arguments.coarse_from)
     trainer.train()
 
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
