@@ -60,7 +60,7 @@ def explain(
         if control is None:
             return _attribution(facts, _suspects(facts))
         other = read_facts(control, pair, is_control=True)
-        if facts.fall is None and shares_prompts(facts, other):
+        if shares_prompts(facts, other):
             facts = facts.beside(other)
         suspects = _suspects(facts)
         compared = compare(facts, other, suspects)

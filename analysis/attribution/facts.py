@@ -185,14 +185,37 @@ class Facts:
         return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     def beside(self, control: Facts) -> Facts:
-        """The same with the fall that only a comparison with the control shows, if there is one."""
-        pairs = [
-            (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
-            if of_run.name == of_control.name
-            and of_run.is_evaluation == (self.outcome is not None and self.outcome.is_evaluation)
-        ]  # fmt: skip
-        fall = next((fall for of_run, of_control in pairs if (fall := find_fall(of_run, of_control))), None)
+        """The same with the fall as it is seen beside a control that shares the seeds: where their outcomes part for good."""
+        if self.fall is None:
+            pairs = [
+                (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
+                if of_run.name == of_control.name
+                and of_run.is_evaluation == (self.outcome is not None and self.outcome.is_evaluation)
+            ]  # fmt: skip
+            fall = next((fall for of_run, of_control in pairs if (fall := find_fall(of_run, of_control))), None)
+        else:
+            fall = self._parted(self.fall, control)
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
+
+    def _parted(self, fall: Fall, control: Facts) -> Fall:
+        """A fall with the onset of the difference from the control's outcome, which noise that both share does not blur."""
+        found = [
+            next((one for one in outcomes.all if one.name == fall.onset_of), None)
+            for outcomes in (self.outcomes, control.outcomes)
+        ]
+        if found[0] is None or found[1] is None:
+            return fall
+        steps, of_run, of_control = np.intersect1d(found[0].steps, found[1].steps, return_indices=True)
+        if len(steps) < MIN_VALUES:
+            return fall
+        lacking = found[0].values[of_run] - found[1].values[of_control]
+        apart = find_fall(replace(found[0], steps=steps, values=lacking + found[1].values[of_control].mean()))
+        if apart is None or np.ptp(apart.interval) >= np.ptp(fall.interval):
+            return fall
+        return replace(
+            fall, step=apart.step, low=apart.low, high=apart.high, interval=apart.interval, fallen=apart.fallen,
+            kind=apart.kind,
+        )  # fmt: skip
 
     def around_fall(self) -> Rollouts:
         """The sequences of a tenth of the run from the fall on, before the policy has unlearned."""

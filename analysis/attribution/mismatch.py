@@ -49,7 +49,10 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
     before = _before(steps, fall)
-    onset = before if fall is None else (steps >= fall.low) & (steps <= max(fall.high, fall.fallen))
+    onset = before
+    if fall is not None:
+        first, last = fall.interval
+        onset = (steps >= min(first, fall.low)) & (steps <= max(last, fall.high, fall.fallen))
     n = len(values)
     return RunMismatch(
         size=max(float(np.median(values[before])), _largest(values[onset]) if fall else 0.0),

@@ -11,7 +11,7 @@ from ..trace.cache import cached
 from ..trace.database import Database, quoted
 from .columns import by_step
 from .logged import NAMES
-from .quantities import LINEAR, LOG, LOGIT, Series
+from .quantities import LENGTH, LINEAR, LOG, LOGIT, Series
 
 PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED = (
     "prompts", "sampling", "advantages", "reference", "setting", "logged",
@@ -68,7 +68,7 @@ _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
     "prompt_shift": (PROMPTS, LINEAR, "share of prompt tokens that the first tenth of the run would not have (total variation)"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that no step before had"),
-    "longest_response": (SAMPLING, LOG, "longest response of the step, tokens"),
+    "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences of the step"),
     "group_size": (SAMPLING, LOG, "sequences of a group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
