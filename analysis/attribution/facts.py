@@ -16,7 +16,7 @@ from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
 from ..dynamics.conditions import SETTING
 from ..dynamics.fall import Fall, Outcome, find_fall
-from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, read_recorded
+from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..dynamics.series import Series, read_series
 from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
 from ..statement import Statement
@@ -72,8 +72,12 @@ class Facts:
         """Everything recorded that changed within the interval of the fall or shortly before it, the most abnormal first."""
         if self.fall is None:
             return ()
-        found = around(read_recorded(self.database, self.pair), self.fall, len(self.steps))
-        return tuple(change for change in found if change.order != AFTER)
+        fall = self.fall
+        found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
+        ordered = (
+            replace(change, order=order_beside(change, fall)) for change in found
+        )  # of a control's fall it may differ
+        return tuple(change for change in ordered if change.order != AFTER)
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
         """Changes near the fall of some kinds that scatter does not explain."""

@@ -168,7 +168,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
-        order = "" if fall is None else _order(change, fall)
+        order = "" if fall is None else order_beside(change, fall)
         causes = [*given, *mismatch] if change.kind in (*FOLLOWS, REWARD) else given if change.kind == MISMATCH else []
         if change.kind == MISMATCH and change.series != "mean_abs_d":
             causes = [*mismatch, *given]
@@ -177,7 +177,8 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
         yield replace(change, order=order, follows=first.series if first else "")
 
 
-def _order(change: RecordedChange, fall: Fall) -> str:
+def order_beside(change: RecordedChange, fall: Fall) -> str:
+    """Whether a change came before a fall (intervals apart), with it, or after it."""
     if change.high < fall.low:
         return BEFORE
     return AFTER if change.low > max(fall.high, fall.fallen) else WITH
