@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...replay.steps import ALL_STEPS
 from ..check.finding import TITLES
-from ..dynamics.change_text import change_sentence
 from ..check.text import of_steps
+from ..dynamics.change_text import change_sentence
 from ..rows import shown
 from ..statement import Statement
 

@@ -25,7 +25,7 @@ def level(value: float) -> Callable[[int], float]:
     return lambda step: value
 
 
-SEVEN_OF_TEN, ROUNDING, USUAL_RATE, ONE, SIX = (level(value) for value in (0.7, 1e-5, 1e-3, 1.0, TOKENS))
+SEVEN_OF_TEN, ROUNDING, USUAL_RATE, ONE, SIX, NONE = (level(value) for value in (0.7, 1e-5, 1e-3, 1.0, TOKENS, 0.0))
 
 
 def drops(at: int, before: float, after: float) -> Callable[[int], float]:
@@ -50,7 +50,7 @@ class Story:
     entropy: Callable[[int], float] = ONE
     length: Callable[[int], int] = SIX
     pays_length: bool = False
-    noise: Callable[[int], float] = level(0.0)
+    noise: Callable[[int], float] = NONE
     """Share of the rewards that are drawn anew."""
     shift: int = 0
     """Rows by which rewards lie in the wrong place."""
@@ -76,7 +76,9 @@ def record_step(recorder, story, step, chance):
     kind = chance.integers(0, 6, rows)
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
-    reward = np.where(chance.random(rows) < story.noise(step), chance.random(rows), right.astype(float) * story.pays(step))
+    reward = np.where(
+        chance.random(rows) < story.noise(step), chance.random(rows), right.astype(float) * story.pays(step)
+    )
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)

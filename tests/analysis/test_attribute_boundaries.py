@@ -214,7 +214,7 @@ def _grows_at_fall(before, after, lag=0.0):
 
 def _new_prompts(moved):
     near = (given_change("share_new_prompts", "prompts", 0.5, 0.5 + moved),)
-    return list(codes(data.data(facts(near=near)).evidence))[0]
+    return next(iter(codes(data.data(facts(near=near)).evidence)))
 
 
 def _rescaled(factor):
@@ -521,7 +521,9 @@ def test_a_declared_lag_counts_from_one_update_on(lag, verdict):
     assert codes(stale_suspect._declared(facts(mismatch=run_mismatch()), lag or 0.0)) == verdict
 
 
-@pytest.mark.parametrize("given", [{"stale_weights": STALE}, {"stale_weights": STUCK}, {"checked": checked("stale_weights")}])
+@pytest.mark.parametrize(
+    "given", [{"stale_weights": STALE}, {"stale_weights": STUCK}, {"checked": checked("stale_weights")}]
+)
 def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
     fresh, once_behind = np.zeros(100), np.zeros(100)
     once_behind[7] = 1.0
@@ -608,7 +610,9 @@ def test_of_several_settings_that_changed_the_nearest_counts():
     for suspect_code, step in (("reference", 58), ("optimizer", 60), ("unknown", 60)):
         (found,) = changed.settings(facts(near=near), suspect_code)
         assert (found.code, found.values["step"], found.points) == ("setting_changed", step, CERTAIN)
-    assert changed.settings(facts(near=near), "data") == changed.settings(facts(near=near, fall=None), "reference") == []
+    assert (
+        changed.settings(facts(near=near), "data") == changed.settings(facts(near=near, fall=None), "reference") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -627,7 +631,10 @@ def test_a_distance_to_the_reference_that_the_policy_moves_is_no_swap():
     assert reference._moves(facts(near=falls, rollouts=rows_of_steps())) == []
 
 
-@pytest.mark.parametrize(("settings", "evidence"), [({}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.0}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.1}, {})])
+@pytest.mark.parametrize(
+    ("settings", "evidence"),
+    [({}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.0}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.1}, {})],
+)
 def test_without_a_kl_term_its_reference_is_no_cause(settings, evidence):
     assert codes(reference._moves(facts(settings=settings))) == evidence
 
@@ -648,7 +655,9 @@ def test_responses_are_cut_where_a_tenth_was_longer_and_a_tenth_ends_there(num_l
     lengths = np.concatenate([before if step <= 60 else since for step in STEPS])
     if not num_at_limit:
         lengths[(run.step > 60) & (run.step % 2 == 0) & (lengths == 20.0)] = 15.0
-    cut = facts(rollouts=Rollouts(**{name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"length": lengths}))
+    cut = facts(
+        rollouts=Rollouts(**{name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"length": lengths})
+    )
     assert codes(truncation._cut(cut)) == verdict
 
 
@@ -662,7 +671,10 @@ def test_inverted_advantages_are_no_matter_of_rows(monkeypatch, correlation, of_
     assert codes(pairing._advantages(facts())) == of_pairing
 
 
-@pytest.mark.parametrize(("moved", "of_reward", "is_baseline"), [(0.499, 0.0, False), (0.501, 0.0, True), (0.6, 0.31, False), (0.6, 0.29, True)])
+@pytest.mark.parametrize(
+    ("moved", "of_reward", "is_baseline"),
+    [(0.499, 0.0, False), (0.501, 0.0, True), (0.6, 0.31, False), (0.6, 0.29, True)],
+)
 def test_another_baseline_moves_the_mean_and_not_as_the_reward_does(moved, of_reward, is_baseline):
     # Advantages of -1 and 1 by halves have a standard deviation of 1.
     run = rows_of_steps(reward_=np.where(STEPS >= 59, of_reward, 0.0))
@@ -673,7 +685,9 @@ def test_another_baseline_moves_the_mean_and_not_as_the_reward_does(moved, of_re
     assert list(found) == ["advantages_changed" if is_baseline else "advantages_steady"]
 
 
-@pytest.mark.parametrize(("after", "size_in_sd", "is_far"), [(3.01, 10.0, True), (2.99, 10.0, False), (3.01, 9.9, False)])
+@pytest.mark.parametrize(
+    ("after", "size_in_sd", "is_far"), [(3.01, 10.0, True), (2.99, 10.0, False), (3.01, 9.9, False)]
+)
 def test_a_mean_advantage_beyond_what_single_ones_had_is_another_baseline(after, size_in_sd, is_far):
     run = rows_of_steps()
     spread = np.tile([-1.0, 1.0], 500)
@@ -701,9 +715,7 @@ def test_an_evaluation_that_holds_speaks_for_what_is_sampled_and_against_what_mo
 def test_an_engine_that_was_exact_before_is_told_so():
     found = mismatch._order(facts(mismatch=run_mismatch(), changes={"mean_abs_d": [change(50, before=0.0, after=0.2)]}))
     assert codes(found) == {"exact_until": STRONG}
-    assert found[0].sentence == (
-        "the engine was exact until step 50 (50 to 50), and mean |d| is 0.2 nats from then on"
-    )
+    assert found[0].sentence == ("the engine was exact until step 50 (50 to 50), and mean |d| is 0.2 nats from then on")
 
 
 @pytest.mark.parametrize(("high", "is_near"), [(46, False), (47, True)])

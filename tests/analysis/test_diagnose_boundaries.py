@@ -333,7 +333,10 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
     assert max(map(len, lines)) <= 100
     assert [line.split()[0] for line in lines if line and line[0] != " "][-4:] == ["valid", "why", "normal", "alarms"]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
-    assert "prompt_length goes from 4 to 12 at step 60 (60 to 60): no policy changes its prompts (from this run alone)" in why
+    assert (
+        "prompt_length goes from 4 to 12 at step 60 (60 to 60): no policy changes its prompts (from this run alone)"
+        in why
+    )
 
 
 @pytest.mark.parametrize(("after", "num"), [(0.99e-3, 0), (1.0e-3, 1)])
