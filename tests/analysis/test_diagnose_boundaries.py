@@ -301,12 +301,12 @@ def test_a_calm_run_is_told_in_one_line():
     [
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
-            "Prompt_length jumps 3-fold at step 60, the step where reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably "
+            "prompt_length jumps 3-fold at step 60, the step where reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably "
             "the prompts: other ones than before (90%).",
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "Temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). The cause "
+            "temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). The cause "
             "cannot be told: the prompts: other ones than before (40%) or a noisy or wrong reward (30%).",
         ),
         (
