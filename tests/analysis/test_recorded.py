@@ -219,6 +219,12 @@ def test_the_view_has_numbers_and_texts_in_columns_of_their_own(traces):
     assert text == set_at | {"before": None, "after": None, "before_text": "exact", "after_text": "model"}
 
 
+@pytest.mark.parametrize("name", ["sign of advantages", "scale of advantages", "baseline"])
+def test_the_same_trace_has_the_same_changes_each_time(traces, name):
+    first, *others = (read_recorded(Database(traces(name)), PAIR) for _ in range(4))
+    assert all(other == first for other in others)
+
+
 def test_every_column_of_the_view_is_documented(traces):
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     section = page[page.index("### What changed") : page.index("### Named queries")]
