@@ -407,8 +407,8 @@ def verify(trace: str, form: _Form) -> None:
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
-    Views: sequences, scores, passes, metrics, steps, tokens. Table macros: pair('a', 'b'), pair_sequences, pair_steps,
-    pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
+    Views: sequences, scores, passes, metrics, steps, tokens, and changes (everything recorded that changed). Table macros:
+    pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
     """
     from .analysis.prompt import prompt, split_arguments
     from .analysis.query import Session

@@ -36,7 +36,7 @@ from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
-PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported"}
+PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported", "verbose"}
 """Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
 
 TWINS = {

@@ -39,11 +39,11 @@ def diagnose(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Say whether two passes may be compared, which factor lies between them, whether it is normal, and what is open.
+    """Tell a run's story: whether it fell and since when, why, whether the comparison is valid, and what is normal.
 
-    First the story: whether the run fell, since when, and the most probable cause, as `attribute` has it, beside a `control`
-    where one is given. Then `check`; then what each side computed in, as contracts say and as the numbers show; then the published figures
-    and alarm levels under their own definitions, with the trace's own beside them; then what replays in the trace settled.
+    The fall and the most probable cause are those of `attribute`, beside a `control` where one is given. Then `check`; then what
+    each side computed in, as contracts say and as the numbers show; then the published figures and alarm levels under their
+    own definitions, with the trace's own beside them; then what replays in the trace settled.
     `steps` (3:80, -10:, 2:200:2) takes a part of the run.
 
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.

@@ -47,7 +47,7 @@ def story(found: Diagnosis) -> str:
     if lead is not None:
         apart = fall.step - lead.step
         beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
-        said = f"{_capital(change_sentence(lead))}, {beside} {down}."
+        said = f"{change_sentence(lead)}, {beside} {down}."
     return f"{said} {_cause(attribution)}"
 
 
@@ -68,10 +68,6 @@ def _cause(attribution: Attribution) -> str:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
         return f"The cause cannot be told: {others}."
     return f"Most probably {first.title} ({first.probability:.0%})."
-
-
-def _capital(text: str) -> str:
-    return text if text.startswith(("k3", "mean_abs_d")) else text[:1].upper() + text[1:]
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:

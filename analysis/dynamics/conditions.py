@@ -41,10 +41,11 @@ FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM 
 GROUP BY step ORDER BY step
 """
 _ADVANTAGES = """
-SELECT step, avg(advantage) AS advantage_mean,
-       CASE WHEN stddev_samp(rewarded) > 1e-9 AND stddev_samp(moved) > 1e-9 THEN corr(rewarded, moved) END
+SELECT step, CASE WHEN abs(avg(advantage)) < 1e-9 * stddev_samp(advantage) THEN 0 ELSE avg(advantage) END AS advantage_mean,
+       CASE WHEN stddev_samp(rewarded) > 1e-9 AND stddev_samp(moved) > 1e-9 THEN round(corr(rewarded, moved), 9) END
            AS advantage_correlation,
-       CASE WHEN stddev_samp(rewarded) > 1e-9 THEN stddev_samp(advantage) / stddev_samp(rewarded) END AS advantage_scale
+       CASE WHEN stddev_samp(rewarded) > 1e-9 THEN round(stddev_samp(advantage) / stddev_samp(rewarded), 9) END
+           AS advantage_scale
 FROM (
     SELECT step, advantage,
            reward - CASE WHEN n > 1 THEN avg(reward) OVER grouped ELSE avg(reward) OVER (PARTITION BY step) END AS rewarded,
@@ -59,6 +60,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
+"""Rounded, so that what is always equal is: the order of a sum would be the only scatter that a change is held against."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from ...replay.steps import ALL_STEPS
 from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair, Source
@@ -86,12 +87,12 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
 
 
-def changes_table(sources: Iterable[Source], pair: Pair = ("train", "rollout")) -> pa.Table:
+def changes_table(sources: Iterable[Source], pair: Pair = ("train", "rollout"), *, steps: str = ALL_STEPS) -> pa.Table:
     """`read_recorded` of several runs, as the rows of the SQL view `changes`; numbers and texts in columns of their own."""
     rows = [
         {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
         for source in sources
-        for change in read_recorded(Database(source), pair)
+        for change in read_recorded(Database(source, steps), pair)
     ]
     texts = {"run", "series", "kind", "before_text", "after_text", "shape", "order", "follows"}
     for row in rows:

@@ -155,7 +155,7 @@ class Database:
     def _define_changes(self) -> None:
         from ..dynamics.recorded import changes_table
 
-        self.connection.register("recorded_changes", changes_table(self.sources))
+        self.connection.register("recorded_changes", changes_table(self.sources, steps=self.steps))
         self.connection.raw.execute(_CHANGES)
 
     def _define_pair_sums(self) -> None:

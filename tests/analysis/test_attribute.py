@@ -25,7 +25,7 @@ def level(value: float) -> Callable[[int], float]:
     return lambda step: value
 
 
-SEVEN_OF_TEN, ROUNDING, USUAL_RATE, ONE, SIX = (level(value) for value in (0.7, 1e-5, 1e-3, 1.0, TOKENS))
+SEVEN_OF_TEN, ROUNDING, USUAL_RATE, ONE, SIX, NONE = (level(value) for value in (0.7, 1e-5, 1e-3, 1.0, TOKENS, 0.0))
 
 
 def drops(at: int, before: float, after: float) -> Callable[[int], float]:
@@ -50,7 +50,7 @@ class Story:
     entropy: Callable[[int], float] = ONE
     length: Callable[[int], int] = SIX
     pays_length: bool = False
-    noise: float = 0.0
+    noise: Callable[[int], float] = NONE
     """Share of the rewards that are drawn anew."""
     shift: int = 0
     """Rows by which rewards lie in the wrong place."""
@@ -76,7 +76,9 @@ def record_step(recorder, story, step, chance):
     kind = chance.integers(0, 6, rows)
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
-    reward = np.where(chance.random(rows) < story.noise, chance.random(rows), right.astype(float) * story.pays(step))
+    reward = np.where(
+        chance.random(rows) < story.noise(step), chance.random(rows), right.astype(float) * story.pays(step)
+    )
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
@@ -119,9 +121,9 @@ CAUSES = {
     "mismatch": Story(reward=FALLING, gap=drops(50, 1e-5, 0.4)),
     "staleness": Story(reward=FALLING, gap=lambda step: 1e-5 if step < 5 else 0.3, lag=8),
     "optimizer": Story(reward=FALLING, rate=lambda step: 2e-2 if 58 <= step < 68 else 1e-3),
-    "reward": Story(reward=FALLING, noise=0.6),
+    "reward": Story(reward=FALLING, noise=drops(60, 0.0, 0.6)),
     "pairing": Story(reward=FALLING, shift=3),
-    "entropy": Story(reward=sliding, entropy=lambda step: 1.0 * 0.96 ** step),
+    "entropy": Story(reward=sliding, entropy=lambda step: float(np.interp(step, [50, 75], [1.0, 0.1]))),
     "length": Story(
         evaluation=drops(60, 0.8, 0.3), length=lambda step: 6 if step < 58 else 14, pays_length=True
     ),
@@ -153,6 +155,20 @@ def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
     mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
     assert mismatch.probability < 0.05
     assert "mismatch_grows_after_fall" in {each.code for each in mismatch.evidence}
+
+
+def evidence_of(found, code):
+    """Code -> points of the evidence of one suspect."""
+    (suspect,) = (each for each in found.suspects if each.code == code)
+    return {each.code: each.points for each in suspect.evidence}
+
+
+def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
+    noisy = attribute(record(tmp_path / "noise", Story(reward=FALLING, noise=level(0.6))))
+    certain = attribute(record(tmp_path / "entropy", Story(reward=sliding, entropy=lambda step: max(0.9**step, 0.2))))
+    assert evidence_of(noisy, "reward")["rewards_noisy_before"] == 0.0
+    assert evidence_of(certain, "entropy")["entropy_in_range"] == -1.5
+    assert (noisy.cause, certain.cause) == (None, None)
 
 
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
@@ -278,7 +294,8 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
     assert any(f"collapses from step {fall.step} on" in sentence for sentence in moved.summary)
-    assert dynamics(run, steps="1:90").fall is None
+    assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
+    assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 
 
 def rollouts(**columns):

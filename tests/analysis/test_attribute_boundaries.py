@@ -19,7 +19,13 @@ from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch
 from tim_trace.analysis.attribution.odds import ranked
-from tim_trace.analysis.attribution.rollouts import Relation, RepeatedResponses, Rollouts
+from tim_trace.analysis.attribution.rollouts import (
+    ChangedRewards,
+    Relation,
+    RepeatedResponses,
+    Rollouts,
+    repeated_responses,
+)
 from tim_trace.analysis.attribution.staleness import StaleWeights, read_stale_weights
 from tim_trace.analysis.attribution.suspect import SUSPECTS, Suspect
 from tim_trace.analysis.attribution.suspects.timing import order
@@ -36,13 +42,17 @@ from tim_trace.analysis.dynamics import fall as fall_module
 from tim_trace.analysis.dynamics import timeline
 from tim_trace.analysis.dynamics.changes import ChangePoint
 from tim_trace.analysis.dynamics.fall import Fall, Outcome, _settled_above, find_fall
+from tim_trace.analysis.dynamics.recorded import RecordedChange, around
 from tim_trace.analysis.dynamics.timeline import with_onset
 
 # The functions of the package hide its modules of the same names.
-entropy, length, mismatch, optimizer, pairing, reward, stale_suspect = (
+advantages, changed, data, entropy, length, mismatch, optimizer, pairing, reference, reward, stale_suspect, truncation = (
     import_module(f"tim_trace.analysis.attribution.suspects.{name}")
-    for name in ("entropy", "length", "mismatch", "optimizer", "pairing", "reward", "staleness")
-)
+    for name in (
+        "advantages", "changed", "data", "entropy", "length", "mismatch", "optimizer", "pairing", "reference", "reward",
+        "staleness", "truncation",
+    )
+)  # fmt: skip
 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 STEPS = np.arange(1, 101)
@@ -84,12 +94,16 @@ class Stub(SimpleNamespace):
     def around_fall(self):
         return None
 
+    clear, settings_of = Facts.clear, Facts.settings_of
+    is_given_otherwise = property(Facts.is_given_otherwise.fget)
+
 
 def facts(**given):
     empty = {
         "trace": "run", "steps": STEPS, "series": {}, "fall": FALL, "mismatch": None, "checked": None, "changes": {},
         "settings": {}, "repeated": repeated(), "drop": None, "stale_weights": None, "since_fall": None, "hides": False,
-        "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"),
+        "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"), "near": (),
+        "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
         "rollouts": SimpleNamespace(is_alone=False, until=lambda step: None, since=lambda step: None),
     }  # fmt: skip
     return Stub(**empty | given)
@@ -97,6 +111,19 @@ def facts(**given):
 
 def codes(evidence):
     return {each.code: each.points for each in evidence}
+
+
+def given_change(series, kind, before=1.0, after=2.0, *, size_in_sd=20.0, low=58, high=59, shape="shift", step=59):
+    """What a run was given is another thing from a step near the fall on."""
+    return RecordedChange(
+        series=series, kind=kind, step=step, low=low, high=high, before=before, after=after, size_in_sd=size_in_sd,
+        shape=shape, order="with",
+    )  # fmt: skip
+
+
+def set_at(series, step, before=1.0, after=2.0):
+    """A setting that somebody changed."""
+    return given_change(series, "setting", before, after, size_in_sd=None, low=step, high=step, shape="set", step=step)
 
 
 def level(before, after, at=50):
@@ -120,7 +147,7 @@ def test_points_of_evidence_and_priors():
     assert [*named, thresholds.CONTROL] == [WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN, 7.0]
     assert {code: thresholds.prior(code).points for code in SUSPECTS} == {
         "mismatch": 0.0, "staleness": -0.5, "optimizer": -0.3, "reward": -1.0, "pairing": -1.5, "entropy": -1.0,
-        "length": -1.0, "unknown": 0.0,
+        "length": -1.0, "data": -1.0, "truncation": -1.0, "reference": -1.5, "advantages": -1.0, "unknown": 1.0,
     }  # fmt: skip
 
 
@@ -175,8 +202,37 @@ def _large_updates(size):
     return codes(entropy._large_updates(facts(series={"update_to_weight": np.full(100, size)})))
 
 
-def _noisy(unequal):
-    return codes(reward._noise(facts(repeated=repeated(unequal))))
+def _noisy(unequal, before=float("nan")):
+    return codes(reward._noise(facts(repeated=repeated(unequal), repeated_before=repeated(before))))
+
+
+def _grows_at_fall(before, after, lag=0.0):
+    moved = {"mean_abs_d": [change(60, before=before, after=after)]}
+    given = facts(mismatch=run_mismatch(), changes=moved, series={"version_lag": np.full(100, lag)})
+    return codes(mismatch._order(given))
+
+
+def _new_prompts(moved):
+    near = (given_change("share_new_prompts", "prompts", 0.5, 0.5 + moved),)
+    return next(iter(codes(data.data(facts(near=near)).evidence)))
+
+
+def _rescaled(factor):
+    return codes(advantages._changed(facts(near=(given_change("advantage_scale", "advantages", 1.0, factor),))))
+
+
+def _clear(size_in_sd):
+    return len(facts(near=(given_change("x", "prompts", size_in_sd=size_in_sd),)).clear("prompts"))
+
+
+def _worth(size_in_sd):
+    return changed.worth(facts(), given_change("x", "prompts", size_in_sd=size_in_sd))
+
+
+def _sudden(width):
+    near = (given_change("reference_k3", "reference", 0.01, 0.2, low=58, high=58 + width),)
+    quiet = rows_of_steps(length=1.0)
+    return codes(reference._moves(facts(near=near, rollouts=quiet)))
 
 
 def _rows(unequal):
@@ -223,8 +279,9 @@ TABLE = [
     ("ENTROPY_GAINED", lambda x: _entropy(x, 1.0), 2.0, (
         ("entropy_in_range", -STRONG), ("entropy_rose_before_fall", STRONG),
     )),
-    ("ENTROPY_LOST", lambda x: _entropy(1.0, x), 0.25, (("entropy_lost", STRONG), ("entropy_lost", MEDIUM))),
-    ("ENTROPY_SHRUNK", lambda x: _entropy(1.0, x), 0.6, (("entropy_lost", MEDIUM), ("entropy_in_range", -STRONG))),
+    ("ENTROPY_LOST", lambda x: _entropy(1.0, x), 0.25, (("entropy_lost", STRONG), ("entropy_lost", WEAK))),
+    ("ENTROPY_LOST", lambda x: _entropy(x, 0.2), 0.25, (("entropy_in_range", -MEDIUM), ("entropy_lost", STRONG))),
+    ("ENTROPY_SHRUNK", lambda x: _entropy(1.0, x), 0.6, (("entropy_lost", WEAK), ("entropy_in_range", -STRONG))),
     ("ENTROPY_GAINED", lambda x: _entropy(1.0, x), 2.0, (
         ("entropy_in_range", -STRONG), ("entropy_rises_with_fall", 0.0),
     )),
@@ -233,6 +290,20 @@ TABLE = [
     )),
     ("LARGE_UPDATE", _large_updates, 0.003, ({}, {"updates_large": -WEAK})),
     ("UNEQUAL", lambda x: list(_noisy(x)), 0.01, (["rewards_deterministic"], ["rewards_noisy"])),
+    ("WAS_THERE", lambda x: list(_noisy(0.4, 0.4 * x)), 0.5, (["rewards_noisy"], ["rewards_noisy_before"])),
+    ("ABRUPT", lambda x: _grows_at_fall(0.1, 0.1 * x), 10.0, (
+        {"mismatch_grows_with_fall": WEAK}, {"mismatch_grows_with_fall": DECISIVE},
+    )),
+    ("BENDS", lambda x: _grows_at_fall(1e-4, x), 0.03, (
+        {"mismatch_grows_with_fall": WEAK}, {"mismatch_grows_with_fall": DECISIVE},
+    )),
+    ("declared_lag", lambda x: _grows_at_fall(1e-4, 0.3, x), 1.0, (
+        {"mismatch_grows_with_fall": DECISIVE}, {"mismatch_grows_with_fall": WEAK},
+    )),
+    ("NEW_PROMPTS", _new_prompts, 0.2, ("prompts_steady", "prompts_changed")),
+    ("RESCALED", _rescaled, 3.0, ({"advantages_steady": -MEDIUM}, {"advantages_changed": CERTAIN})),
+    ("CLEAR_SD", _clear, 4.0, (0, 1)),
+    ("OF_NO_SCATTER", _worth, 10.0, (DECISIVE, CERTAIN)),
     ("UNEQUAL", _rows, 0.01, ({"rewards_in_their_rows": -MEDIUM}, {"rewards_in_other_rows": CERTAIN})),
     ("UNEQUAL_SHIFTED", lambda x: repeated(1.0, shift=1, unequal_shifted=x).lies_off, 0.35, (True, False)),
     ("LENGTH_PAYS", _pays, 0.5, ({}, {"length_pays": DECISIVE})),
@@ -260,9 +331,9 @@ def test_a_threshold_decides_where_it_says(name, judge, bound, verdicts):
     assert (judge(bound * 0.999), judge(bound * 1.001)) == verdicts
 
 
-def test_the_points_of_noisy_rewards_grow_up_to_a_tenth():
-    assert _noisy(0.05)["rewards_noisy"] == pytest.approx(DECISIVE / 2)
-    assert _noisy(0.1)["rewards_noisy"] == _noisy(0.9)["rewards_noisy"] == DECISIVE
+def test_the_points_of_noisy_rewards_grow_up_to_three_tenths():
+    assert _noisy(0.15)["rewards_noisy"] == pytest.approx(DECISIVE / 2)
+    assert _noisy(0.3)["rewards_noisy"] == _noisy(0.9)["rewards_noisy"] == DECISIVE
 
 
 @pytest.mark.parametrize(
@@ -302,8 +373,8 @@ def test_advantages_follow_rewards_from_a_correlation_on(monkeypatch, is_alone, 
 @pytest.mark.parametrize(
     ("by_group", "negative", "verdict"),
     [
-        (0.151, 0.22, {"likelier_earn_more": -WEAK}), (0.151, 0.221, {"likelier_earn_less": STRONG}),
-        (0.149, 0.0, {"likelier_earn_no_more": WEAK}), (-0.199, 0.0, {"likelier_earn_no_more": WEAK}),
+        (0.151, 0.221, {"likelier_earn_more": -WEAK}), (0.149, 0.22, {"likelier_earn_no_more": WEAK}),
+        (0.149, 0.221, {"likelier_earn_less": STRONG}), (0.149, 0.0, {"likelier_earn_no_more": WEAK}), (-0.199, 0.0, {"likelier_earn_no_more": WEAK}),
         (-0.201, 0.0, {"likelier_earn_less": STRONG}),
     ],
 )  # fmt: skip
@@ -312,10 +383,47 @@ def test_the_direction_of_a_reward(monkeypatch, by_group, negative, verdict):
     assert codes(reward._direction(facts())) == verdict
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.05, {}), (0.051, {"rewards_changed": DECISIVE})])
-def test_rewards_changed_since_the_fall(monkeypatch, share, verdict):
-    monkeypatch.setattr(reward, "changed_rewards", lambda before, after: (100, share))
-    assert codes(reward._changed(facts())) == verdict
+def changed_rewards(share, num_responses=1000, by_length=0.0):
+    return ChangedRewards(step=60, num_responses=num_responses, share=share, length_correlation=by_length)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_responses", "noise", "is_found"),
+    [
+        (0.05, 1000, float("nan"), False), (0.051, 1000, float("nan"), True),
+        (0.1, 100, 0.0, False), (0.101, 100, 0.0, True), (0.25, 1000, 0.1, False), (0.251, 1000, 0.1, True),
+    ],
+)  # fmt: skip
+def test_rewards_that_changed_beyond_scatter_noise_and_a_few(monkeypatch, share, num_responses, noise, is_found):
+    found = changed_rewards(share, num_responses)
+    monkeypatch.setattr(facts_module, "changed_rewards", lambda *arguments: found)
+    given = facts(repeated_before=repeated(noise))
+    assert Facts.changed_rewards.func(given) == (found if is_found else None)
+
+
+def test_what_changed_rewards_are_worth():
+    given = facts(changed_rewards=changed_rewards(0.15))
+    assert codes(reward._changed(given)) == {"rewards_changed": pytest.approx(CERTAIN / 2)}
+    assert codes(reward._changed(facts(changed_rewards=changed_rewards(0.3)))) == {"rewards_changed": CERTAIN}
+    moved = facts(changed_rewards=changed_rewards(0.3), repeated=repeated(1.0, shift=2))
+    assert reward._changed(moved) == reward._changed(facts()) == []
+
+
+@pytest.mark.parametrize(
+    ("by_length", "of_reward", "of_length"),
+    [(0.8, ["rewards_changed"], []), (0.801, [], ["length_pays_since"]), (-0.801, [], ["length_pays_since"])],
+)
+def test_rewards_that_change_by_length_are_the_length(by_length, of_reward, of_length):
+    given = facts(changed_rewards=changed_rewards(0.3, by_length=by_length))
+    assert (list(codes(reward._changed(given))), list(codes(length._pays(given)))) == (of_reward, of_length)
+
+
+@pytest.mark.parametrize(("apart", "unequal"), [(0.0249, 0.0), (0.0251, 1.0)])
+def test_two_rewards_of_a_response_differ_materially(apart, unequal):
+    # Rewards of 0 and 1 by halves have a standard deviation of 0.5, of which 0.05 counts.
+    whole = np.repeat(np.arange(100), 2)
+    earned = np.repeat(np.arange(100) % 2, 2) + np.tile([0.0, apart], 100)
+    assert repeated_responses(rows(reward_=earned, n=200, whole=whole, step=1)).unequal == unequal
 
 
 @pytest.mark.parametrize(("reward_after", "hides"), [(0.811, True), (0.809, False)])
@@ -387,30 +495,44 @@ STUCK = StaleWeights(steps=3, left=0.9, num_pairs=99, farthest=64)
 @pytest.mark.parametrize(
     ("lag", "given", "of_staleness", "of_mismatch"),
     [
-        (0.0, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step_without_lag": -MEDIUM}, {}),
+        (None, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step_without_lag": -MEDIUM}, {}),
         (0.5, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step": -MEDIUM}, {}),
         (0.99, {"mismatch": run_mismatch(), "stale_weights": STALE}, {"stale_weights_match": DECISIVE + 2.5}, {"explained_by_stale_weights": -STRONG}),
         (1.0, {"mismatch": run_mismatch(), "stale_weights": STALE}, {}, {"explained_by_declared_lag": -STRONG}),
         (1.0, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step": -MEDIUM}, {}),
-        (0.0, {"mismatch": run_mismatch(), "stale_weights": STUCK}, {"stale_weights_excluded": -STRONG}, {}),
-        (0.0, {"mismatch": run_mismatch(settled=0.2, late=0.2)}, {"mismatch_steady": STRONG + 2.5}, {}),
-        (0.0, {"mismatch": run_mismatch(settled=0.2, late=0.9)}, {}, {}),
-        (0.0, {"mismatch": run_mismatch(0.03, settled=0.03)}, {}, {}),
-        (0.0, {"mismatch": run_mismatch(0.04, settled=0.04)}, {"mismatch_steady": STRONG}, {}),
-        (0.0, {"mismatch": run_mismatch(settled=0.2), "checked": checked("stale_weights")}, {"mismatch_steady_and_check": STRONG + 2.5}, {"explained_by_steady_size": -STRONG}),
+        (None, {"mismatch": run_mismatch(), "stale_weights": STUCK}, {"stale_weights_excluded": -STRONG}, {}),
+        (None, {"mismatch": run_mismatch(settled=0.2, late=0.2)}, {"mismatch_steady": STRONG + 2.5}, {}),
+        (None, {"mismatch": run_mismatch(settled=0.2, late=0.9)}, {}, {}),
+        (None, {"mismatch": run_mismatch(0.03, settled=0.03)}, {}, {}),
+        (None, {"mismatch": run_mismatch(0.04, settled=0.04)}, {"mismatch_steady": STRONG}, {}),
+        (None, {"mismatch": run_mismatch(settled=0.2), "checked": checked("stale_weights")}, {"mismatch_steady_and_check": STRONG + 2.5}, {"explained_by_steady_size": -STRONG}),
     ],
 )  # fmt: skip
 def test_weights_that_are_behind(lag, given, of_staleness, of_mismatch):
-    given = facts(series={"version_lag": np.full(100, lag)}, **given)
-    assert codes(stale_suspect._measured(given, lag)) == of_staleness
+    given = facts(series={} if lag is None else {"version_lag": np.full(100, lag)}, **given)
+    assert codes(stale_suspect._measured(given, lag or 0.0)) == of_staleness
     assert codes(mismatch._lag(given)) == of_mismatch
 
 
 @pytest.mark.parametrize(
-    ("lag", "verdict"), [(0.99, {"no_declared_lag": -WEAK}), (1.0, {"declared_lag": STRONG + 2.5})]
-)
+    ("lag", "verdict"), [(None, {"no_declared_lag": -WEAK}), (0.99, {"no_declared_lag": -WEAK}), (1.0, {"declared_lag": STRONG + 2.5})]
+)  # fmt: skip
 def test_a_declared_lag_counts_from_one_update_on(lag, verdict):
-    assert codes(stale_suspect._declared(facts(mismatch=run_mismatch()), lag)) == verdict
+    assert codes(stale_suspect._declared(facts(mismatch=run_mismatch()), lag or 0.0)) == verdict
+
+
+@pytest.mark.parametrize(
+    "given", [{"stale_weights": STALE}, {"stale_weights": STUCK}, {"checked": checked("stale_weights")}]
+)
+def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
+    fresh, once_behind = np.zeros(100), np.zeros(100)
+    once_behind[7] = 1.0
+    run = facts(series={"version_lag": fresh}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
+    assert codes(stale_suspect._declared(run, 0.0)) == {"declared_fresh": -CERTAIN}
+    assert stale_suspect._measured(run, 0.0) == mismatch._lag(run) == []
+    run.series = {"version_lag": once_behind}
+    assert codes(stale_suspect._declared(run, 0.0)) == {"no_declared_lag": -WEAK}
+    assert stale_suspect._measured(run, 0.0) != []
 
 
 @pytest.mark.parametrize(
@@ -455,6 +577,151 @@ def test_logprobs_in_other_rows_are_pairing():
 def test_what_a_drop_is_worth(drop, of_reward, of_policy):
     assert codes(reward._dropped(facts(drop=drop))) == of_reward
     assert codes(optimizer._dropped(facts(drop=drop))) == of_policy
+    otherwise = facts(drop=drop, near=(given_change("prompt_length", "prompts"),))
+    assert reward._dropped(otherwise) == []
+
+
+# --- what a run was given ---------------------------------------------------------------------------------------------
+
+
+def rows_of_steps(length=1.0, likelihood=None, advantage=0.0, reward_=0.0, a_step=10):
+    """Steps 1 to 100 of `a_step` sequences each; columns by step."""
+    each = {
+        name: np.repeat(np.broadcast_to(values, 100), a_step).astype(float)
+        for name, values in (("length", length), ("advantage", advantage), ("reward", reward_))
+    }
+    likely = 0.01 * np.sin(np.arange(100)) if likelihood is None else likelihood
+    columns = each | {"step": np.repeat(STEPS, a_step), "likelihood": np.repeat(likely, a_step).astype(float)}
+    n = 100 * a_step
+    return Rollouts(**{name: columns.get(name, np.zeros(n)) for name in Rollouts.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "points"),
+    # The fall may begin from step 57 on, and a good part is lost at 65.
+    [(50, 53, DECISIVE), (50, 54, CERTAIN), (65, 65, CERTAIN), (66, 66, DECISIVE)],
+)
+def test_a_change_is_certain_where_the_fall_may_begin_with_it(low, high, points):
+    assert changed.worth(facts(), given_change("x", "prompts", low=low, high=high)) == points
+
+
+def test_of_several_settings_that_changed_the_nearest_counts():
+    near = (set_at("kl_coef", 52), set_at("beta", 58), set_at("lr", 60), set_at("run_name", 60))
+    for suspect_code, step in (("reference", 58), ("optimizer", 60), ("unknown", 60)):
+        (found,) = changed.settings(facts(near=near), suspect_code)
+        assert (found.code, found.values["step"], found.points) == ("setting_changed", step, CERTAIN)
+    assert (
+        changed.settings(facts(near=near), "data") == changed.settings(facts(near=near, fall=None), "reference") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "verdict"),
+    [(3, {"reference_jumps": DECISIVE}), (4, {})],
+)
+def test_a_reference_that_is_swapped_is_sudden(width, verdict):
+    assert _sudden(width) == verdict
+
+
+def test_a_distance_to_the_reference_that_the_policy_moves_is_no_swap():
+    near = (given_change("reference_k3", "reference", 0.01, 0.2),)
+    moved = rows_of_steps(likelihood=0.01 * np.sin(np.arange(100)) - (STEPS >= 59))
+    assert reference._moves(facts(near=near, rollouts=moved)) == []
+    falls = (given_change("reference_k3", "reference", 0.2, 0.01),)
+    assert reference._moves(facts(near=falls, rollouts=rows_of_steps())) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "evidence"),
+    [({}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.0}, {"no_reference": -MEDIUM}), ({"kl_coef": 0.1}, {})],
+)
+def test_without_a_kl_term_its_reference_is_no_cause(settings, evidence):
+    assert codes(reference._moves(facts(settings=settings))) == evidence
+
+
+@pytest.mark.parametrize(
+    ("num_longer", "num_at_limit", "verdict"),
+    [
+        (1, 1, {"responses_cut": CERTAIN}), (0, 1, {"responses_not_cut": -STRONG}), (1, 0, {"responses_not_cut": -STRONG}),
+    ],
+)  # fmt: skip
+def test_responses_are_cut_where_a_tenth_was_longer_and_a_tenth_ends_there(num_longer, num_at_limit, verdict):
+    # Ten of a step: one of them is a tenth; before up to 21 tokens, since then up to 20.
+    before = np.r_[np.full(num_longer, 21.0), np.full(10 - num_longer, 15.0)]
+    since = np.r_[np.full(num_at_limit, 20.0), 15.0 + np.arange(10 - num_at_limit) * 0.1]
+    if not num_at_limit:  # one in twenty ends at the longest one
+        since[0] = 20.0
+    run = rows_of_steps()
+    lengths = np.concatenate([before if step <= 60 else since for step in STEPS])
+    if not num_at_limit:
+        lengths[(run.step > 60) & (run.step % 2 == 0) & (lengths == 20.0)] = 15.0
+    cut = facts(
+        rollouts=Rollouts(**{name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"length": lengths})
+    )
+    assert codes(truncation._cut(cut)) == verdict
+
+
+@pytest.mark.parametrize(("correlation", "of_advantages", "of_pairing"), [
+    (-0.301, {"advantages_inverted": CERTAIN}, {}), (-0.299, {}, {"advantages_do_not_follow": CERTAIN}),
+])  # fmt: skip
+def test_inverted_advantages_are_no_matter_of_rows(monkeypatch, correlation, of_advantages, of_pairing):
+    related(monkeypatch, advantages, by_group=correlation)
+    related(monkeypatch, pairing, by_group=correlation)
+    assert codes(advantages._inverted(facts())) == of_advantages
+    assert codes(pairing._advantages(facts())) == of_pairing
+
+
+@pytest.mark.parametrize(
+    ("moved", "of_reward", "is_baseline"),
+    [(0.499, 0.0, False), (0.501, 0.0, True), (0.6, 0.31, False), (0.6, 0.29, True)],
+)
+def test_another_baseline_moves_the_mean_and_not_as_the_reward_does(moved, of_reward, is_baseline):
+    # Advantages of -1 and 1 by halves have a standard deviation of 1.
+    run = rows_of_steps(reward_=np.where(STEPS >= 59, of_reward, 0.0))
+    shifted = np.tile([-1.0, 1.0], 500) + np.where(run.step >= 59, moved, 0.0)
+    columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"advantage": shifted}
+    near = (given_change("advantage_mean", "advantages", 0.0, moved, size_in_sd=5.0),)
+    found = codes(advantages._changed(facts(near=near, rollouts=Rollouts(**columns))))
+    assert list(found) == ["advantages_changed" if is_baseline else "advantages_steady"]
+
+
+@pytest.mark.parametrize(
+    ("after", "size_in_sd", "is_far"), [(3.01, 10.0, True), (2.99, 10.0, False), (3.01, 9.9, False)]
+)
+def test_a_mean_advantage_beyond_what_single_ones_had_is_another_baseline(after, size_in_sd, is_far):
+    run = rows_of_steps()
+    spread = np.tile([-1.0, 1.0], 500)
+    columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"advantage": spread}
+    near = given_change("advantage_mean", "advantages", 0.0, after, size_in_sd=size_in_sd, shape="ramp")
+    assert advantages._is_large(near, facts(rollouts=Rollouts(**columns))) == is_far
+
+
+def test_an_evaluation_that_holds_speaks_for_what_is_sampled_and_against_what_moves_the_policy(monkeypatch):
+    related(monkeypatch, advantages, by_group=0.9)
+    run = {"is_held_out": True, "rollouts": rows_of_steps(), "mismatch": run_mismatch(0.05)}
+    of = {
+        name: codes(getattr(module, name)(facts(**run)).evidence)["evaluation_holds"]
+        for name, module in (
+            ("data", data), ("truncation", truncation), ("mismatch", mismatch), ("advantages", advantages), ("entropy", entropy),
+            ("length", length), ("optimizer", optimizer), ("reference", reference),
+        )
+    }  # fmt: skip
+    assert of == {
+        "data": MEDIUM, "truncation": WEAK, "mismatch": WEAK, "advantages": -STRONG, "entropy": -STRONG, "length": -MEDIUM,
+        "optimizer": -STRONG, "reference": -STRONG,
+    }  # fmt: skip
+
+
+def test_an_engine_that_was_exact_before_is_told_so():
+    found = mismatch._order(facts(mismatch=run_mismatch(), changes={"mean_abs_d": [change(50, before=0.0, after=0.2)]}))
+    assert codes(found) == {"exact_until": STRONG}
+    assert found[0].sentence == ("the engine was exact until step 50 (50 to 50), and mean |d| is 0.2 nats from then on")
+
+
+@pytest.mark.parametrize(("high", "is_near"), [(46, False), (47, True)])
+def test_a_change_is_near_a_fall_from_a_tenth_of_the_run_before_its_interval(high, is_near):
+    change_ = given_change("x", "prompts", low=high, high=high, step=high)
+    assert bool(around([change_], FALL, 100)) == is_near
 
 
 # --- a control --------------------------------------------------------------------------------------------------------
@@ -472,7 +739,7 @@ def rows(length=1.0, reward_=1.0, n=20, whole=None, step=1, likelihood=0.0, adva
 @pytest.mark.parametrize(
     ("run", "other", "differs"),
     [
-        (0.00099, 0.0, False), (0.001, 0.0, True), (0.0299, 0.01, False), (0.0301, 0.01, True),
+        (0.00999, 0.0, False), (0.01, 0.0, True), (0.0299, 0.01, False), (0.0301, 0.01, True),
     ],
 )  # fmt: skip
 def test_two_runs_differ_in_mismatch(run, other, differs):
@@ -506,7 +773,9 @@ def test_rewards_that_differ_by_length(noise, suspect):
     assert [difference.suspect for difference in found] == [suspect]
 
 
-@pytest.mark.parametrize(("run", "of_control", "suspects"), [(0.69, 0.7, ["pairing"]), (0.7, 0.9, []), (0.5, 0.69, [])])
+@pytest.mark.parametrize(("run", "of_control", "suspects"), [
+    (0.69, 0.7, ["pairing"]), (0.7, 0.9, []), (0.5, 0.69, []), (-0.299, 0.9, ["pairing"]), (-0.301, 0.9, ["advantages"]),
+])  # fmt: skip
 def test_advantages_follow_in_the_control_alone(monkeypatch, run, of_control, suspects):
     relations = iter([SimpleNamespace(by_group=run), SimpleNamespace(by_group=of_control)])
     monkeypatch.setattr(control, "relation", lambda *arguments: next(relations))
@@ -571,7 +840,7 @@ def attribution(*suspects, **given):
     return Attribution(
         **{
             "trace": "run", "control": None, "kind": "observation", "num_steps": 100, "outcome": "reward", "fall": FALL,
-            "onsets": (), "suspects": suspects,
+            "onsets": (), "changes": (), "suspects": suspects,
         } | given
     )  # fmt: skip
 
@@ -684,15 +953,14 @@ def test_a_collapse_takes_a_tenth_of_the_run(width, kind):
     assert fall.fallen == pytest.approx(45 + 0.35 * width, abs=1.01)
 
 
-@pytest.mark.parametrize(
-    ("lost", "fallen", "falls"), [(0.085, 65, False), (0.095, 65, True), (0.0, 49, True), (0.0, 50, False)]
-)
-def test_the_reward_falls_where_the_evaluation_lost_as_much_or_came_too_late(lost, fallen, falls):
-    evaluation = Outcome(
-        name="eval", steps=np.array([1, 50, 99]), values=np.array([1.0, 1.0, 1.0 - lost]), is_evaluation=True
-    )
-    of_reward = replace(FALL, fallen=fallen)
-    assert timeline._agreed(evaluation, None, of_reward) == (of_reward if falls else None)
+def test_a_reward_that_falls_beside_an_evaluation_that_holds_is_the_fall():
+    of_reward = replace(FALL, onset_of="reward", low=59, high=60, interval=(58, 61))
+    of_evaluation = replace(FALL, outcome="eval", onset_of="eval")
+    assert timeline._agreed(None, of_reward) == of_reward
+    assert timeline._agreed(of_evaluation, None) == of_evaluation
+    both = timeline._agreed(of_evaluation, of_reward)
+    assert (both.outcome, both.onset_of, both.interval) == ("eval", "reward", (58, 61))
+    assert timeline._agreed(None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     # It leaves nothing of any sequence: no spread says how sure that is.
     assert (hot.low, hot.high, hot.no_interval) == (None, None, "every group gives the same value")
     assert rounded.low < rounded.removed < rounded.high < 0.1
-    assert "none: every group gives the same value" in diagnosis_text(found)
+    assert "none: every group gives the same value" in diagnosis_text(found, verbose=True)
+    assert "WHAT DID REPLAYS SETTLE?" not in diagnosis_text(found)
     assert diagnosis_json(found)["replays"][1]["low"] == rounded.low
     assert found.next == ()
 
@@ -114,10 +115,13 @@ def test_a_replay_of_one_sequence_has_no_interval(tmp_path):
 
 
 def test_the_command_tells_it_and_its_exit_code(tmp_path):
-    done = tim_trace("diagnose", BF16.write(tmp_path / "healthy"))
-    assert done.code == 0
+    healthy = BF16.write(tmp_path / "healthy")
+    done, verbose = tim_trace("diagnose", healthy), tim_trace("diagnose", healthy, "--verbose")
+    assert (done.code, verbose.code) == (0, 0)
     for title in ("IS IT VALID?", "WHAT WAS COMPUTED IN?", "IS IT NORMAL?", "WHICH ALARMS SOUND?"):
-        assert title in done.stdout
+        assert title in verbose.stdout
+        assert title not in done.stdout
+    assert verbose.stdout.startswith(done.stdout.rstrip())
     told = tim_trace("diagnose", HOT.write(tmp_path / "hot"), "--json")
     assert told.code == 1
     assert told.json()["checked"]["findings"][0]["code"] == "temperature"

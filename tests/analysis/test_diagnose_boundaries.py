@@ -8,9 +8,13 @@ import pytest
 import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
+from tim_trace.analysis.attribution.attribution import Attribution
+from tim_trace.analysis.attribution.evidence import Evidence
+from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.check.detectors.numerics import Precision
 from tim_trace.analysis.check.finding import FAULTS, Finding
 from tim_trace.analysis.check.result import CheckResult
+from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
 from tim_trace.analysis.diagnosis.alarms import ALARMS
 from tim_trace.analysis.diagnosis.diagnose import _figures, _next, alarm_readings, coarser_dtype, size_comparison
@@ -18,7 +22,16 @@ from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEf
 from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.metrics import own_metrics
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text, effect_text, numerics_text, size_text
+from tim_trace.analysis.diagnosis.text import (
+    diagnosis_json,
+    diagnosis_text,
+    effect_text,
+    numerics_text,
+    size_text,
+    story,
+)
+from tim_trace.analysis.dynamics.fall import Fall
+from tim_trace.analysis.dynamics.recorded import RecordedChange
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 
 
@@ -39,9 +52,32 @@ def checked(code="rounding", command=""):
     )
 
 
-def diagnosed(code="rounding", replays=()):
+FALL = Fall(
+    outcome="reward", onset_of="reward", kind="collapse", step=60, low=58, high=62, interval=(57, 63), fallen=65,
+    before=0.8, after=0.3, size_in_sd=9.0,
+)  # fmt: skip
+LENGTHS = RecordedChange(
+    series="prompt_length", kind="prompts", step=60, low=60, high=60, before=4.0, after=12.0, size_in_sd=99.0, shape="shift",
+    order="with",
+)  # fmt: skip
+TEMPERATURE = RecordedChange(
+    series="temperature", kind="setting", step=57, low=57, high=57, before=1.0, after=2.0, size_in_sd=None, shape="set",
+    order="with",
+)  # fmt: skip
+
+
+def attributed(*, fall=None, outcome="reward", changes=(), suspects=(), **given):
+    return Attribution(
+        trace="run", control=None, kind="observation", num_steps=100, outcome=outcome, fall=fall, onsets=(),
+        changes=tuple(changes), suspects=tuple(suspects), **given,
+    )  # fmt: skip
+
+
+def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
     return Diagnosis(
         checked=checked(code),
+        attribution=attribution or attributed(),
+        jumps=tuple(jumps),
         numerics=Numerics(
             passes=("train", "rollout"), declared=("float32", None), logits=("float32", "bfloat16"), values=(None, "float16")
         ),
@@ -223,13 +259,93 @@ def test_what_each_side_computed_in_is_said():
 
 
 def test_blocks_stand_where_there_is_something_to_say():
-    text = diagnosis_text(diagnosed())
+    text = diagnosis_text(diagnosed(), verbose=True)
     assert "REPLAYS" not in text
     assert "SETTLE" not in text
-    assert "WHAT DID REPLAYS SETTLE?" in diagnosis_text(diagnosed(replays=[effect(0.5)]))
+    assert "WHAT DID REPLAYS SETTLE?" in diagnosis_text(diagnosed(replays=[effect(0.5)]), verbose=True)
     # slime's level is 0.03 and the trace has 0.04: the one that is raised stands first.
     lines = text[text.index("WHICH ALARMS SOUND?") :].splitlines()
     assert [line.split()[0] for line in lines[4:7]] == ["SOUNDS", "silent", "silent"]
+
+
+def suspect(code, probability, *evidence):
+    return Suspect(code=code, probability=probability, evidence=evidence)
+
+
+def prompts_changed():
+    values = {"series": "prompt_length", "step": 60, "low": 60, "high": 60, "from_value": 4.0, "to_value": 12.0}
+    return Evidence(code="prompts_changed", values=values, points=7.0)
+
+
+def test_a_calm_run_is_told_in_one_line():
+    calm = "No fall is seen; the comparison is valid."
+    assert story(diagnosed()) == calm
+    assert story(diagnosed("temperature")) == (
+        "No fall is seen; the comparison is not valid: temperature on one side only."
+    )
+    assert story(diagnosed(attribution=attributed(outcome=""))) == (
+        "Neither a reward nor an evaluation was recorded; the comparison is valid."
+    )
+    jump = RecordedChange(
+        series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"
+    )
+    assert story(diagnosed(jumps=[jump])) == (
+        "No fall is seen; k3 jumps 1,000-fold at step 40 (39 to 41); the comparison is valid."
+    )
+    assert diagnosis_text(diagnosed()).startswith(calm)
+    assert diagnosis_json(diagnosed())["story"] == calm
+
+
+@pytest.mark.parametrize(
+    ("changes", "suspects", "told"),
+    [
+        (
+            [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
+            "prompt_length jumps 3-fold at step 60, the step where reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably "
+            "the prompts: other ones than before (90%).",
+        ),
+        (
+            [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
+            "temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). The cause "
+            "cannot be told: the prompts: other ones than before (40%) or a noisy or wrong reward (30%).",
+        ),
+        (
+            [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
+            "reward falls from 0.8 to 0.3 (60; 57 to 63). The cause cannot be told: something else, or what this trace does "
+            "not show (90%) or a noisy or wrong reward (10%).",
+        ),
+    ],
+)  # fmt: skip
+def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told):
+    attribution = attributed(fall=FALL, changes=changes, suspects=suspects)
+    found = diagnosed(attribution=attribution)
+    assert story(found) == told
+    assert " ".join(diagnosis_text(found).split()).startswith(" ".join(told.split()))
+    assert diagnosis_json(found)["attribution"]["fall"]["step"] == 60
+
+
+def test_a_diagnosis_fits_a_screen_and_says_why():
+    attribution = attributed(
+        fall=FALL, changes=[LENGTHS], suspects=[suspect("data", 0.9, prompts_changed()), suspect("reward", 0.1)]
+    )
+    lines = diagnosis_text(diagnosed(attribution=attribution), 100).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    assert [line.split()[0] for line in lines if line and line[0] != " "][-4:] == ["valid", "why", "normal", "alarms"]
+    why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
+    assert (
+        "prompt_length goes from 4 to 12 at step 60 (60 to 60): no policy changes its prompts (from this run alone)"
+        in why
+    )
+
+
+@pytest.mark.parametrize(("after", "num"), [(0.99e-3, 0), (1.0e-3, 1)])
+def test_a_mismatch_that_grows_tenfold_is_a_jump(monkeypatch, after, num):
+    change = RecordedChange(
+        series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-4, after=after, size_in_sd=50.0, shape="shift"
+    )
+    monkeypatch.setattr(diagnose_module, "read_recorded", lambda *_: (change, LENGTHS, TEMPERATURE))
+    assert len(diagnose_module._jumps(None, ("train", "rollout"))) == num
 
 
 def test_json_keeps_the_keys_of_alarms_and_adds_codes():
