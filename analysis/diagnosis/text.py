@@ -84,7 +84,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ),
     ]
     if attribution.fall is not None:
-        for_it = [each.sentence for each in attribution.suspects[0].evidence if each.points > 0][:2]
+        strongest = sorted(attribution.suspects[0].evidence, key=lambda each: -each.points)
+        for_it = [each.sentence for each in strongest if each.points > 0 and each.code != "prior"][:2]
         how = (
             "beside a control"
             if attribution.is_intervention

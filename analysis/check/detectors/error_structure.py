@@ -45,7 +45,9 @@ def error_structure(data: PairData) -> ErrorStructure:
     if known.sum() < 2 * max(PERSISTENCE_LAGS):
         return ErrorStructure(0.0, 0.0)
     _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    level = level - (np.bincount(step[known], level[known]) / np.maximum(np.bincount(step[known]), 1))[step]
+    num = int(step.max()) + 1  # the last steps may have no token that is kept
+    mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
+    level = level - mean[step]
     count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
     own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
     # About a mean of n tokens, their correlation is 1 / n lower.
