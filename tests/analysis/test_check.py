@@ -456,3 +456,18 @@ def test_a_policy_that_is_sure_of_nearly_all_tokens_has_no_wrong_unit(tmp_path):
             for name, logprobs in zip(("train", "rollout"), sides, strict=True):
                 recorder.add_scores(name, batch, logprobs=logprobs)
     assert "log_base" not in [finding.code for finding in check(tmp_path).findings]
+
+
+def test_a_run_whose_last_steps_keep_no_token_is_judged(tmp_path):
+    """Tokens that are certain on both sides tell nothing of logits, so that a policy that has learned leaves steps empty."""
+    with Recorder(tmp_path / "run") as recorder:
+        draw = np.random.default_rng(0)
+        for step in range(1, 15):
+            logprobs = -draw.exponential(1.0, (30, 8)) if step < 14 else np.zeros((30, 8))
+            noise = draw.normal(0, 1e-3, (30, 8)) if step < 14 else 0.0
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[row] for row in range(30)], response_ids=draw.integers(0, 20, (30, 8))
+            )
+            recorder.add_scores("rollout", batch, logprobs=logprobs.astype(np.float32))
+            recorder.add_scores("train", batch, logprobs=np.minimum(logprobs + noise, 0).astype(np.float32))
+    error_structure(gather(Database(tmp_path / "run"), ("train", "rollout"), trace=""))
