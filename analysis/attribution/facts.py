@@ -86,7 +86,9 @@ class Facts:
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
         """Settings of a suspect that somebody changed near the fall."""
-        return [change for change in self.near if change.kind == SETTING and suspect_of(change.series) == suspect]
+        found = [change for change in self.near if change.kind == SETTING and suspect_of(change.series) == suspect]
+        # A logged number of no known name that stays what it is may be a measurement, such as a share of 0.
+        return [change for change in found if suspect != "unknown" or change.series in self.settings]
 
     @property
     def is_held_out(self) -> bool:

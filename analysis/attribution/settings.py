@@ -19,7 +19,7 @@ _OPTIMIZER = {
 """One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
 
 _SUSPECTS = (
-    ("entropy", ("entropy", "ent_coef")),
+    ("entropy", ("entropy", "ent", "ent_coef")),
     ("reference", ("kl", "ref", "reference", "beta")),
     ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit")),
     ("mismatch", ("temperature", "top_p", "top_k", "min_p", "quant", "quantization", "engine", "kv_cache")),

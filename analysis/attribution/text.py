@@ -66,6 +66,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "advantages": {
         "advantages_inverted": "within groups advantages go down where rewards go up (correlation {correlation:.2f})",
+        "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the fall, {before_share:.0%} were before",
         "advantages_changed": "{series} goes from {from_value:.3g} to {to_value:.3g} at step {step} ({low} to {high}), more than rewards "
         "make it",
         "advantages_steady": "sign, scale and mean of the advantages are what rewards make them",
@@ -163,7 +164,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
 EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
 
 UNITS: Mapping[str, str] = {
-    "after": "tokens", "at_fall": "nats", "before": "tokens", "burst_factor": "times the median",
+    "after": "tokens", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "burst_factor": "times the median",
     "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
     "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
     "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",

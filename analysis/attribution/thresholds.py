@@ -44,6 +44,8 @@ RESCALED = 3.0
 """Least factor of the scale of advantages that no normalisation has by itself."""
 MOVED_BASELINE = 0.5
 """Least move of the mean advantage, in standard deviations of the advantages, that is another baseline."""
+BOTH_SIGNS = 0.1
+"""Share of negative advantages that training with a baseline has; of less than a tenth of it the sign or the baseline is lost."""
 INVERTED_ADVANTAGES = -0.3
 """Correlation of advantages and rewards within groups below which the sign is wrong; other rows leave about 0."""
 SUDDEN = 3.0

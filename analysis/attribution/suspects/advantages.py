@@ -30,6 +30,14 @@ def advantages(facts: Facts) -> Suspect:
 
 def _inverted(facts: Facts) -> list[Evidence]:
     """Advantages that go down where rewards go up."""
+    since = facts.since_fall.advantage
+    before = facts.rollouts.until(facts.fall.low - 1).advantage if facts.fall else since
+    negative = [
+        float((part[np.isfinite(part)] < 0).mean()) if np.isfinite(part).any() else 0.0 for part in (before, since)
+    ]
+    if negative[0] > t.BOTH_SIGNS and negative[1] < t.BOTH_SIGNS / 10:
+        values = {"before_share": negative[0], "negative_share": negative[1]}
+        return [Evidence(code="advantages_one_sided", values=values, points=t.CERTAIN + t.WEAK)]
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     if math.isnan(correlation) or correlation > t.INVERTED_ADVANTAGES:
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -35,6 +37,11 @@ def _cut(facts: Facts) -> list[Evidence]:
         "longer_share": float((before > limit).mean()),
         "cut_share": float((since == limit).mean()),
     }
-    if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE:
+    limited = facts.values("share_length_limited")
+    is_told = bool(np.isfinite(limited).any())
+    limited = limited[(facts.steps > last) & (facts.steps <= last + 2 * width) & np.isfinite(limited)]
+    is_limited = len(limited) > 0 and float(limited.mean()) >= t.CUT_SHARE
+    if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE or (is_told and not is_limited):
         return [Evidence(code="responses_not_cut", points=-t.STRONG)]
-    return [Evidence(code="responses_cut", values=values, points=t.CERTAIN)]
+    # Without reasons for their end, responses of a policy that has changed may have one length, too.
+    return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.STRONG)]
