@@ -21,23 +21,29 @@ def advantages(facts: Facts) -> Suspect:
     return Suspect(
         code="advantages",
         evidence=(
-            *(_inverted(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
+            *(_one_sided(facts) or _inverted(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
             t.prior("advantages"),
         ),
         next=COMPUTE_ADVANTAGES,
     )  # fmt: skip
 
 
+def _one_sided(facts: Facts) -> list[Evidence]:
+    """Advantages of both signs that are above 0 alone since the fall: their sign or their baseline is lost."""
+    if facts.fall is None:
+        return []
+    before, since = (part.advantage for part in (facts.rollouts.until(facts.fall.low - 1), facts.since_fall))
+    if not len(before) or not len(since):
+        return []
+    negative, negative_since, positive_since = (float(part.mean()) for part in (before < 0, since < 0, since > 0))
+    if negative < t.BOTH_SIGNS or negative_since > t.BOTH_SIGNS / 10 or positive_since < t.BOTH_SIGNS:
+        return []
+    values = {"before_share": negative, "negative_share": negative_since}
+    return [Evidence(code="advantages_one_sided", values=values, points=t.CERTAIN + t.WEAK)]
+
+
 def _inverted(facts: Facts) -> list[Evidence]:
     """Advantages that go down where rewards go up."""
-    since = facts.since_fall.advantage
-    before = facts.rollouts.until(facts.fall.low - 1).advantage if facts.fall else since
-    negative = [
-        float((part[np.isfinite(part)] < 0).mean()) if np.isfinite(part).any() else 0.0 for part in (before, since)
-    ]
-    if negative[0] > t.BOTH_SIGNS and negative[1] < t.BOTH_SIGNS / 10:
-        values = {"before_share": negative[0], "negative_share": negative[1]}
-        return [Evidence(code="advantages_one_sided", values=values, points=t.CERTAIN + t.WEAK)]
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     if math.isnan(correlation) or correlation > t.INVERTED_ADVANTAGES:
         return []

@@ -44,4 +44,4 @@ def _cut(facts: Facts) -> list[Evidence]:
     if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE or (is_told and not is_limited):
         return [Evidence(code="responses_not_cut", points=-t.STRONG)]
     # Without reasons for their end, responses of a policy that has changed may have one length, too.
-    return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.STRONG)]
+    return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.DECISIVE)]

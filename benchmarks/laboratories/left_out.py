@@ -1,6 +1,6 @@
 """Hold `tim-trace attribute` against laboratories that differ, each scored with what was set on the others.
 
-python benchmarks/collapse/left_out.py runs/laboratories/a runs/laboratories/b runs/laboratories/c
+python benchmarks/laboratories/left_out.py runs/laboratories/a runs/laboratories/b runs/laboratories/c
 
 A folder of runs has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
 as fallen where the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95; what lies between
