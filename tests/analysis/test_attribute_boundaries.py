@@ -699,7 +699,12 @@ def test_a_mean_advantage_beyond_what_single_ones_had_is_another_baseline(after,
 
 def test_an_evaluation_that_holds_speaks_for_what_is_sampled_and_against_what_moves_the_policy(monkeypatch):
     related(monkeypatch, advantages, by_group=0.9)
-    run = {"is_held_out": True, "rollouts": rows_of_steps(), "mismatch": run_mismatch(0.05)}
+    run = {
+        "is_held_out": True,
+        "rollouts": rows_of_steps(),
+        "since_fall": rows_of_steps(),
+        "mismatch": run_mismatch(0.05),
+    }
     of = {
         name: codes(getattr(module, name)(facts(**run)).evidence)["evaluation_holds"]
         for name, module in (
@@ -1009,3 +1014,18 @@ def test_every_code_in_the_rules_has_a_sentence():
     assert set(re.findall(r'code="(\w+)"', source)) <= known
     unused = {code for code in (*EVIDENCE, *DIFFERENCES, *NOTES) if f'"{code}"' not in source}
     assert unused == set()
+
+
+@pytest.mark.parametrize(
+    ("negative", "negative_since", "positive_since", "is_one_sided"),
+    [(0.1, 0.0, 0.1, True), (0.09, 0.0, 0.1, False), (0.1, 0.011, 0.1, False), (0.1, 0.0, 0.09, False)],
+)
+def test_advantages_of_one_sign(negative, negative_since, positive_since, is_one_sided):
+    def part(below, above):
+        values = np.zeros(1000)
+        values[: round(1000 * below)], values[len(values) - round(1000 * above) :] = -1.0, 1.0
+        return SimpleNamespace(advantage=values)
+
+    rollouts = SimpleNamespace(until=lambda step: part(negative, 0.3))
+    found = advantages._one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
+    assert [each.points for each in found] == [CERTAIN + WEAK] * is_one_sided
