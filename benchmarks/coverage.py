@@ -28,7 +28,7 @@ from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.dynamics.changes import change_points
 from tim_trace.analysis.dynamics.fall import Outcome, find_fall
 from tim_trace.analysis.dynamics.laws import growths
-from tim_trace.analysis.dynamics.onsets import onsets_of
+from tim_trace.analysis.dynamics.onsets import LEAST_SD
 from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
@@ -265,8 +265,9 @@ def series_intervals(draw, cell):
     for name, steps_of, truth, moved in moves:
         values = 20 + scatter(draw, cell) - moved
         series = Series(name="reward", steps=steps_of, values=values, scale="linear", kind="reward")
-        onsets = onsets_of({"reward": change_points(series)}, {"reward": "reward"})
-        found["dynamics", name] = (onsets[0].change.low, onsets[0].change.high) if onsets else None, truth
+        changes = [change for change in change_points(series) if abs(change.size_in_sd) >= LEAST_SD]
+        nearest = min(changes, key=lambda change: abs(change.step - truth), default=None)
+        found["dynamics", name] = (nearest.low, nearest.high) if nearest else None, truth
         fall = find_fall(Outcome(name="reward", steps=steps_of, values=values, is_evaluation=False))
         # A fall is said to begin at the last step that it leaves alone, or at the first that it moves.
         found["attribute", name] = None if fall is None else (fall.interval[0], fall.interval[1] + 1), truth

@@ -17,7 +17,7 @@ from .odds import ranked
 from .rollouts import Rollouts, relation, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
-from .suspects.advantages import advantages
+from .suspects.advantages import advantages, one_sided
 from .suspects.lag import declared_lag
 from .suspects.mismatch import mismatch
 from .suspects.reference import reference
@@ -73,9 +73,10 @@ def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) ->
     for find in (_prompts, _rewards, _advantages, _lags):
         yield from find(facts, control)
     yield from _mismatches(facts, control, suspects)
-    for find in (_rates, _settings, _changed):
-        yield from find(facts, control)
-    yield from _first_update(facts, control)
+    given = [difference for find in (_rates, _settings, _changed) for difference in find(facts, control)]
+    yield from given
+    if not given:  # else the first update that differs is what they do
+        yield from _first_update(facts, control)
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
@@ -129,9 +130,8 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < t.ADVANTAGE_AGREES <= of_control:
-        yield _difference(
-            "advantages" if of_run < t.INVERTED_ADVANTAGES else "pairing", "advantages", of_run, of_control
-        )
+        is_theirs = of_run < t.INVERTED_ADVANTAGES or bool(one_sided(facts))
+        yield _difference("advantages" if is_theirs else "pairing", "advantages", of_run, of_control)
 
 
 def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:

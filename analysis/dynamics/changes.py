@@ -30,7 +30,7 @@ class ChangePoint:
     """The first step that the change moved; of a fall its onset, as attribute finds it."""
     low: int
     high: int
-    """The 95 % confidence interval of the step."""
+    """The 95 % confidence interval of the step; where values are steps apart it reaches back to the value before."""
     before: float
     """The fitted value just before, in the series' own unit."""
     after: float
@@ -90,7 +90,7 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(first[located.low]),
+        low=int(last[located.low - 1]) + 1,  # between two values nobody knows
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),

@@ -1027,5 +1027,5 @@ def test_advantages_of_one_sign(negative, negative_since, positive_since, is_one
         return SimpleNamespace(advantage=values)
 
     rollouts = SimpleNamespace(until=lambda step: part(negative, 0.3))
-    found = advantages._one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
+    found = advantages.one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
     assert [each.points for each in found] == [CERTAIN + WEAK] * is_one_sided

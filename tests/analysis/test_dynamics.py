@@ -489,3 +489,12 @@ def test_no_line_is_laid_across_a_jump():
     assert {part.part for part in growths(k3)} == {"run", "last third"}
     (last,) = growths(k3, change_points(k3))
     assert (last.part, last.num_steps) == ("last third", 20)  # from the end of its interval on
+
+
+def test_a_change_between_two_values_may_be_at_any_step_between_them():
+    steps = np.arange(5, 305, 5)
+    values = (
+        1 + 0.01 * np.random.default_rng(0).normal(size=60) - (steps >= 148)
+    )  # the value of step 145 is the last before
+    (change,) = change_points(named("reward", steps, values, ""))
+    assert (change.low, change.step, change.high) == (146, 150, 150)

@@ -21,14 +21,14 @@ def advantages(facts: Facts) -> Suspect:
     return Suspect(
         code="advantages",
         evidence=(
-            *(_one_sided(facts) or _inverted(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
+            *(one_sided(facts) or _inverted(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
             t.prior("advantages"),
         ),
         next=COMPUTE_ADVANTAGES,
     )  # fmt: skip
 
 
-def _one_sided(facts: Facts) -> list[Evidence]:
+def one_sided(facts: Facts) -> list[Evidence]:
     """Advantages of both signs that are above 0 alone since the fall: their sign or their baseline is lost."""
     if facts.fall is None:
         return []
