@@ -785,7 +785,8 @@ def test_rewards_that_differ_by_length(noise, suspect):
 def test_advantages_follow_in_the_control_alone(monkeypatch, run, of_control, suspects):
     relations = iter([SimpleNamespace(by_group=run), SimpleNamespace(by_group=of_control)])
     monkeypatch.setattr(control, "relation", lambda *arguments: next(relations))
-    assert [difference.suspect for difference in control._advantages(facts(), facts())] == suspects
+    of_both = facts(rollouts=rows_of_steps(), since_fall=rows_of_steps())
+    assert [difference.suspect for difference in control._advantages(of_both, of_both)] == suspects
 
 
 @pytest.mark.parametrize(("lag", "suspects"), [(1.9, []), (2.0, ["staleness"])])
