@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -104,7 +105,7 @@ def _by_entropy(data: PairData, side: str) -> ScaleFit | None:
     slope = float(solution[0])
     slope_error = float(np.sqrt(left @ left / len(d) * np.linalg.inv(x.T @ x + 1e-12 * np.eye(3))[0, 0]))
     # log p moves by u at the first step of a scaling, and by u at the scale reached at the last: exp and 1 + lie on either side.
-    scales = np.array([1 + slope - 2 * slope_error, np.exp(slope + 2 * slope_error), 1 + slope])
+    scales = np.array([1 + slope - 2 * slope_error, math.exp(min(slope + 2 * slope_error, 50.0)), 1 + slope])
     if scales.min() <= 0:
         return None
     if side == "b":  # a = scale * b
