@@ -15,11 +15,15 @@ for name, value in {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines of two workers share a core
+    # Else the trainers of two workers may take one port.
+    "MASTER_PORT": str(29500 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))),
 }.items():
     os.environ.setdefault(name, value)
 
 # In the background of a shell, or under nohup, they are ignored: what tests start would ignore them, too.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL),
+):  # fmt: skip
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 

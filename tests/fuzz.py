@@ -332,7 +332,7 @@ class Fuzzer:
         elif (
             not told
             and case.arguments[0] in ("info", "watch")
-            and "damaged" in ended.stdout.replace('"damaged": []', "")
+            and "damaged" in ended.stdout.replace('"damaged": []', "").replace(str(self.folder), "")
         ):
             unsaid = "missing word: said among the answer alone, neither on stderr nor under `damaged`"
             told = subjects(ended.stdout) if case.arguments[0] == "info" else self.changed(case, trace)
