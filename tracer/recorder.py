@@ -326,7 +326,8 @@ class Recorder:
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded as those were,
         or with an `attention_mask` of their own, or as lists. `scored_mask`, aligned alike, is nonzero where the pass
         gave a value; the others become NULL. `rows` names the rows of the batch that these are, in their order.
-        `policy_version` is that of the scoring weights; the default is that of the sampling weights.
+        `policy_version` is that of the scoring weights; the default is that of the sampling weights. A trainer that is
+        ahead of its engine has to give its own: else the trace declares that no weights were behind.
 
         `distribution` holds the captured distributions of `captured_rows` (rows of the batch): the response tokens of
         one row after those of the other, [N, ...].
