@@ -20,6 +20,7 @@ from ..tracer.lock import alone
 from ..tracer.recorder import Recorder
 from ..tracer.routing import joined
 from ..tracer.rows import Forward
+from ..tracer.snapshot import Snapshot
 from ..tracer.whole_file import write_part
 from ..tracer.writer import TraceWriter
 from .arms import Arm
@@ -36,8 +37,8 @@ class ArmPass:
         self.run, self.arm, self.capture = run, arm, capture or Capture()
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
-        self._there: set[int] | None = None
-        """Steps that it had at the last look; None before they were asked for."""
+        self._there: tuple[Snapshot | None, set[int]] = (None, set())
+        """A look at the trace, which other arms may take as well, and the steps that this one had then."""
 
     @property
     def steps(self) -> list[int]:
@@ -75,10 +76,9 @@ class ArmPass:
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
             self.run.look()
-            self._there = None
-        if self._there is None:
-            self._there = {*self.steps, *self.run.unsealed_steps(self.name)}
-        return step in self._there
+        if self._there[0] is not self.run.snapshot:
+            self._there = self.run.snapshot, {*self.steps, *self.run.unsealed_steps(self.name)}
+        return step in self._there[1]
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
@@ -126,7 +126,6 @@ class ArmPass:
         for name in store.files(f"{PASSES}/{self.name}"):
             (folder / PASSES / self.name / name).unlink(missing_ok=True)
         self.run.look()
-        self._there = None
 
     def close(self) -> None:
         """Seal what was added."""

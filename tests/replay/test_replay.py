@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from builders import PROGRAMS, TIM_TRACE, as_first_format, change_contract, make
 from runs import train
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.arm_pass import ArmPass
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
@@ -615,3 +617,30 @@ def test_an_attention_backend_that_vllm_does_not_take_is_refused(trace):
     assert done.code == 2
     assert "attention-backend FLASH_ATTN: this vLLM uses CPU_ATTN for this model and device instead" in done.stderr
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass LIKE 'replay/vllm%'") == [(0,)]
+
+
+def test_a_look_that_one_arm_takes_counts_for_the_others(tmp_path):
+    """Another replay adds a step of the second arm and ends, and the first arm is the one that looks then."""
+
+    class Run:
+        folder, store, added, is_alive = tmp_path, SimpleNamespace(files=lambda folder: ["other.json"]), set(), True
+
+        def __init__(self):
+            self.look()
+
+        def look(self):
+            self.snapshot = SimpleNamespace(liveness={"other": SimpleNamespace(is_alive=self.is_alive)})
+            self.seen = set(self.added)
+
+        def steps(self, name):
+            return sorted(self.seen)
+
+        def unsealed_steps(self, name):
+            return ()
+
+    run = Run()
+    first, second = (ArmPass(run, SimpleNamespace(name=name)) for name in "ab")
+    assert not second._has_now(2)
+    run.added, run.is_alive = {2}, False
+    first._has_now(1)
+    assert second._has_now(2)
