@@ -252,7 +252,7 @@ SCORES_TABLE = Table(
 
 METRICS_TABLE = Table(
     name=METRICS,
-    doc="One row a (step, name): what the trainer logged. Hyperparameters have step 0 and names under `hyperparameter/`.",
+    doc="One row a (step, name): what the trainer logged. Hyperparameters have names under `hyperparameter/` and step 0, or the step from which a new value holds.",
     columns=(
         Column(name="step", type=pa.int64(), doc="the step that the framework logged the value at", null=""),
         Column(name="name", type=pa.string(), doc="the framework's own name", null=""),

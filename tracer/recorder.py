@@ -433,7 +433,7 @@ class Recorder:
             raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
         step = step_number(step)
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
-        if step_number(step) > 0:
+        if step > 0:
             self.add_metrics(step, named)
         else:
             self._add_metrics(0, named)

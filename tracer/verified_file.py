@@ -76,12 +76,11 @@ class VerifiedFile:
     def _read(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
-        if self._blocks is None or all(self._seen[first : last + 1]):
-            return self._fetch(start, stop)
         content = self._fetch(start, stop)
+        if self._blocks is None:
+            return content
         view = memoryview(content)
-        for index in range(first, last + 1):
+        for index in range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1):
             if not self._seen[index]:
                 begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._end)
                 asked = view[max(begin - start, 0) : end - start]

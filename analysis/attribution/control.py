@@ -14,14 +14,11 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, relation, reward_differences
+from .rollouts import Rollouts, correlation, relation, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
-from .suspects.advantages import advantages, one_sided
+from .suspects.advantages import one_sided
 from .suspects.lag import declared_lag
-from .suspects.mismatch import mismatch
-from .suspects.reference import reference
-from .suspects.truncation import truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) ->
     for find in (_prompts, _rewards, _advantages, _lags):
         yield from find(facts, control)
     yield from _mismatches(facts, control, suspects)
-    given = [difference for find in (_rates, _settings, _changed) for difference in find(facts, control)]
+    given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
     yield from given
     if not given:  # else the first update that differs is what they do
         yield from _first_update(facts, control)
@@ -102,18 +99,13 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     if share <= t.UNEQUAL:
         return
     values = {"share": share, "num_responses": int(known.sum())}
-    length = _correlation(difference[known & differs], a.length[at_a][known & differs])
+    length = correlation(difference[known & differs], a.length[at_a][known & differs])
     if abs(length) > t.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
     elif _permuted(a, b):
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)
     else:
         yield Difference(suspect="reward", code="rewards", values=values)
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's; 0 where one of them has no spread."""
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
@@ -156,30 +148,26 @@ def _prompts(facts: Facts, control: Facts) -> Iterator[Difference]:
     if not shares_prompts(facts, control):
         return
     steps = np.intersect1d(np.unique(facts.rollouts.step), np.unique(control.rollouts.step))
-    differing = [int(step) for step in steps if _differ(facts.rollouts, control.rollouts, int(step))]
+    a, b = facts.rollouts, control.rollouts
+    differing = [int(step) for step in steps if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
     if differing:
         yield Difference(suspect="data", code="prompts", values={"step": differing[0], "num_steps": len(differing)})
 
 
-def _differ(a: Rollouts, b: Rollouts, step: int) -> bool:
-    """Whether a step's prompts are not the same, in whatever order."""
-    return not np.array_equal(np.sort(a.prompt[a.step == step]), np.sort(b.prompt[b.step == step]))
-
-
-def _changed(facts: Facts, control: Facts) -> Iterator[Difference]:
+def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What was changed near the fall of the run, and is not changed there in the control."""
     known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
-    for suspect in (mismatch, reference, truncation, advantages):
-        for each in suspect(facts).evidence:
+    of = {suspect.code: suspect for suspect in suspects}
+    for code in _CHANGED:
+        for each in of[code].evidence if code in of else ():
             series, step = each.values.get("series"), each.values.get("step")
             if each.points > 0 and each.code in _CHANGES and (series, step) not in known:
-                yield Difference(
-                    suspect=suspect.__name__,
-                    code="changed",
-                    values=dict(each.values) | {"series": str(series or each.code)},
-                )
+                values = dict(each.values) | {"series": str(series or each.code)}
+                yield Difference(suspect=code, code="changed", values=values)
 
 
+_CHANGED = ("mismatch", "reference", "truncation", "advantages")
+"""Suspects whose changes no other comparison finds."""
 _CHANGES = ("setting_changed", "reference_jumps", "responses_cut", "advantages_changed")
 """Evidence of a run that is a difference where its control lacks it."""
 

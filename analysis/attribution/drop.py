@@ -77,10 +77,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     """Steps and values of what changes with every policy: entropy, length, likelihood of its own responses."""
     of_policy = [series[name] for name in ("entropy", "length") if name in series]
-    known = np.isfinite(rollouts.likelihood)
-    steps, place = np.unique(rollouts.step[known], return_inverse=True)
-    mean = np.bincount(place, rollouts.likelihood[known]) / np.maximum(np.bincount(place), 1)
-    return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), (steps, mean)]
+    return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), rollouts.likelihood_by_step]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:

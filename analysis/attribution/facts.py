@@ -16,6 +16,7 @@ from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
 from ..dynamics.conditions import SETTING
 from ..dynamics.fall import Fall, Outcome, find_fall
+from ..dynamics.quantities import MISMATCH
 from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..dynamics.series import Series, read_series
 from ..dynamics.timeline import MIN_VALUES, RunOutcomes, read_changes, read_outcomes
@@ -151,7 +152,7 @@ class Facts:
     def is_given_otherwise(self) -> bool:
         """Whether something else than the reward was changed at the fall, which the reward may only follow."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
-        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear("mismatch"))
+        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def pays_length(self) -> float:

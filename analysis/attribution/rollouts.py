@@ -87,6 +87,18 @@ class Rollouts:
         """Whether responses have no group but their step."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
+    @property
+    def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] steps and [n] the mean likelihood of their responses, where it is known."""
+        known = np.isfinite(self.likelihood)
+        steps, place = np.unique(self.step[known], return_inverse=True)
+        return steps, np.bincount(place, self.likelihood[known]) / np.maximum(np.bincount(place), 1)
+
+    def prompts_of(self, step: int) -> np.ndarray:
+        """The prompts of a step's sequences, in order."""
+        first, last = np.searchsorted(self.step, [step, step + 1])
+        return np.sort(self.prompt[first:last])
+
     def since(self, step: int) -> Rollouts:
         """The sequences from a step on."""
         return self._where(self.step >= step)
@@ -244,12 +256,13 @@ def changed_rewards(rollouts: Rollouts, first: int, last: int) -> ChangedRewards
         share = float(differs[spans].mean()) if num >= _FEWEST_SPANNING else 0.0
         if num >= _FEWEST_SPANNING and (best is None or share > best.share):
             chosen = spans & differs
-            of_length = _correlated(difference[chosen], length[:-1][again][chosen])
+            of_length = correlation(difference[chosen], length[:-1][again][chosen])
             best = ChangedRewards(step=int(at), num_responses=num, share=share, length_correlation=of_length)
     return best
 
 
-def _correlated(x: np.ndarray, y: np.ndarray) -> float:
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's; 0 where one of them has no spread."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 

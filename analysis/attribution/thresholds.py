@@ -48,6 +48,8 @@ BOTH_SIGNS = 0.1
 """Share of negative advantages that training with a baseline has; of less than a tenth of it the sign or the baseline is lost."""
 INVERTED_ADVANTAGES = -0.3
 """Correlation of advantages and rewards within groups below which the sign is wrong; other rows leave about 0."""
+AHEAD = 3.0
+"""Steps before the interval of a fall at which what the fall may have begun with may lie."""
 SUDDEN = 3.0
 """Most steps that the interval of a swapped reference has: a policy that leaves its reference takes longer."""
 

@@ -87,7 +87,7 @@ def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iter
 
 
 def _prompts(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    of_a, of_b = ({step: _sorted_of(run, step) for step in steps} for run in (a, b))
+    of_a, of_b = ({step: run.prompts_of(step) for step in steps} for run in (a, b))
     others = [step for step in steps if not np.array_equal(of_a[step], of_b[step])]
     if others:
         first = others[0]
@@ -97,11 +97,6 @@ def _prompts(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDiff
             kind="prompts", name="", step=first, a=f"{num[0]} prompts", b=f"{num[1]} prompts",
             values=values | {"num_shared": len(np.intersect1d(of_a[first], of_b[first]))},
         )  # fmt: skip
-
-
-def _sorted_of(run: Rollouts, step: int) -> np.ndarray:
-    first, last = np.searchsorted(run.step, [step, step + 1])
-    return np.sort(run.prompt[first:last])
 
 
 def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:

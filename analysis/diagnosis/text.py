@@ -41,7 +41,8 @@ def story(found: Diagnosis) -> str:
     lead = next(
         (change for change in attribution.changes if not change.follows and change.series != fall.onset_of), None
     )
-    lead = next((change for change in attribution.changes if change.series in _named(attribution)), lead)
+    named = _named(attribution)
+    lead = next((change for change in attribution.changes if change.series in named), lead)
     down = f"{fall.outcome} falls from {fall.before:.3g} to {fall.after:.3g} ({when})"
     said = f"{down}."
     if lead is not None:
@@ -86,13 +87,9 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     if attribution.fall is not None:
         strongest = sorted(attribution.suspects[0].evidence, key=lambda each: -each.points)
         for_it = [each.sentence for each in strongest if each.points > 0 and each.code != "prior"][:2]
-        how = (
-            "beside a control"
-            if attribution.is_intervention
-            else "from this run alone"
-            if not attribution.control
-            else "beside another run"
-        )
+        how = "from this run alone"
+        if attribution.control:
+            how = "beside a control" if attribution.is_intervention else "beside another run"
         rows.insert(1, ("why", f"{'; '.join(for_it) or 'nothing that was recorded explains it'} ({how})"))
     settled = found.settled_by
     if settled is not None:

@@ -26,8 +26,7 @@ _HELD = 4
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
-       count(*) / count(DISTINCT group_id) AS group_size, avg(temperature) AS temperature,
-       count(DISTINCT hash(prompt_ids)) AS num_prompts
+       count(*) / count(DISTINCT group_id) AS group_size, avg(temperature) AS temperature
 FROM sequences GROUP BY step ORDER BY step
 """
 _TOKENS = """

@@ -15,7 +15,7 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair, Source
 from .changes import ChangePoint, change_points
-from .conditions import LOGGED, SETTING, read_conditions, text_settings
+from .conditions import ADVANTAGES, LOGGED, PROMPTS, SAMPLING, SETTING, read_conditions, text_settings
 from .fall import Fall, is_evaluation
 from .quantities import ENTROPY, LENGTH, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 from .series import read_series
@@ -29,7 +29,7 @@ _CONTRACTS = """
 SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
 """
 
-GIVEN = ("prompts", "sampling", "advantages", SETTING, CONTRACT)
+GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 """Kinds of what a run is given: its policy moves none of them."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
 """Kinds that move with the policy: their changes follow what was given, where that changed before."""
@@ -82,7 +82,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     for one in read_conditions(database).values():
         if one.name in judged or one.name in series or is_evaluation(one.name):
             continue
-        found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in _changes(one)]
+        found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
     found += [*_texts(database), *_contracts(database)]
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
 
@@ -119,11 +119,6 @@ def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tup
 
 def _abnormal(change: RecordedChange) -> float:
     return math.inf if change.size_in_sd is None else abs(change.size_in_sd)
-
-
-def _changes(series: Series) -> list[ChangePoint]:
-    """A series' changes; of one that stays exactly what it was but for a few steps, these steps."""
-    return change_points(series) if len(np.unique(series.values[series.known])) > 1 else []
 
 
 def _of_series(series: Series, change: ChangePoint) -> RecordedChange:

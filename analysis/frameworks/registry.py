@@ -80,6 +80,7 @@ def define_macros(name: str, connection: Connection) -> None:
     connection.execute(macros(name))
 
 
+@cache
 def macros(name: str) -> str:
     """A framework's SQL."""
     return _files()[name].read_text(encoding="utf-8")

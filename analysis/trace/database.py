@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -369,6 +369,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     return database.connection.raw
 
 
+@cache
 def sql_file(name: str) -> str:
     """Read one of the .sql files of this package."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")

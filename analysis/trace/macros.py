@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 _DEFINED = re.compile(r"\b(?:MACRO|VIEW)\s+(\w+)", re.IGNORECASE)
 _COMMENT = re.compile(r"--.*")
@@ -30,12 +30,12 @@ class MacroFile:
     @cached_property
     def names(self) -> frozenset[str]:
         """What it defines, in small letters."""
-        return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
+        return _defined(self.sql) | {name.lower() for name in self.functions}
 
     @cached_property
     def calls(self) -> frozenset[str]:
         """What its text calls or selects from, in small letters."""
-        return frozenset(one or other for one, other in _CALLED.findall(_COMMENT.sub("", self.sql).lower()))
+        return _called(self.sql)
 
 
 class Macros:
@@ -70,6 +70,16 @@ class Macros:
         for name, file in self._files.items():
             if name not in self._known and (words & file.names or (lists and file.is_listed)):
                 self.define(name)
+
+
+@cache
+def _defined(sql: str) -> frozenset[str]:
+    return frozenset(name.lower() for name in _DEFINED.findall(sql))
+
+
+@cache
+def _called(sql: str) -> frozenset[str]:
+    return frozenset(one or other for one, other in _CALLED.findall(_COMMENT.sub("", sql).lower()))
 
 
 def words_of(query: str) -> frozenset[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tim_trace.schemas.errors import NothingToCompare
+from score import checked
 
 CAUSELESS = ("unrelated", "not_logprobs")
 """Codes that say what the values are not, and no cause."""
@@ -61,17 +61,11 @@ def main() -> None:
 
 def judge(folder: Path, beginnings: tuple[str, ...] = ()) -> Iterable[BlindVerdict]:
     """Check every trace of a folder."""
-    from tim_trace.analysis.check.check import check
-
     for path in sorted(folder.glob("*/label.json")):
-        if beginnings and not path.parent.name.startswith(beginnings):
-            continue
-        try:
-            findings = check(path.parent / "trace").findings
-            found, fails = tuple(finding.code for finding in findings), any(finding.fails for finding in findings)
-        except NothingToCompare:
-            found, fails = ("nothing_to_compare",), True
-        yield BlindVerdict(name=path.parent.name, label=json.loads(path.read_text()), found=found, fails=fails)
+        if not beginnings or path.parent.name.startswith(beginnings):
+            found, fails = checked(path.parent)
+            label = json.loads(path.read_text())
+            yield BlindVerdict(name=path.parent.name, label=label, found=found or ("nothing_to_compare",), fails=fails)
 
 
 def report(name: str, verdicts: list[BlindVerdict], *, with_errors: bool) -> str:

@@ -81,20 +81,23 @@ def main() -> None:
 
 def judge(folder: Path, only: Iterable[str] | None = None) -> Iterable[Verdict]:
     """Check every trace below a folder."""
-    from tim_trace.analysis.check.check import check
-
     for path in sorted(folder.glob("*/label.json")):
         label = json.loads(path.read_text())
         if only and label["code"] not in only:
             continue
-        try:
-            findings = check(path.parent / "trace").findings
-        except NothingToCompare:
-            findings = ()
-        yield Verdict(
-            name=path.parent.name, label=label, found=tuple(found.code for found in findings),
-            fails=not findings or any(found.fails for found in findings),
-        )  # fmt: skip
+        found, fails = checked(path.parent)
+        yield Verdict(name=path.parent.name, label=label, found=found, fails=fails)
+
+
+def checked(folder: Path) -> tuple[tuple[str, ...], bool]:
+    """Codes of what check finds in the trace of a folder, most probable first, and whether it fails; none where it refuses."""
+    from tim_trace.analysis.check.check import check
+
+    try:
+        findings = check(folder / "trace").findings
+    except NothingToCompare:
+        findings = ()
+    return tuple(finding.code for finding in findings), not findings or any(finding.fails for finding in findings)
 
 
 def report(split: str, verdicts: list[Verdict]) -> str:

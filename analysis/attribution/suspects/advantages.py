@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ...dynamics.conditions import ADVANTAGES
 from ...dynamics.recorded import RecordedChange
 from .. import thresholds as t
 from ..evidence import Evidence
@@ -51,7 +52,7 @@ def _inverted(facts: Facts) -> list[Evidence]:
 
 
 def _changed(facts: Facts) -> list[Evidence]:
-    found = [change for change in facts.clear("advantages") if _is_large(change, facts)]
+    found = [change for change in facts.clear(ADVANTAGES) if _is_large(change, facts)]
     if found:
         return [changed("advantages_changed", found[0], worth(facts, found[0]))]
     return [Evidence(code="advantages_steady", points=-t.MEDIUM)]

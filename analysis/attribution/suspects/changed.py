@@ -35,15 +35,12 @@ def worth(facts: Facts, change: RecordedChange) -> float:
     if facts.fall is None or not is_given:
         return t.DECISIVE
     first, last = facts.fall.interval
-    return t.CERTAIN if first - t.SUDDEN <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
+    return t.CERTAIN if first - t.AHEAD <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
 
 
 def policy_moves(facts: Facts, step: int) -> bool:
     """Whether the likelihood of the policy's own responses is another one from a step on."""
-    rollouts = facts.rollouts
-    known = np.isfinite(rollouts.likelihood)
-    steps, place = np.unique(rollouts.step[known], return_inverse=True)
-    mean = np.bincount(place, rollouts.likelihood[known]) / np.maximum(np.bincount(place), 1)
+    steps, mean = facts.rollouts.likelihood_by_step
     at = int(np.searchsorted(steps, step))
     before, since = mean[max(at - 3, 0) : at], mean[at : at + 3]
     if not len(before) or not len(since):
