@@ -241,13 +241,14 @@ class Fuzzer:
         written = changes(before, fingerprint(trace))
         if written:
             raise Failed(f"wrote into the trace: {', '.join(written)}")
+        lists_damage = case.arguments[0] == "verify" or ("--verify" in case.arguments and bool(ended.stdout))
         if case.hostile:
-            if ended.code == 2 and case.arguments[0] != "verify":
+            if ended.code == 2 and not lists_damage:
                 judge_error(ended)
             case.outcome = "hostile"
         elif case.arguments[0] == "verify":
             self.judge_verify(case, trace)
-        elif ended.code == 2 and "--verify" in case.arguments and ended.stdout:
+        elif ended.code == 2 and lists_damage:
             self.judge_versions(case)
         elif ended.code == 2:
             judge_error(ended)

@@ -7,6 +7,7 @@ import os
 from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
+from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
@@ -95,8 +96,17 @@ def _attribution(
         changes=facts.near,
         suspects=suspects,
         difference_codes=compared.differences if compared else (),
-        note_codes=(*facts.notes, *(compared.notes if compared else ())),
+        note_codes=(*facts.notes, *_new_reward(facts), *(compared.notes if compared else ())),
     )
+
+
+def _new_reward(facts: Facts) -> tuple[Statement, ...]:
+    """That the reward became another one, which may hide a fall; an evaluation would not be moved by it."""
+    found = facts.new_reward
+    if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
+        return ()
+    values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
+    return (Statement(code="reward_changed", values=values),)
 
 
 def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:

@@ -77,7 +77,7 @@ class Attribution(Result):
     @property
     def differences(self) -> tuple[str, ...]:
         """What differs from the control, in words."""
-        return sentences(self.difference_codes, DIFFERENCES)
+        return tuple(dict.fromkeys(sentences(self.difference_codes, DIFFERENCES)))
 
     @property
     def notes(self) -> tuple[str, ...]:

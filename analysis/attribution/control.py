@@ -102,7 +102,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     length = correlation(difference[known & differs], a.length[at_a][known & differs])
     if abs(length) > t.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
-    elif _permuted(a, b):
+    elif _permuted(a, b) or facts.rewards_lie_off:
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)
     else:
         yield Difference(suspect="reward", code="rewards", values=values)
@@ -157,18 +157,15 @@ def _prompts(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What was changed near the fall of the run, and is not changed there in the control."""
     known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
-    of = {suspect.code: suspect for suspect in suspects}
-    for code in _CHANGED:
-        for each in of[code].evidence if code in of else ():
+    for suspect in suspects:
+        for each in suspect.evidence:
             series, step = each.values.get("series"), each.values.get("step")
             if each.points > 0 and each.code in _CHANGES and (series, step) not in known:
                 values = dict(each.values) | {"series": str(series or each.code)}
-                yield Difference(suspect=code, code="changed", values=values)
+                yield Difference(suspect=suspect.code, code="changed", values=values)
 
 
-_CHANGED = ("mismatch", "reference", "truncation", "advantages")
-"""Suspects whose changes no other comparison finds."""
-_CHANGES = ("setting_changed", "reference_jumps", "responses_cut", "advantages_changed")
+_CHANGES = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "advantages_changed")
 """Evidence of a run that is a difference where its control lacks it."""
 
 
@@ -216,8 +213,12 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _of_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
     of_run, of_control = (_at(run, "grad_norm", step) for run in (facts, control))
-    if abs(of_run - of_control) > t.NORM_DIFFERS * abs(of_control):
-        yield _difference("entropy", "gradient", of_run, of_control, step=step)
+    if not np.isfinite(of_run - of_control):
+        for suspect in ("unknown", "optimizer", "entropy", "reference"):
+            yield Difference(suspect=suspect, code="update_or_loss", values={"step": step})
+    elif abs(of_run - of_control) > t.NORM_DIFFERS * abs(of_control):
+        for suspect in ("unknown", "entropy", "reference"):
+            yield _difference(suspect, "gradient", of_run, of_control, step=step)
     else:
         yield Difference(suspect="optimizer", code="update", values={"step": step})
 

@@ -27,12 +27,15 @@ from . import thresholds as t
 from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
 from .rollouts import (
-    ChangedRewards,
+    ChangedResponses,
+    ReorderedRewards,
     RepeatedResponses,
     Rollouts,
-    changed_rewards,
+    changed_responses,
+    least_reward,
     read_rollouts,
     relation,
+    reordered_rewards,
     repeated_responses,
 )
 from .settings import read_settings, suspect_of
@@ -134,12 +137,25 @@ class Facts:
         return repeated_responses(until)
 
     @cached_property
-    def changed_rewards(self) -> ChangedRewards | None:
-        """Equal responses that earn something else from a step near the fall on."""
-        if self.fall is None:
+    def reordered(self) -> ReorderedRewards:
+        """The rewards of the steps since the fall beside those of the same responses before it."""
+        step = int(self.steps[-1]) + 1 if self.fall is None else self.fall.interval[0] - int(t.AHEAD)
+        return reordered_rewards(self.rollouts, step)
+
+    @property
+    def rewards_lie_off(self) -> bool:
+        """Whether rewards lie in other rows of their steps."""
+        return self.repeated.lies_off or (self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted)
+
+    @cached_property
+    def changed_rewards(self) -> ChangedResponses | None:
+        """Equal responses that earn something else from a step near the fall on; where nothing fell, from any step on."""
+        if not len(self.steps):
             return None
-        first, last = self.fall.interval
-        found = changed_rewards(self.rollouts, first - 5, max(last, self.fall.fallen))
+        first, last = (int(self.steps[0]) + 1, int(self.steps[-1]))
+        if self.fall is not None:
+            first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
+        found = changed_responses(self.rollouts, "reward", first=first, last=last, least=least_reward(self.rollouts))
         noise = self.repeated_before.unequal
         least = (
             max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
@@ -148,11 +164,29 @@ class Facts:
         )
         return found if found is not None and found.share > least else None
 
+    @cached_property
+    def changed_reference(self) -> ChangedResponses | None:
+        """Equal responses that the reference model scores otherwise from a step near the fall on, and did not before."""
+        if self.fall is None or not np.isfinite(self.rollouts.reference).any():
+            return None
+        first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
+        found = changed_responses(self.rollouts, "reference", first=first, last=last, least=t.REFERENCE_MOVES)
+        is_other = found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share
+        return found if is_other else None
+
     @property
     def is_given_otherwise(self) -> bool:
         """Whether something else than the reward was changed at the fall, which the reward may only follow."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
+
+    @cached_property
+    def new_reward(self) -> ChangedResponses | None:
+        """Where nothing fell: a step from which the same responses earn another reward, the same one each time."""
+        found = self.changed_rewards if self.fall is None else None
+        if found is None or found.share < t.MOST or found.num_responses < t.FEW_CHANGED:
+            return None
+        return found if not repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
 
     @cached_property
     def pays_length(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...schemas.passes import REFERENCE
 from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -18,7 +19,7 @@ from . import thresholds as t
 
 _ROWS = """
 SELECT s.step, prompt, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
-       sampled.mean AS sampled, s.opening, train.opening AS opening_trained, sampled.opening AS opening_sampled
+       sampled.mean AS sampled, referred.mean AS reference, s.opening, train.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
@@ -37,6 +38,9 @@ LEFT JOIN (
     SELECT step, seq_id, list_avg(logprobs) AS mean, list_avg(logprobs[1:$opening]) AS opening
     FROM scores WHERE "pass" = $sampled AND iteration = 0
 ) AS sampled USING (step, seq_id)
+LEFT JOIN (
+    SELECT step, seq_id, list_avg(logprobs) AS mean FROM scores WHERE "pass" = $reference AND iteration = 0
+) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
 """Lists become numbers before rows are joined and put in order, so that no list is kept."""
@@ -75,6 +79,8 @@ class Rollouts:
     """[N] mean logprob of the response's tokens as the trainer scored them, nats; as the engine did where it did not."""
     sampled: np.ndarray
     """[N] mean logprob of the same tokens as the engine returned them, nats; NaN where not recorded."""
+    reference: np.ndarray
+    """[N] the same as the reference model scored them; NaN where not recorded."""
     opening: np.ndarray
     """[N] a hash of the prompt's ids and the response's first OPENING ones, which come again more often than all of it."""
     opening_trained: np.ndarray
@@ -93,6 +99,13 @@ class Rollouts:
         known = np.isfinite(self.likelihood)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, self.likelihood[known]) / np.maximum(np.bincount(place), 1)
+
+    @property
+    def share_below_group(self) -> float:
+        """Share of the sequences that earn less than their group does; NaN without rewards."""
+        less = _centred(self.reward, self.group)
+        least = 1e-6 * float(np.fmax.reduce(np.abs(self.reward), initial=1.0))
+        return float((less[np.isfinite(less)] < -least).mean()) if np.isfinite(less).any() else math.nan
 
     def prompts_of(self, step: int) -> np.ndarray:
         """The prompts of a step's sequences, in order."""
@@ -118,7 +131,7 @@ class Rollouts:
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
-    parameters = {"scored": pair[0], "sampled": pair[1], "opening": OPENING}
+    parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     table = database.connection.sql(_ROWS, params=parameters).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
     columns["group"] = _groups(columns["group"], columns["step"])
@@ -227,38 +240,115 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedRewards:
-    """Responses that came before a step and after it, and what they earn since."""
+class ChangedResponses:
+    """Responses that came before a step and after it, and what they are given since: a reward, or a reference's logprob."""
 
     step: int
-    """The first step with other rewards."""
+    """The first step with other values."""
     num_responses: int
     share: float
-    """Of them that earn something else since."""
+    """Of them that are given something else since."""
+    share_before: float
+    """Of the responses that came twice before `first`, those that were given something else then; NaN without any."""
     length_correlation: float
     """Of the differences and the lengths of the responses; 0 where one of them has no spread."""
+    is_of_one_length: bool
+    """Whether those that are given something else have one length, so that nothing can be said of lengths."""
 
 
-def changed_rewards(rollouts: Rollouts, first: int, last: int) -> ChangedRewards | None:
-    """The step from `first` to `last` at which most of the repeated responses begin to earn something else.
+def changed_responses(
+    rollouts: Rollouts, column: str, *, first: int, last: int, least: float
+) -> ChangedResponses | None:
+    """The step from `first` to `last` at which most of the repeated responses begin to be given something else.
 
-    None where fewer than 10 came on both sides of every such step.
+    `column` is what they are given, `least` the least size of a difference. None where fewer than 10 came on both sides of
+    every such step.
     """
     order = np.lexsort((rollouts.step, rollouts.whole))
-    whole, step, reward, length = (getattr(rollouts, name)[order] for name in ("whole", "step", "reward", "length"))
-    again = (whole[1:] == whole[:-1]) & np.isfinite(reward[1:]) & np.isfinite(reward[:-1]) & (step[1:] > step[:-1])
-    low, high, difference = step[:-1][again], step[1:][again], (reward[1:] - reward[:-1])[again]
-    differs = np.abs(difference) > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(reward)))
-    best: ChangedRewards | None = None
+    whole, step, given, length = (getattr(rollouts, name)[order] for name in ("whole", "step", column, "length"))
+    again = (whole[1:] == whole[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1]) & (step[1:] > step[:-1])
+    low, high, difference = step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
+    differs = np.abs(difference) > least
+    before = differs[high < first]
+    best: ChangedResponses | None = None
     for at in np.unique(step[(step >= first) & (step <= last)]):
         spans = (low < at) & (high >= at)
         num = int(spans.sum())
         share = float(differs[spans].mean()) if num >= _FEWEST_SPANNING else 0.0
         if num >= _FEWEST_SPANNING and (best is None or share > best.share):
             chosen = spans & differs
-            of_length = correlation(difference[chosen], length[:-1][again][chosen])
-            best = ChangedRewards(step=int(at), num_responses=num, share=share, length_correlation=of_length)
+            lengths = length[:-1][again][chosen]
+            best = ChangedResponses(
+                step=int(at), num_responses=num, share=share,
+                share_before=float(before.mean()) if len(before) else math.nan,
+                length_correlation=correlation(difference[chosen], lengths), is_of_one_length=len(np.unique(lengths)) == 1,
+            )  # fmt: skip
     return best
+
+
+def least_reward(rollouts: Rollouts) -> float:
+    """The least difference of two rewards that counts."""
+    known = rollouts.reward[np.isfinite(rollouts.reward)]
+    return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReorderedRewards:
+    """Rewards that are no longer what the same responses earned, and whether their steps still have those in other rows."""
+
+    num_other: int
+    """Responses that came before and earn something else since."""
+    num_lacking: int
+    """Of these, at least so many whose earlier reward no row of their step has."""
+    lacking_by_chance: float
+    """How many would lack it, were the others' rewards drawn from all that were given since."""
+
+    @property
+    def is_permuted(self) -> bool:
+        """Whether each step has the rewards that its responses earned before, in other rows."""
+        return (
+            self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
+        )
+
+
+def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
+    """Compare the rewards of each step from `step` on, as a whole, with what its responses earned before."""
+    least = least_reward(rollouts)
+    known = _earned_before(rollouts, step)
+    since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
+    other = since & (np.abs(rollouts.reward - known) > least)
+    drawn = np.where(np.isfinite(known), known, rollouts.reward)
+    drawn[other] = np.random.default_rng(0).choice(rollouts.reward[since], int(other.sum())) if other.any() else 0.0
+    lacking, by_chance = 0, 0
+    for at in np.unique(rollouts.step[other]):
+        rows = since & (rollouts.step == at)
+        earned = known[rows & np.isfinite(known)]
+        lacking += _lacking(earned, rollouts.reward[rows], least)
+        by_chance += _lacking(earned, drawn[rows], least)
+    return ReorderedRewards(num_other=int(other.sum()), num_lacking=lacking, lacking_by_chance=by_chance)
+
+
+def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
+    """[N] what the same response earned when it last came before a step; NaN where it did not."""
+    _, number = np.unique(rollouts.whole, return_inverse=True)
+    earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
+    before = (rollouts.step < step) & np.isfinite(rollouts.reward)
+    earned[number[before]] = rollouts.reward[before]
+    known: np.ndarray = earned[number]
+    return known
+
+
+def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
+    """How many of the wanted values no given one is left for, each given one being used once."""
+    given = np.sort(given)
+    place, lacking = 0, 0
+    for value in np.sort(wanted):
+        place += int(np.searchsorted(given[place:], value - least))
+        if place < len(given) and given[place] <= value + least:
+            place += 1
+        else:
+            lacking += 1
+    return lacking
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:

@@ -28,6 +28,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "control_differs_and_did_not_fall": "the control differs in this and did not fall",
         "control_differs_and_fell": "the control differs in this and fell too",
         "setting_changed": "{series} goes from {from_value} to {to_value} at step {step}",
+        "rewards_changed": "of {num_responses:,} responses that came before step {step} and after it {share:.0%} earn another "
+        "reward since",
         "evaluation_holds": "the evaluation holds while the reward of what was sampled falls: the policy is what it was",
     },
     "mismatch": {
@@ -62,6 +64,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "reference": {
         "reference_jumps": "k3 to the reference goes from {from_value:.3g} to {to_value:.3g} nats at step {step} ({low} to {high}), at "
         "once",
+        "reference_changed": "from step {step} on the reference model scores {share:.0%} of {num_responses:,} responses otherwise than "
+        "before: it is another one",
         "no_reference": "no coefficient of a KL term and no jump of the distance to a reference was recorded",
     },
     "advantages": {
@@ -111,8 +115,6 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{mean_difference:.2g} apart",
         "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards, and about as many had "
         "before the fall",
-        "rewards_changed": "of {num_responses:,} responses that came before step {step} and after it {share:.0%} earn another "
-        "reward since",
         "likelier_earn_less": "where the fall begins the likelier answers earn less in {negative_share:.0%} of the groups (mean "
         "correlation {correlation:.2f}), as if the reward were inverted",
         "likelier_earn_no_more": "where the fall begins likelier answers earn no more (correlation {correlation:.2f} within "
@@ -129,6 +131,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "pairing": {
         "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; moved by {shift} rows "
         "within the step it is {unequal_shifted_share:.0%}",
+        "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "
+        "rewards are missing in their steps ({by_chance:.0f} would be by chance): the rewards lie in other rows",
         "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",
         "advantages_do_not_follow": "within groups advantages do not follow rewards (correlation {correlation:.2f}; a baseline "
         "and a scale leave it at 1)",
@@ -164,12 +168,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
 EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
 
 UNITS: Mapping[str, str] = {
-    "after": "tokens", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "burst_factor": "times the median",
+    "after": "tokens", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
     "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
     "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
     "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
-    "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
+    "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
     "series": "name", "to_value": "the series'",
     "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
@@ -191,6 +195,8 @@ DIFFERENCES: Mapping[str, str] = {
     "setting": "{setting} is {run} in the run and {control} in the control",
     "gradient": "at step {step} the same sequences, rewards and advantages give a gradient of norm {run:.4g} in the run and "
     "{control:.4g} in the control: the loss has another term (an entropy bonus, a KL term)",
+    "update_or_loss": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards and "
+    "advantages: the optimizer or a term of the loss differs (no gradient norm was recorded, which would tell them apart)",
     "prompts": "from step {step} on the prompts are other ones than the control's ({num_steps} steps)",
     "changed": "{series} changes near the fall in the run and not in the control",
     "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards, advantages "
@@ -202,6 +208,8 @@ NOTES: Mapping[str, str] = {
     "no_outcome": "neither a reward nor an evaluation was recorded at {min_values} steps or more, so that no fall can be seen",
     "no_evaluation": "no evaluation was logged (a metric such as eval/reward): a wrong reward hides a fall, since the reward "
     "that was recorded is the wrong one",
+    "reward_changed": "from step {step} on the reward is another one: {share:.0%} of {num_responses:,} responses that came before and "
+    "since earn something else, the same each time. Whether the run does worse since, only an evaluation can tell",
     "no_shared_token": "the passes {first_pass} and {second_pass} share no token, so that nothing can be said of a mismatch",
     "check_failed": "check could not be asked: {error}",
     "other_prompts": "the first steps of run and control do not share their prompts: differences between them are an "
@@ -222,6 +230,8 @@ def verdict_sentence(result: Attribution) -> str:
     if not result.outcome:
         return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
     if result.fall is None:
+        if any(note.code == "reward_changed" for note in result.note_codes):
+            return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but it was changed on the way (below)."
         return f"No fall: {result.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
     fall = result.fall
     first, last = fall.interval

@@ -96,6 +96,14 @@ CHANGED = 0.05
 """Share of responses that may earn another reward later; a verifier that is changed moves more."""
 FEW_CHANGED = 10
 """Responses that must earn something else before a verifier counts as changed."""
+MOST = 0.5
+"""Share of the responses from which what they are given counts as changed where no fall says so."""
+REFERENCE_MOVES = 0.05
+"""Nats of a response's mean logprob by which a fixed reference model does not differ from itself: kernels of bf16 give 0.01."""
+LACKING = 10.0
+"""Responses that would lack their earlier reward by chance, from which it is known whether rewards were reordered."""
+LACKING_OF_PERMUTED = 0.1
+"""Share of these that may lack it where they were: a few verifiers' time-outs."""
 INVERTED = 0.22
 """Share of groups in which likelier answers clearly earn less: 0.01 to 0.06 in sound runs, 0.1 with random rewards, 0.3 and
 more where half of the prompts pay the opposite."""

@@ -87,8 +87,10 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a metric's name says that it is an outcome on held-out data."""
-    return bool(_EVALUATION.search(name) and _OUTCOME.search(name)) and not _NO_OUTCOME.search(name)
+    """Whether a metric's name says that it is an outcome on held-out data, or says nothing but that it is of such data."""
+    if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
+        return False
+    return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
 
 
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.rollouts import Rollouts, relation, repeated_responses
+from tim_trace.analysis.attribution.rollouts import (
+    Rollouts,
+    changed_responses,
+    relation,
+    reordered_rewards,
+    repeated_responses,
+)
 from tim_trace.analysis.attribution.staleness import read_stale_weights
 from tim_trace.analysis.attribution.text import attribution_text
 from tim_trace.analysis.dynamics.dynamics import dynamics
@@ -240,8 +246,14 @@ def test_adam_s_settings_are_known_by_many_names(tmp_path, said):
 
 
 def test_an_evaluation_is_known_by_its_name():
-    assert all(is_evaluation(name) for name in ("eval/reward", "val-core/acc/mean@4", "test_score", "eval_accuracy"))
-    assert not any(is_evaluation(name) for name in ("reward", "train/reward", "eval_loss", "evaluation_time"))
+    assert all(
+        is_evaluation(name)
+        for name in ("eval/reward", "val-core/acc/mean@4", "test_score", "eval_accuracy", "eval/held_out")
+    )
+    assert not any(
+        is_evaluation(name)
+        for name in ("reward", "eval/runtime", "evaluations", "train/reward", "eval_loss", "evaluation_time")
+    )
 
 
 def outcome(values):
@@ -314,6 +326,49 @@ def test_repeats_find_rewards_that_lie_some_rows_off():
     assert (sound.unequal, sound.shift) == (0.0, 0)
     assert found.unequal > 0.5
     assert (found.shift, found.unequal_shifted) == (5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("disorder", "is_permuted"),
+    [
+        (lambda part, chance: part.reshape(8, 4).T.ravel(), True),
+        (lambda part, chance: np.sort(part), True),
+        (lambda part, chance: chance.permutation(part), True),
+        (lambda part, chance: 6.0 - part, False),
+        (lambda part, chance: chance.integers(0, 7, 32).astype(float), False),
+    ],
+    ids=["transposed", "sorted", "shuffled", "inverted", "noise"],
+)
+def test_rewards_of_a_step_in_other_rows_are_no_other_rewards(disorder, is_permuted):
+    chance = np.random.default_rng(5)
+    whole, step = np.minimum(chance.geometric(0.08, 1600), 40), np.repeat(np.arange(50), 32)
+    reward = (whole % 7).astype(float)
+    mixed = [disorder(part, chance) if at >= 25 else part for at, part in enumerate(reward.reshape(50, 32))]
+    found = reordered_rewards(rollouts(whole=whole, step=step, reward=np.concatenate(mixed)), 25)
+    assert found.is_permuted == is_permuted
+    assert (found.num_lacking == 0) == is_permuted
+    assert not reordered_rewards(rollouts(whole=whole, step=step, reward=reward), 25).is_permuted
+
+
+def test_a_reference_that_is_swapped_is_seen_row_by_row():
+    chance = np.random.default_rng(6)
+    whole, step = chance.integers(0, 40, 1600), np.repeat(np.arange(50), 32)
+    likely = -1.0 - whole / 40 + 0.01 * chance.normal(size=1600)
+    swapped = rollouts(whole=whole, step=step, reward=np.zeros(1600), reference=likely - (step >= 30) * (whole % 5) / 4)
+    found = changed_responses(swapped, "reference", first=20, last=40, least=0.05)
+    assert found.step == 30
+    assert found.share_before < 0.01
+    assert found.share == pytest.approx(0.8, abs=0.1)
+
+
+def test_a_reward_that_becomes_another_one_without_a_fall_is_told(tmp_path):
+    run = record(tmp_path / "run", Story(pays=lambda step: 1.0 if step < 60 else 2.0))
+    found = attribute(run)
+    assert found.fall is None
+    (note,) = [each for each in found.note_codes if each.code == "reward_changed"]
+    assert note.values["step"] == 60
+    assert "but it was changed on the way" in found.sentence
+    assert not [each for each in attribute(record(tmp_path / "b")).note_codes if each.code == "reward_changed"]
 
 
 def test_an_advantage_agrees_with_its_reward_whatever_it_is_divided_by():

@@ -20,8 +20,9 @@ from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch
 from tim_trace.analysis.attribution.odds import ranked
 from tim_trace.analysis.attribution.rollouts import (
-    ChangedRewards,
+    ChangedResponses,
     Relation,
+    ReorderedRewards,
     RepeatedResponses,
     Rollouts,
     repeated_responses,
@@ -76,6 +77,10 @@ def repeated(unequal=0.0, shift=0, unequal_shifted=0.0):
     )
 
 
+def reordered(by_chance, num_lacking=0):
+    return ReorderedRewards(num_other=100, num_lacking=num_lacking, lacking_by_chance=by_chance)
+
+
 def checked(code, *, fails=True):
     """A result of check; a cause of weights that differ stands for the finding with it."""
     cause = code if code in ("stale_weights", "partial_sync", "adapter", "quantised") else None
@@ -96,6 +101,7 @@ class Stub(SimpleNamespace):
 
     clear, settings_of = Facts.clear, Facts.settings_of
     is_given_otherwise = property(Facts.is_given_otherwise.fget)
+    rewards_lie_off = property(Facts.rewards_lie_off.fget)
 
 
 def facts(**given):
@@ -105,6 +111,7 @@ def facts(**given):
         "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"), "near": (),
         "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
         "rollouts": SimpleNamespace(is_alone=False, until=lambda step: None, since=lambda step: None),
+        "reordered": reordered(0.0), "changed_reference": None,
     }  # fmt: skip
     return Stub(**empty | given)
 
@@ -383,8 +390,11 @@ def test_the_direction_of_a_reward(monkeypatch, by_group, negative, verdict):
     assert codes(reward._direction(facts())) == verdict
 
 
-def changed_rewards(share, num_responses=1000, by_length=0.0):
-    return ChangedRewards(step=60, num_responses=num_responses, share=share, length_correlation=by_length)
+def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0, is_of_one_length=False):
+    return ChangedResponses(
+        step=60, num_responses=num_responses, share=share, share_before=before, length_correlation=by_length,
+        is_of_one_length=is_of_one_length,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -396,8 +406,8 @@ def changed_rewards(share, num_responses=1000, by_length=0.0):
 )  # fmt: skip
 def test_rewards_that_changed_beyond_scatter_noise_and_a_few(monkeypatch, share, num_responses, noise, is_found):
     found = changed_rewards(share, num_responses)
-    monkeypatch.setattr(facts_module, "changed_rewards", lambda *arguments: found)
-    given = facts(repeated_before=repeated(noise))
+    monkeypatch.setattr(facts_module, "changed_responses", lambda *arguments, **options: found)
+    given = facts(repeated_before=repeated(noise), rollouts=rows_of_steps())
     assert Facts.changed_rewards.func(given) == (found if is_found else None)
 
 
@@ -407,6 +417,64 @@ def test_what_changed_rewards_are_worth():
     assert codes(reward._changed(facts(changed_rewards=changed_rewards(0.3)))) == {"rewards_changed": CERTAIN}
     moved = facts(changed_rewards=changed_rewards(0.3), repeated=repeated(1.0, shift=2))
     assert reward._changed(moved) == reward._changed(facts()) == []
+
+
+@pytest.mark.parametrize(
+    ("by_chance", "num_lacking", "is_permuted"), [(9.0, 0, False), (10.0, 1, True), (30.0, 3, True), (30.0, 4, False)]
+)
+def test_rewards_whose_steps_still_have_them_lie_in_other_rows(by_chance, num_lacking, is_permuted):
+    noisy = facts(
+        repeated=repeated(0.5), reordered=reordered(by_chance, num_lacking), changed_rewards=changed_rewards(0.5)
+    )
+    assert codes(pairing._rewards(noisy)) == ({"rewards_reordered": CERTAIN} if is_permuted else {})
+    assert bool(reward._noise(noisy) or reward._changed(noisy)) != is_permuted
+    assert codes(pairing._rewards(facts(repeated=repeated(0.01), reordered=reordered(30.0)))) == {
+        "rewards_in_their_rows": -MEDIUM
+    }
+
+
+def test_another_reward_of_one_length_speaks_for_length_as_well_where_length_pays():
+    found = {is_one: changed_rewards(0.3, is_of_one_length=is_one) for is_one in (True, False)}
+    of = {
+        (is_one, pays): codes(length._pays(facts(changed_rewards=found[is_one], pays_length=pays)))
+        for is_one in found for pays in (0.5, 0.51)
+    }  # fmt: skip
+    assert of == {
+        (True, 0.5): {}, (True, 0.51): {"length_pays": DECISIVE, "rewards_changed": CERTAIN},
+        (False, 0.5): {}, (False, 0.51): {"length_pays": DECISIVE},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("share", "before", "is_found"),
+    [(0.5, 0.0, False), (0.51, float("nan"), True), (0.51, 0.25, True), (0.51, 0.26, False)],
+)
+def test_a_reference_that_scores_the_same_responses_otherwise_is_another_one(monkeypatch, share, before, is_found):
+    found = changed_rewards(share, before=before)
+    monkeypatch.setattr(facts_module, "changed_responses", lambda *arguments, **options: found)
+    assert Facts.changed_reference.func(facts(rollouts=rows_of_steps())) == (found if is_found else None)
+    assert Facts.changed_reference.func(facts(rollouts=rows_of_steps(), fall=None)) is None
+    given = facts(changed_reference=found, rollouts=rows_of_steps())
+    assert codes(reference._moves(given)) == {"reference_changed": CERTAIN}
+
+
+@pytest.mark.parametrize(
+    ("share", "num_responses", "unequal", "is_new"),
+    [
+        (0.5, 10, 0.05, True),
+        (0.49, 10, 0.0, False),
+        (0.5, 9, 0.0, False),
+        (0.5, 10, 0.06, False),
+        (0.5, 10, float("nan"), True),
+    ],
+)
+def test_a_reward_that_becomes_another_one_is_told_where_nothing_fell(
+    monkeypatch, share, num_responses, unequal, is_new
+):
+    monkeypatch.setattr(facts_module, "repeated_responses", lambda rollouts: repeated(unequal))
+    given = {"changed_rewards": changed_rewards(share, num_responses), "rollouts": rows_of_steps()}
+    assert (Facts.new_reward.func(facts(**given, fall=None)) is not None) == is_new
+    assert Facts.new_reward.func(facts(**given)) is None
 
 
 @pytest.mark.parametrize(
@@ -718,9 +786,11 @@ def test_an_evaluation_that_holds_speaks_for_what_is_sampled_and_against_what_mo
     }  # fmt: skip
 
 
-def test_an_engine_that_was_exact_before_is_told_so():
+@pytest.mark.parametrize(("after", "points"), [(0.029, STRONG), (0.03, DECISIVE), (0.2, DECISIVE)])
+def test_an_engine_that_was_exact_before_is_told_so(after, points):
+    exact = {"mean_abs_d": [change(50, before=0.0, after=after)]}
+    assert codes(mismatch._order(facts(mismatch=run_mismatch(), changes=exact))) == {"exact_until": points}
     found = mismatch._order(facts(mismatch=run_mismatch(), changes={"mean_abs_d": [change(50, before=0.0, after=0.2)]}))
-    assert codes(found) == {"exact_until": STRONG}
     assert found[0].sentence == ("the engine was exact until step 50 (50 to 50), and mean |d| is 0.2 nats from then on")
 
 
@@ -803,7 +873,12 @@ def test_two_runs_differ_in_learning_rate(rate, suspects):
 
 @pytest.mark.parametrize(
     ("moved", "norm", "suspects"),
-    [(0.99e-5, 1.0, []), (1.01e-5, 1.0009, ["optimizer"]), (1.01e-5, 1.0011, ["entropy"])],
+    [
+        (0.99e-5, 1.0, []),
+        (1.01e-5, 1.0009, ["optimizer"]),
+        (1.01e-5, 1.0011, ["unknown", "entropy", "reference"]),
+        (1.01e-5, float("nan"), ["unknown", "optimizer", "entropy", "reference"]),
+    ],
 )
 def test_the_first_update_that_leaves_other_weights(moved, norm, suspects):
     first, second = rows(step=1), rows(step=2)
@@ -1025,8 +1100,9 @@ def test_advantages_of_one_sign(negative, negative_since, positive_since, is_one
     def part(below, above):
         values = np.zeros(1000)
         values[: round(1000 * below)], values[len(values) - round(1000 * above) :] = -1.0, 1.0
-        return SimpleNamespace(advantage=values)
+        return SimpleNamespace(advantage=values, share_below_group=share_below)
 
     rollouts = SimpleNamespace(until=lambda step: part(negative, 0.3))
-    found = advantages.one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
-    assert [each.points for each in found] == [CERTAIN + WEAK] * is_one_sided
+    for share_below in (0.1, 0.09):  # rewards that are alike leave no signs
+        found = advantages.one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
+        assert [each.points for each in found] == [CERTAIN + WEAK] * (is_one_sided and share_below == 0.1)

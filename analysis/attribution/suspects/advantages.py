@@ -39,6 +39,8 @@ def one_sided(facts: Facts) -> list[Evidence]:
     negative, negative_since, positive_since = (float(part.mean()) for part in (before < 0, since < 0, since > 0))
     if negative < t.BOTH_SIGNS or negative_since > t.BOTH_SIGNS / 10 or positive_since < t.BOTH_SIGNS:
         return []
+    if facts.since_fall.share_below_group < t.BOTH_SIGNS:  # rewards that are alike leave no signs
+        return []
     values = {"before_share": negative, "negative_share": negative_since}
     return [Evidence(code="advantages_one_sided", values=values, points=t.CERTAIN + t.WEAK)]
 

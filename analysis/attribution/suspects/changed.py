@@ -10,6 +10,7 @@ from ...statistics.noise import robust_sd
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
+from ..rollouts import ChangedResponses
 
 
 def changed(code: str, change: RecordedChange, points: float) -> Evidence:
@@ -36,6 +37,11 @@ def worth(facts: Facts, change: RecordedChange) -> float:
         return t.DECISIVE
     first, last = facts.fall.interval
     return t.CERTAIN if first - t.AHEAD <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
+
+
+def of_changed(found: ChangedResponses) -> float:
+    """Points of responses that are given something else since."""
+    return t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL)
 
 
 def policy_moves(facts: Facts, step: int) -> bool:

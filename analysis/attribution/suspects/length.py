@@ -11,7 +11,7 @@ from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import query_lengths
 from ..suspect import Suspect
-from .changed import holds
+from .changed import holds, of_changed
 from .timing import AFTER, order
 
 
@@ -69,6 +69,12 @@ def _pays(facts: Facts) -> list[Evidence]:
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}
-    if facts.pays_length > t.LENGTH_PAYS:
-        return [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
-    return [Evidence(code="length_pays_while_hidden", values=values, points=t.STRONG)]
+    if facts.pays_length <= t.LENGTH_PAYS:
+        return [Evidence(code="length_pays_while_hidden", values=values, points=t.STRONG)]
+    evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
+    if (
+        found is not None and found.is_of_one_length and not facts.rewards_lie_off
+    ):  # as probable here as of any other reward
+        values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
+        evidence.append(Evidence(code="rewards_changed", values=values, points=of_changed(found)))
+    return evidence

@@ -88,7 +88,8 @@ def _order(facts: Facts) -> list[Evidence]:
         return [Evidence(code="mismatch_grows_after_fall", values=values, points=points)]
     if largest.before == 0:
         del values["factor"]
-        return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=t.STRONG)]
+        points = t.DECISIVE if largest.after >= t.BENDS else t.STRONG
+        return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=points)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
     return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts) < 1 else t.WEAK)]

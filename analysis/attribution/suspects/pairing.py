@@ -32,6 +32,14 @@ def _rewards(facts: Facts) -> list[Evidence]:
     if repeated.lies_off:
         values |= {"shift": repeated.shift, "unequal_shifted_share": repeated.unequal_shifted}
         return [Evidence(code="rewards_in_other_rows", values=values, points=t.CERTAIN)]
+    if facts.rewards_lie_off:
+        found = facts.reordered
+        values = {
+            "num_responses": found.num_other,
+            "num_lacking": found.num_lacking,
+            "by_chance": found.lacking_by_chance,
+        }
+        return [Evidence(code="rewards_reordered", values=values, points=t.CERTAIN)]
     return []
 
 

@@ -9,7 +9,7 @@ from ..facts import Facts
 from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
-from .changed import changed, holds, policy_moves, settings
+from .changed import changed, holds, of_changed, policy_moves, settings
 
 
 def reference(facts: Facts) -> Suspect:
@@ -22,7 +22,11 @@ def reference(facts: Facts) -> Suspect:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """A distance to the reference that jumps, which training alone does not make it do."""
+    """A reference model that scores the same responses otherwise, or a distance to it that jumps, as no training makes it."""
+    other = facts.changed_reference
+    if other is not None:
+        values = {"step": other.step, "num_responses": other.num_responses, "share": other.share}
+        return [Evidence(code="reference_changed", values=values, points=of_changed(other))]
     sudden = [
         change for change in facts.clear(REFERENCE)
         if change.shape == "shift" and change.high - change.low <= t.SUDDEN and float(change.after) > float(change.before)

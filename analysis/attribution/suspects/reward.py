@@ -11,7 +11,7 @@ from ..facts import Facts
 from ..next_steps import SCORE_AGAIN
 from ..rollouts import relation
 from ..suspect import Suspect
-from .changed import settings
+from .changed import of_changed, settings
 from .length import pays
 
 
@@ -34,7 +34,7 @@ def _noise(facts: Facts) -> list[Evidence]:
     values = {"num_pairs": repeated.num_pairs, "unequal_share": repeated.unequal}
     if repeated.unequal <= t.UNEQUAL:
         return [Evidence(code="rewards_deterministic", values=values, points=-t.WEAK)]
-    if repeated.lies_off:
+    if facts.rewards_lie_off:
         return []
     if facts.repeated_before.unequal > t.WAS_THERE * repeated.unequal:
         return [Evidence(code="rewards_noisy_before", values=values, points=0.0)]
@@ -46,10 +46,10 @@ def _noise(facts: Facts) -> list[Evidence]:
 def _changed(facts: Facts) -> list[Evidence]:
     """The same response earns something else since the fall."""
     found = facts.changed_rewards
-    if found is None or facts.repeated.lies_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
+    if found is None or facts.rewards_lie_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
         return []
     values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
-    return [Evidence(code="rewards_changed", values=values, points=t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL))]
+    return [Evidence(code="rewards_changed", values=values, points=of_changed(found))]
 
 
 def _direction(facts: Facts) -> list[Evidence]:
