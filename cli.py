@@ -781,6 +781,10 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option("--top-p", type=float, metavar="P", help="Keep the smallest set of tokens of mass P.")
 @click.option("--top-k", type=int, metavar="K", help="Keep the K most probable tokens.")
 @click.option("--routing", type=click.Choice(["recorded"]), help="Send each token to the experts that were recorded.")
+@click.option(
+    "--adapter", type=click.Choice(["off", "merged"]),
+    help="Of a model with adapters: without them, as its reference, or merged into the weights, as engines are given them.",
+)  # fmt: skip
 @click.option("--weights-version", type=int, metavar="N", help="Score with the weights of this policy version.")
 @click.option("--name", metavar="NAME", help="Name of the arm that the options above make.")
 @click.option(

@@ -77,6 +77,9 @@ class Arm:
     top_k: int | None = None
     routing: str | None = None
     """`recorded`: the routers of a mixture of experts give each token the recorded ids, weights and slot order."""
+    adapter: str | None = None
+    """Of a model with adapters: `off`, as a reference pass has it; `merged` into the weights, as an engine is given it (engines
+    vllm and exact, and quantize, always have it so)."""
     weights_version: int | None = None
     """Score with the weights of this policy version instead of the step's own."""
 
@@ -90,6 +93,7 @@ class Arm:
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("padding", self.padding, PADDINGS)
         _one_of("routing", self.routing, ROUTINGS)
+        _one_of("adapter", self.adapter, ("off", "merged"))
         _one_of("kv-dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
             raise InvalidOption(f"mode: got {self.mode!r}; use prefill, decode or chunked:N")
@@ -176,6 +180,7 @@ class Arm:
             "lm_head": "head-",
             "kv_dtype": "kv-",
             "attention_backend": "",
+            "adapter": "adapter-",
         }
         parts = [
             words.get(key, key.replace("_", "-") + "-") + ("" if value is True else str(value).replace(":", "-"))

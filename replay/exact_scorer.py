@@ -44,12 +44,17 @@ class ExactArmScorer(HfScorer):
     @property
     def key(self) -> LoadKey:
         """What decides which model is built."""
-        return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize)
+        return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     def build(self) -> ExactModel:
         """The exact layers, over a transformers model without weights. Raises CannotReplay."""
         return ExactModel(
-            models.build(self.run.model, dtype=self.numerics.dtype, attention="eager", device=self.device)
+            models.build(
+                models.without_adapters(self.run.model),
+                dtype=self.numerics.dtype,
+                attention="eager",
+                device=self.device,
+            )
         )
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:

@@ -53,6 +53,7 @@ class HfScorer:
             )
         if arm.routing:
             run.check_routing()
+        run.check_adapter(arm.adapter)
         if run.model_factory is None:
             trusted.check_scoring(contract)
         self._scorer: Any = None
@@ -62,11 +63,19 @@ class HfScorer:
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Rows of a forward, once memory has run out; None before."""
+        self._weights: models.Weights | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """What becomes of the model's adapters: `off`, `merged`, or None where they stay their own; None without any."""
+        if not self.run.model.get("adapters"):
+            return None
+        return self.arm.adapter or ("merged" if self.arm.quantize or self.arm.engine == "exact" else None)
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
         model = models.build(
-            self.run.model,
+            models.without_adapters(self.run.model) if self.adapter else self.run.model,
             dtype=self.numerics.dtype,
             attention=self.numerics.attention,
             experts=self.numerics.experts,
@@ -79,7 +88,9 @@ class HfScorer:
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
-        models.load(model, tensors, self.numerics.dtype if self.arm.dtype else None)
+        if self._weights is None:
+            self._weights = models.given_weights(self.run.model, self.adapter, Numerics(Arm(), self.contract).dtype)
+        models.load(model, self._weights(tensors), self.numerics.dtype if self.arm.dtype else None)
         if self.arm.quantize:
             quantize(model, self.arm.quantize)
 
@@ -87,7 +98,7 @@ class HfScorer:
     def key(self) -> LoadKey:
         """What decides which model is built."""
         made, arm = self.numerics, self.arm
-        return (arm.dtype, made.dtype, made.attention, made.uses_trl, arm.lm_head, arm.quantize)
+        return (arm.dtype, made.dtype, made.attention, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
     def hears_routers(self) -> bool:
@@ -232,6 +243,8 @@ class HfScorer:
             changed["experts"] = self.numerics.experts
         if arm.quantize:
             changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
+        if self.adapter:
+            changed["adapters"] = self.adapter
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         with settings(self.contract["torch"], arm):

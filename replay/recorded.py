@@ -181,6 +181,11 @@ class RecordedRun:
             "tim-trace record --routing, or Recorder.add_scores(routing=...)"
         )
 
+    def check_adapter(self, adapter: str | None) -> None:
+        """Raise CannotReplay when an arm asks for adapters off or merged, and the model has none."""
+        if adapter is not None and not self.model.get("adapters"):
+            raise CannotReplay(f"adapter {adapter}: {self.store.url} is of a model without adapters")
+
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
         """What was chosen for each row's tokens. Raises CannotReplay where that was not recorded, and DamagedTrace."""
         places = []

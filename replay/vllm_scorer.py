@@ -12,6 +12,7 @@ from ..schemas.passes import ROLLOUT
 from ..tracer import environment
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
+from .backends import model as models
 from .backends import trusted
 from .backends.vllm import VllmEngine
 from .meter import Told, untold, work
@@ -35,14 +36,17 @@ class VllmScorer:
             raise CannotReplay(
                 f"engine vllm: does not compute in {arm.dtype}; use fp32, bf16 or fp16, or {option('engine', 'hf')}"
             )
+        run.check_adapter(arm.adapter)
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
         self._engine: VllmEngine | None = None
+        self._weights = models.given_weights(run.model, arm.adapter or "merged", Numerics(Arm(), contract).dtype)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What decides which engine is started."""
-        return ("vllm", *sorted((name, str(value)) for name, value in self._arguments().items()), self._decodes)
+        arguments = sorted((name, str(value)) for name, value in self._arguments().items())
+        return ("vllm", *arguments, self._decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
@@ -81,8 +85,8 @@ class VllmScorer:
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Use a version's weights; vLLM rounds them to its dtype. Raises CannotReplay."""
-        engine.put(tensors)
+        """Use a version's weights, adapters merged in; vLLM rounds them to its dtype. Raises CannotReplay."""
+        engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
         """Score with this engine."""

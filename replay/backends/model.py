@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -15,8 +15,10 @@ import numpy as np
 from ...schemas.errors import CannotReplay, option
 from ...tracer.store import first_line
 from ...tracer.weights.reader import Tensor
-from . import packing, trusted
+from . import adapters, packing, trusted
 
+Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""From a version's tensors to those that a model is given."""
 MAX_MODULES = 200_000
 """Modules and tensors of a model."""
 
@@ -30,9 +32,9 @@ def build(
     experts: str | None = None,
     factory: str | None = None,
 ) -> Any:
-    """Build the model with weights still to be loaded.
+    """Build the model with weights still to be loaded: with its adapters, where the trace names some.
 
-    `identity` is what the trace says of the model (`class`, `config`); `dtype` is torch's name; `experts` is the
+    `identity` is what the trace says of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is the
     implementation of a mixture's experts, as transformers names it. `factory` is
     `module:function` of what builds it instead, called with `config` (a dict), `dtype` (torch's) and `attention`.
     Without it the class is one of transformers' own, and its config asks for no code of others: see trusted.
@@ -53,6 +55,8 @@ def build(
         chosen = {} if experts is None else {"experts_implementation": experts}
         chosen |= {"dtype": getattr(torch, dtype), "attn_implementation": attention}
         model = _of_transformers(model_class, config, chosen)
+        if identity.get("adapters"):
+            model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
     except Exception as error:  # whatever transformers raises for a config that is none of the class's
@@ -61,6 +65,26 @@ def build(
             f"that the trace names (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return model.to(device)
+
+
+def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
+    """What makes of a version's recorded tensors those that the built model takes.
+
+    `adapter` is an arm's: None for adapters of their own on the model, `merged` or `off`; `dtype` is torch's name of the
+    recorded one, in which they are merged, on the CPU. Raises CannotReplay.
+    """
+    if not identity.get("adapters") or adapter is None:
+        return lambda tensors: tensors
+    if adapter == "off":
+        return adapters.below
+    below = build(without_adapters(identity), dtype=dtype, attention="eager", device="cpu")
+    merge = adapters.MergedWeights(adapters.put_on(below, identity))
+    return lambda tensors: merge(lambda model: load(model, tensors, None))
+
+
+def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trace says of the model below its adapters."""
+    return {name: value for name, value in identity.items() if name != "adapters"}
 
 
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any]) -> Any:
@@ -128,11 +152,13 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     import torch
 
     wanted = model.state_dict(keep_vars=True)  # the tensors themselves: another dtype can be put in their place
+    tensors = adapters.without_prefix(tensors)
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}), "
-            f"{len(extra)} have no place ({', '.join(extra[:3])}); adapters cannot be replayed yet"
+            f"{len(extra)} have no place ({', '.join(extra[:3])}); are they of another model? A trace of adapters has to be recorded "
+            "with what says how they were configured (tim-trace record, of this version or later)"
         )
     with torch.no_grad():
         for name, target in wanted.items():

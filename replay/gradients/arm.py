@@ -12,7 +12,7 @@ from ..arms import Arm, parse_arm
 EXACT = ("exact", "token_exact", "sequence_exact")
 """Importance weights train / rollout as they are: of the level that the loss's correction or ratio has, of tokens, of
 sequences."""
-_CANNOT = ("mode", "kv_dtype", "compile", "routing", "top_p", "top_k")
+_CANNOT = ("mode", "kv_dtype", "compile", "routing", "top_p", "top_k", "adapter")
 _OWN = ("logprobs", "correction", "name")
 
 

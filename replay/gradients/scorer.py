@@ -32,6 +32,11 @@ class GradientScorer(HfScorer):
         return scorer
 
     @property
+    def adapter(self) -> None:
+        """Adapters stay their own: they are what a gradient is of."""
+        return
+
+    @property
     def trains(self) -> bool:
         """Whether the recorded model was in train mode."""
         return bool(self.contract.get("training_mode", False))

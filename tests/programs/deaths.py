@@ -89,7 +89,9 @@ def keep_weights():
     RUN.mkdir()
     with Recorder(RUN) as recorder:
         tensors = {"a": torch.zeros(40, 8), "b": torch.ones(8, dtype=torch.bfloat16)}
-        writer = WeightWriter(recorder.folder, recorder.writer.name, recorder.writer.written, versions_a_keyframe=2)
+        writer = WeightWriter(
+            recorder.folder, recorder.writer.name, recorder.writer.written, versions_a_keyframe=2, most_a_keyframe=2
+        )
         recorder.writer._weights = writer
         for version in range(4):
             tensors["a"][version, version] += 1 + version

@@ -70,6 +70,12 @@ def hide_vllm():
     importlib.import_module("trl.import_utils").is_vllm_available = lambda *_, **__: False
 
 
+def lora(settings):
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
 class Dies(TrainerCallback):
     """Kills this process after a step, once what was recorded of it has had time to reach the disk."""
 
@@ -97,6 +103,7 @@ def main():
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--bf16-engine", action="store_true")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts")
+    parser.add_argument("--lora", help="settings of peft's LoraConfig, as JSON")
     parser.add_argument("--experts", help="implementation of the experts")
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--steps", type=int, default=3)
@@ -170,6 +177,7 @@ def train(arguments):
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
         **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
+        **({"peft_config": lora(json.loads(arguments.lora))} if arguments.lora else {}),
     )
     if arguments.die_after:
         trainer.add_callback(Dies(arguments.die_after))

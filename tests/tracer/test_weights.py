@@ -42,10 +42,10 @@ def bits(tensor):
     return tensor.view(kinds[tensor.element_size()]).numpy().copy()
 
 
-def record(folder, num_versions=12, rows=5, model=None):
+def record(folder, num_versions=12, rows=5, model=None, most=None):
     """Record versions 0, 1, 2, ... and return the bits of each."""
     tensors, expected = model or make_model(), {}
-    writer = WeightWriter(folder, "p1-abc", lambda *_: None, versions_a_keyframe=rows)
+    writer = WeightWriter(folder, "p1-abc", lambda *_: None, versions_a_keyframe=rows, most_a_keyframe=most or rows)
     for version in range(num_versions):
         if version:
             step(tensors, version)
@@ -106,6 +106,29 @@ def test_changed_elements_are_counted(tmp_path):
         assert 1 <= changed["embed.weight"] <= 3, version
         assert changed["transposed"] == 0
     assert [records[version].is_keyframe for version in range(7)] == [True, False, False] * 2 + [True]
+
+
+def test_a_keyframe_comes_again_once_the_deltas_outweigh_it_or_are_many(tmp_path):
+    large = {"a": torch.zeros(60_000)}  # all of which changes, at random
+    for name, model, kinds in (
+        ("small", make_model(), [True, *[False] * 6, True]),
+        ("large", large, [True, False, False, True, False, False, True, False]),
+    ):
+        tensors = model
+        (tmp_path / name).mkdir()
+        writer = WeightWriter(tmp_path / name, "p1-abc", lambda *_: None, versions_a_keyframe=3, most_a_keyframe=7)
+        expected = {}
+        for version in range(8):
+            if name == "large":
+                tensors["a"].copy_(torch.randn(60_000, generator=torch.Generator().manual_seed(version)))
+            elif version:
+                step(tensors, version)
+            writer.snapshot(version, tensors)
+            expected[version] = {key: bits(tensor) for key, tensor in tensors.items()}
+        writer.close()
+        reader = WeightReader(Store(tmp_path / name))
+        assert [reader.parts[version][0].is_keyframe for version in range(8)] == kinds, name
+        assert all(same(reader.load(version), expected[version]) for version in (7, 0, 6, 3))
 
 
 def test_unchanged_weights_cost_nothing(tmp_path):

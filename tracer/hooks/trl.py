@@ -34,6 +34,7 @@ from .trl_batches import (
     scoring_of,
 )
 from .trl_contract import (
+    adapters,
     generation_contract,
     model_identity,
     reference_contract,
@@ -117,8 +118,9 @@ class TrainerHooks:
         if not trainer.model.training or not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
-        with self.session.guard("weights"):
-            self._keep_weights(trainer, state)
+        if not adapters(trainer):
+            with self.session.guard("weights"):
+                self._keep_weights(trainer, state)
         with self.session.guard("the generation batch"):
             state.generation = self._begin(trainer, len(inputs))
             self.session.generation = state.generation
@@ -133,7 +135,12 @@ class TrainerHooks:
 
     def generate(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, *args, **kwargs)
-        generation = self._state(trainer).generation
+        state = self._state(trainer)
+        generation = state.generation
+        if generation is not None and adapters(trainer):
+            # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
+            with self.session.guard("weights"):
+                self._keep_weights(trainer, state)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
                 prompt_ids, response_ids = result[0], result[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from ...schemas.contract import Contract
@@ -93,15 +95,44 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Which model is trained."""
+    """Which model is trained; where it has adapters of PEFT, the model below them, and their configs by name."""
     model = _unwrapped(trainer)
-    return {
-        "name": getattr(model, "name_or_path", None),
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+    configs = adapters(trainer)
+    below = model.get_base_model() if configs else model
+    identity = {
+        "name": getattr(below, "name_or_path", None),
+        "class": f"{type(below).__module__}.{type(below).__qualname__}",
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtypes": _dtypes(model),
-        "config": model.config.to_dict(),
+        "config": below.config.to_dict(),
     }
+    if configs:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        identity |= {
+            "adapters": configs,
+            "active_adapter": str(model.active_adapter),
+            "num_trained_parameters": trained,
+        }
+    return identity
+
+
+def adapters(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The configs of a model's adapters by name, as JSON holds them; empty without adapters of PEFT."""
+    configs = getattr(_unwrapped(trainer), "peft_config", None) or {}
+    return {str(name): _as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
+
+
+def _as_json(value: Any) -> Any:
+    """Sets as sorted lists, members of enums as their values, and what JSON has not as text."""
+    if isinstance(value, Enum):
+        return _as_json(value.value)
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _unwrapped(trainer: Any) -> Any:

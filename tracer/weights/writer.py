@@ -23,7 +23,9 @@ from .chunks import DOCUMENT, Bits, array_document, group_document, part, write_
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Rows of a segment: a version is rebuilt from at most so many."""
+"""Versions of a segment: one is rebuilt from at most so many, or while all its deltas have fewer bytes than the keyframe."""
+MOST_A_KEYFRAME = 256
+"""Versions of a segment at most, where deltas are small: what an adapter changes of a model."""
 
 ENCODERS = 2
 """Threads that compress."""
@@ -43,11 +45,14 @@ class WeightWriter:
         account: Callable[[str, bytes], None],
         *,
         versions_a_keyframe: int = VERSIONS_A_KEYFRAME,
+        most_a_keyframe: int = MOST_A_KEYFRAME,
     ):
         """`account` is called with the path in the trace and the content of each document that was written."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
-        self.rows = versions_a_keyframe
+        self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
+        self._stored = self._of_deltas = 0
+        """Bytes that the keyframe of the segment took, and its deltas."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -106,13 +111,19 @@ class WeightWriter:
     def _write(self, version: int, layout: WeightLayout, bits: Bits, wait: Any) -> None:
         wait()
         last, known = self._last, self._written
-        follows = known is not None and bool(last) and known.row + 1 < self.rows
+        follows = known is not None and bool(last) and self._has_room(known.row + 1)
         row = known.row + 1 if known is not None and follows else 0
         if not follows:
             self._begin_segment(layout)
         # The copy before last becomes the delta, and then room for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
-        hashes = {tensor.name: sha256(part(bits, tensor).data).hexdigest() for tensor in layout.tensors}
+        num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
+        hashes = {
+            tensor.name: known.hashes[tensor.name]
+            if known is not None and num_changed is not None and not num_changed[tensor.name]
+            else sha256(part(bits, tensor).data).hexdigest()
+            for tensor in layout.tensors
+        }
         chunks, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
             chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E, self._encoders)
@@ -123,7 +134,7 @@ class WeightWriter:
             row=row,
             previous=known.version if known is not None and follows else None,
             hashes=hashes,
-            num_changed={t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None,
+            num_changed=num_changed,
             chunks=chunks,
             chain=chain_hash(known.chain if known is not None else None, hashes),
             num_bytes=num_bytes,
@@ -132,6 +143,11 @@ class WeightWriter:
         )
         self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
         self._written, self._last, self._spare = record, bits, delta
+        self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
+
+    def _has_room(self, row: int) -> bool:
+        """Whether a version goes into the segment as this row of it."""
+        return row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
 
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._segment = Segment(self._segment.writer, self._segment.number + 1)
@@ -140,7 +156,7 @@ class WeightWriter:
         self._write_document(f"{self._segment.name}/{DOCUMENT}", document)
         for dtype, count in layout.num_elements.items():
             name = f"{self._segment.name}/{dtype}/{DOCUMENT}"
-            self._write_document(name, array_document(dtype, self.rows, count))
+            self._write_document(name, array_document(dtype, self.most_rows, count))
 
     def _write_document(self, name: str, content: bytes) -> None:
         write_part(self._trace, f"{WEIGHTS}/{name}", content)
