@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.text import attribution_json
 from ..check.text import checked_json, checked_text, wrapped
@@ -74,14 +75,13 @@ def _cause(attribution: Attribution) -> str:
 def _answers(found: Diagnosis, width: int | None) -> str:
     """A line or two for each question."""
     finding, attribution = found.checked.findings[0], found.attribution
-    raised = [reading.alarm.definition for reading in found.alarms if reading.is_raised]
+    raised = [alarm_sentence(reading) for reading in found.alarms.raised]
     rows = [
         ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
         ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
         (
             "alarms",
-            f"{len(raised)} of {len(found.alarms)} published ones sound"
-            + (f": {', '.join(raised[:3])}" if raised else ""),
+            f"{len(raised)} of {len(found.alarms.judged)} sound" + (f": {'; '.join(raised[:3])}" if raised else ""),
         ),
     ]
     if attribution.fall is not None:
@@ -124,8 +124,12 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     told = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     for replay, effect in zip(told["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
-    for reading in told["alarms"]:
-        reading |= {"sounds": reading["is_raised"], "alarm": reading["alarm"] | {"says": reading["alarm"]["summary"]}}
+    told["alarms"] = [
+        {"alarm": asdict(reading.alarm) | {"condition": reading.alarm.condition, "says": reading.alarm.summary}}
+        | reading_json(reading)
+        for reading in found.alarms.judged
+    ]
+    told["not_judged"] = list(found.alarms.not_judged)
     told["numerics"]["sentence"] = numerics_text(found.numerics)
     return told | {
         "checked": checked_json(found.checked),
@@ -196,13 +200,13 @@ def _figures(found: Diagnosis) -> Rows:
 
 def _alarms(found: Diagnosis) -> Rows:
     return Rows(
-        ("alarm", "this trace", "level", "who", "definition", "meaning"),
+        ("alarm", "this trace", "over", "level", "who", "definition", "meaning", "sounds"),
         [
             (
-                "SOUNDS" if each.is_raised else "silent", each.own, f"{'>' if each.alarm.above else '<'} {each.alarm.level:g}",
-                each.alarm.who, each.alarm.definition, each.alarm.summary,
+                "SOUNDS" if each.is_raised else "silent", each.own, taken_over(each), each.alarm.condition, each.alarm.who,
+                each.alarm.definition, each.alarm.summary, since(each),
             )
-            for each in sorted(found.alarms, key=lambda each: not each.is_raised)
+            for each in (*found.alarms.raised, *(one for one in found.alarms.judged if not one.is_raised))
         ],
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def size_answer(subject: Subject) -> Answer:
         words = text.unknown("", "without two passes there is no mismatch to measure")
         return _answer("size", "unknown", OPEN, words, verb)
     code = found.size.code if found.checked.is_valid else "not_valid"
-    sounding = any(each.is_raised for each in found.alarms) and found.size.code != "unpublished"
+    sounding = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     severity = (
         NOTICE if found.size.code == "above" or sounding else OPEN if code in ("unpublished", "not_valid") else GOOD
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
+from ..alarms.text import alarm_sentence
 from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..check.text import evidence_text
@@ -114,12 +115,12 @@ def settled_factor(found: Diagnosis, replay: ReplayEffect) -> AnswerText:
 
 
 def size(found: Diagnosis, code: str) -> AnswerText:
-    alarms = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.is_raised]
+    alarms = [alarm_sentence(each) for each in found.alarms.raised]
     is_known = code not in ("unpublished", "not_valid")
     return AnswerText(
         short=SIZES[code],
         clause=f"its size is {SIZES[code]}" if is_known and code != "equal" else "",
-        figure=f"{len(alarms)} of {len(found.alarms)} published alarm levels sound",
+        figure=f"{len(alarms)} of {len(found.alarms.judged)} alarms sound",
         basis="" if code == "unpublished" else "against what others measured with these dtypes",
         detail=size_text(found.size, is_valid=found.checked.is_valid)
         + (f" Sounding: {'; '.join(alarms)}." if alarms else ""),

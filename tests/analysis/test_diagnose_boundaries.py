@@ -8,6 +8,9 @@ import pytest
 import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
+from tim_trace.analysis.alarms.published import ALARMS
+from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.suspect import Suspect
@@ -16,8 +19,7 @@ from tim_trace.analysis.check.finding import FAULTS, Finding
 from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
-from tim_trace.analysis.diagnosis.alarms import ALARMS
-from tim_trace.analysis.diagnosis.diagnose import _figures, _next, alarm_readings, coarser_dtype, size_comparison
+from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, size_comparison
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.metrics import own_metrics
@@ -73,6 +75,12 @@ def attributed(*, fall=None, outcome="reward", changes=(), suspects=(), **given)
     )  # fmt: skip
 
 
+def readings(metric, *values):
+    """The published alarms of a metric, held against its values at steps 1, 2, ..."""
+    steps = np.arange(1, len(values) + 1)
+    return [judge_level(alarm, steps, np.array(values)) for alarm in ALARMS if alarm.metric == metric]
+
+
 def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
     return Diagnosis(
         checked=checked(code),
@@ -82,7 +90,7 @@ def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
             passes=("train", "rollout"), declared=("float32", None), logits=("float32", "bfloat16"), values=(None, "float16")
         ),
         metrics={}, size=SizeComparison(code="unpublished", own=0.1, coarser=None), figures=(),
-        alarms=alarm_readings({"mean_abs_d": 0.04}), replays=tuple(replays), next=(),
+        alarms=AlarmReadings(judged=tuple(readings("mean_abs_d", 0.04))), replays=tuple(replays), next=(),
     )  # fmt: skip
 
 
@@ -193,7 +201,7 @@ LEVELS = [
 def raised(who, metric, level, own):
     (reading,) = [
         each
-        for each in alarm_readings({metric: own})
+        for each in readings(metric, own)
         if (each.alarm.who, each.alarm.metric) == (who, metric) and each.alarm.level == level
     ]
     return reading.is_raised
@@ -216,8 +224,13 @@ def test_only_of_k1_a_negative_value_alarms_like_a_positive_one():
     assert not raised("verl", "chi2_token", 1.0, -1.5)
 
 
-def test_alarms_of_metrics_that_the_trace_lacks_are_left_out():
-    assert {each.alarm.metric for each in alarm_readings({"k1": 0.2})} == {"k1"}
+def test_an_alarm_says_which_step_its_figure_is_of():
+    (k1,) = readings("k1", 0.01, -0.3, 0.2, 0.02)
+    assert (k1.own, k1.worst_step, k1.first_step, k1.last_step, k1.num_steps, k1.still) == (-0.3, 2, 2, 3, 2, False)
+    assert alarm_sentence(k1) == "verl: k1 > 0.1 (-0.3 at the worst step 2), from step 2 to 3"
+    (ess,) = readings("ess_token", 0.9, 0.4, 0.8)
+    assert (ess.own, ess.worst_step, ess.is_raised, ess.first_step) == (0.4, 2, False, None)
+    assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
 
 
 DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))

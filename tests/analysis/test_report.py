@@ -17,6 +17,8 @@ from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
+from tim_trace.analysis.alarms.published import ALARMS
+from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.report import sample
@@ -204,10 +206,10 @@ def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
     ],
 )
 def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sounds, code, severity):
-    alarm = SimpleNamespace(is_raised=sounds, own=1.0, alarm=SimpleNamespace(who="verl", definition="k3"))
+    raised = tuple(judge_level(alarm, np.array([1]), np.array([1.5])) for alarm in ALARMS if alarm.metric == "k3")
     found = SimpleNamespace(
         size=SizeComparison(code=level, own=0.1, coarser="bfloat16", low=0.1, high=0.1),
-        alarms=(alarm,),
+        alarms=AlarmReadings(judged=raised if sounds else ()),
         checked=SimpleNamespace(is_valid=is_valid),
     )
     answer = size_answer(asked_run(diagnosis=found))
