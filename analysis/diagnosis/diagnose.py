@@ -35,7 +35,7 @@ def diagnose(
     trace: str | os.PathLike[str] | Database,
     *,
     pair: str = "train:rollout",
-    control: str | os.PathLike[str] | None = None,
+    control: str | os.PathLike[str] | Database | None = None,
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
+from ..attribution.suspect import SUSPECTS
 from ..attribution.text import attribution_json
+from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
+from ..dynamics.recorded import RecordedChange
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -27,16 +31,22 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 
 def story(found: Diagnosis) -> str:
-    """What happened, as one would tell it to a colleague."""
-    attribution, fall = found.attribution, found.attribution.fall
+    """What happened, as one would tell it to a colleague: the first line of `diagnose`, and the report's headline."""
+    return story_of_run(found.attribution, found.checked, found.jumps)
+
+
+def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
+    """The story of a run; `checked` is None where there are no two passes to compare."""
+    fall = attribution.fall
     if fall is None:
         calm = "No fall is seen" if attribution.outcome else "Neither a reward nor an evaluation was recorded"
-        jump = f"; {change_sentence(found.jumps[0])}" if found.jumps else ""
-        valid = (
-            "the comparison is valid"
-            if found.checked.is_valid
-            else f"the comparison is not valid: {found.checked.findings[0].title}"
-        )
+        jump = f"; {change_sentence(jumps[0])}" if jumps else ""
+        if checked is None:
+            valid = "there are no two passes to compare"
+        elif checked.is_valid:
+            valid = "the comparison is valid"
+        else:
+            valid = f"the comparison is not valid: {checked.findings[0].title}"
         return f"{calm}{jump}; {valid}."
     when = f"{fall.step}; {fall.interval[0]} to {fall.interval[1]}"
     lead = next(
@@ -50,7 +60,7 @@ def story(found: Diagnosis) -> str:
         apart = fall.step - lead.step
         beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
         said = f"{change_sentence(lead)}, {beside} {down}."
-    return f"{said} {_cause(attribution)}"
+    return f"{said} {_cause(attribution, checked)}"
 
 
 def _named(attribution: Attribution) -> set[str]:
@@ -64,12 +74,14 @@ def _named(attribution: Attribution) -> set[str]:
     return series
 
 
-def _cause(attribution: Attribution) -> str:
+def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     first = attribution.suspects[0]
     if attribution.cause is None:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
         return f"The cause cannot be told: {others}."
-    return f"Most probably {first.title} ({first.probability:.0%})."
+    # A mismatch that only begins at some step: its change is told already.
+    is_told = first.detail == "subset" and checked is not None and checked.findings[0].since is not None
+    return f"Most probably {SUSPECTS[first.code] if is_told else first.title} ({first.probability:.0%})."
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:

@@ -1,6 +1,7 @@
 """Every level and verdict of diagnose, just under and just over its boundary."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,6 +336,22 @@ def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told
     assert story(found) == told
     assert " ".join(diagnosis_text(found).split()).startswith(" ".join(told.split()))
     assert diagnosis_json(found)["attribution"]["fall"]["step"] == 60
+
+
+def test_a_story_says_when_a_mismatch_began_once():
+    part = Finding(code="subset", signal="column", effect=0.1, share=0.5, numbers={"since": 57, "column": "step"})
+    elsewhere = replace(part, numbers={"since": None, "column": "writer_a"})
+    assert part.title == "the mismatch grows at step 57"
+    assert replace(part, numbers={"since": 57, "last_before": 50}).title == "the mismatch grows between steps 50 and 57"
+    assert elsewhere.title == FAULTS["subset"]
+    cause = Suspect(code="mismatch", detail="subset", probability=0.9, evidence=())
+    attribution = attributed(fall=FALL, suspects=[cause])
+    told = "reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably training-inference mismatch"
+    found = diagnosed(attribution=attribution)
+    assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
+    assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (
+        f"{told}: the mismatch is concentrated in a part of the run (90%)."
+    )
 
 
 def test_a_diagnosis_fits_a_screen_and_says_why():
