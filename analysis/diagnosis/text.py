@@ -8,7 +8,7 @@ from typing import Any
 
 from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
-from ..attribution.suspect import SUSPECTS
+from ..attribution.suspect import SUSPECTS, Suspect
 from ..attribution.text import attribution_json
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
@@ -79,9 +79,13 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     if attribution.cause is None:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
         return f"The cause cannot be told: {others}."
-    # A mismatch that only begins at some step: its change is told already.
-    is_told = first.detail == "subset" and checked is not None and checked.findings[0].since is not None
-    return f"Most probably {SUSPECTS[first.code] if is_told else first.title} ({first.probability:.0%})."
+    return f"Most probably {cause_title(first, checked)} ({first.probability:.0%})."
+
+
+def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
+    """A suspect in words; of a mismatch that grows at some step without the step, which stands beside it."""
+    is_told = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
+    return SUSPECTS[suspect.code] if is_told else suspect.title
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:

@@ -146,7 +146,13 @@ def fall_answer(subject: Subject) -> Answer:
         return _answer("fall", "unknown", OPEN, text.unknown(why), verb)
     if found.fall is None:
         return _answer("fall", "none", GOOD, text.no_fall(found), verb)
-    return _answer("fall", found.cause or "unknown_cause", BAD, text.fall(found), verb)
+    return _answer(
+        "fall",
+        found.cause or "unknown_cause",
+        BAD,
+        text.fall(found, subject.diagnosis.checked if subject.diagnosis else None),
+        verb,
+    )
 
 
 def _answer(question: str, code: str, severity: str, words: AnswerText, verb: str) -> Answer:

@@ -12,7 +12,7 @@ from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
-from ..diagnosis.text import effect_text, numerics_text, size_text, story, story_of_run
+from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text, story, story_of_run
 from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
 from ..objective.judged import Estimate, Objective
@@ -171,12 +171,12 @@ def no_fall(found: Attribution) -> AnswerText:
     )
 
 
-def fall(found: Attribution) -> AnswerText:
+def fall(found: Attribution, checked: CheckResult | None) -> AnswerText:
     fall, first = found.fall, found.suspects[0]
     assert fall is not None
     low, high = fall.interval
     return AnswerText(
-        short=f"it fell: {first.title if found.cause else 'the cause cannot be told'}",
+        short=f"it fell: {cause_title(first, checked) if found.cause else 'the cause cannot be told'}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} (95 % interval {low} to {high})",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,
