@@ -54,7 +54,7 @@ demo: $(VENV)/demo-installed
 demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo-collapse --force -- \
 		python examples/grpo_addition.py --coarse-from 121
-	"$(BIN)/tim-trace" attribute runs/demo-collapse --control runs/demo || [ $$? = 1 ]
+	"$(BIN)/tim-trace" diagnose runs/demo-collapse --control runs/demo || [ $$? = 1 ]
 	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
 
 runs/demo/trace.json:

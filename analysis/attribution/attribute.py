@@ -25,7 +25,7 @@ from .suspects.timing import order
 def attribute(
     trace: str | os.PathLike[str] | Database,
     *,
-    control: str | os.PathLike[str] | None = None,
+    control: str | os.PathLike[str] | Database | None = None,
     pair: str = "train:rollout",
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,

@@ -24,7 +24,7 @@ FAULTS = {
     "weights_differ": "the weights differ: stale, partly synchronised, without the adapter, or quantised",
     "change_inside_sequence": "weights or prefix cache changed inside of sequences",
     "position_onset": "the mismatch begins at one position of all sequences (KV cache or rotary embedding)",
-    "subset": "the mismatch is concentrated in a part of the data",
+    "subset": "the mismatch is concentrated in a part of the run",
     "low_precision_head": "one side's head or log-softmax has low precision",
     "router_flips": "experts are chosen differently",
 }
@@ -89,8 +89,20 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """The code in words; of weights that differ the cause, where the recording says it."""
+        """The code in words; of weights that differ the cause, where the recording says it, and of later steps the first."""
+        if self.since is not None:
+            before = int(self.numbers.get("last_before") or self.since - 1)
+            exact = before == self.since - 1
+            return (
+                f"the mismatch grows {f'at step {self.since}' if exact else f'between steps {before} and {self.since}'}"
+            )
         return TITLES[str(self.numbers.get("cause") or self.code)]
+
+    @property
+    def since(self) -> int | None:
+        """The first inspected step from which on a `subset` is all of the run: a change in time; None of others."""
+        since = self.numbers.get("since")
+        return int(since) if self.code == "subset" and since is not None else None
 
     @property
     def fails(self) -> bool:

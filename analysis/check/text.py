@@ -11,7 +11,7 @@ from typing import Any
 from ...replay.steps import ALL_STEPS
 from ..info import steps_text
 from ..rows import shown
-from .finding import Finding
+from .finding import TITLES, Finding
 from .notes import Note
 from .result import CheckResult
 from .thresholds import CAP_NATS, MIN_ALONG, MIN_FALL, MIN_FALL_SCORE
@@ -187,6 +187,8 @@ def evidence_text(finding: Finding) -> str:
     text = EVIDENCE[finding.signal].format_map(numbers)
     if "since_step" in numbers:
         text += f"; all of it from step {numbers['since_step']} on, before which the two agree"
+    if "behind" in numbers:
+        text += f"; seen once that is put right: {TITLES[str(numbers['behind'])]}"
     return f"{text}; the recorded engines and dtypes make it without a fault" if finding.is_expected else text
 
 

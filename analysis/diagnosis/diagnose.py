@@ -9,6 +9,7 @@ from typing import Literal
 from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
+from ..alarms.read import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
@@ -21,8 +22,7 @@ from ..dynamics.recorded import RecordedChange, read_recorded
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
-from .alarms import ALARMS
-from .diagnosis import AlarmReading, Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
+from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
 from .figures import FIGURES
 from .metrics import own_metrics
 from .replay_effects import replay_effects
@@ -35,15 +35,15 @@ def diagnose(
     trace: str | os.PathLike[str] | Database,
     *,
     pair: str = "train:rollout",
-    control: str | os.PathLike[str] | None = None,
+    control: str | os.PathLike[str] | Database | None = None,
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
     """Tell a run's story: whether it fell and since when, why, whether the comparison is valid, and what is normal.
 
     The fall and the most probable cause are those of `attribute`, beside a `control` where one is given. Then `check`; then what
-    each side computed in, as contracts say and as the numbers show; then the published figures and alarm levels under their
-    own definitions, with the trace's own beside them; then what replays in the trace settled.
+    each side computed in, as contracts say and as the numbers show; then the published figures under their own
+    definitions, with the trace's own beside them, and the alarms, each held against every step; then what replays in the trace settled.
     `steps` (3:80, -10:, 2:200:2) takes a part of the run.
 
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -73,7 +73,7 @@ def diagnose(
         metrics=metrics,
         size=size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
         figures=figures,
-        alarms=alarm_readings(metrics),
+        alarms=read_alarms(database, names),
         replays=replays,
         next=_next(data, checked, replays),
     )
@@ -111,18 +111,6 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
         if figure.metric in metrics
     ]
     return tuple(sorted(found, key=lambda each: not each.fits))
-
-
-def alarm_readings(metrics: dict[str, float]) -> tuple[AlarmReading, ...]:
-    """Every published alarm that the trace has the metric of."""
-    readings = []
-    for alarm in ALARMS:
-        own = metrics.get(alarm.metric)
-        if own is not None:
-            size = abs(own) if alarm.of_size else own
-            is_raised = size > alarm.level if alarm.above else size < alarm.level
-            readings.append(AlarmReading(alarm=alarm, own=own, is_raised=is_raised))
-    return tuple(readings)
 
 
 def size_comparison(

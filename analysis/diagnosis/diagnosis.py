@@ -7,10 +7,10 @@ from typing import Literal
 
 from ...schemas.results import Result
 from ..advice import Advice
+from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..dynamics.recorded import RecordedChange
-from .alarms import Alarm
 from .figures import PublishedFigure
 
 SETTLES = 0.9
@@ -40,15 +40,6 @@ class FigureComparison:
     own: float
     fits: bool
     """Whether its coarser side is as coarse as the coarser side of this trace."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmReading:
-    """A published alarm level, and whether the trace passes it."""
-
-    alarm: Alarm
-    own: float
-    is_raised: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +102,7 @@ class Diagnosis(Result):
     """The trace's own figures, by the names of `stats` and of the frameworks."""
     size: SizeComparison
     figures: tuple[FigureComparison, ...]
-    alarms: tuple[AlarmReading, ...]
+    alarms: AlarmReadings
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
     """Commands that would settle what is open."""

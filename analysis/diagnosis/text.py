@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
+from ..attribution.suspect import SUSPECTS, Suspect
 from ..attribution.text import attribution_json
+from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
+from ..dynamics.recorded import RecordedChange
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -26,16 +31,22 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 
 def story(found: Diagnosis) -> str:
-    """What happened, as one would tell it to a colleague."""
-    attribution, fall = found.attribution, found.attribution.fall
+    """What happened, as one would tell it to a colleague: the first line of `diagnose`, and the report's headline."""
+    return story_of_run(found.attribution, found.checked, found.jumps)
+
+
+def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
+    """The story of a run; `checked` is None where there are no two passes to compare."""
+    fall = attribution.fall
     if fall is None:
         calm = "No fall is seen" if attribution.outcome else "Neither a reward nor an evaluation was recorded"
-        jump = f"; {change_sentence(found.jumps[0])}" if found.jumps else ""
-        valid = (
-            "the comparison is valid"
-            if found.checked.is_valid
-            else f"the comparison is not valid: {found.checked.findings[0].title}"
-        )
+        jump = f"; {change_sentence(jumps[0])}" if jumps else ""
+        if checked is None:
+            valid = "there are no two passes to compare"
+        elif checked.is_valid:
+            valid = "the comparison is valid"
+        else:
+            valid = f"the comparison is not valid: {checked.findings[0].title}"
         return f"{calm}{jump}; {valid}."
     when = f"{fall.step}; {fall.interval[0]} to {fall.interval[1]}"
     lead = next(
@@ -49,7 +60,7 @@ def story(found: Diagnosis) -> str:
         apart = fall.step - lead.step
         beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
         said = f"{change_sentence(lead)}, {beside} {down}."
-    return f"{said} {_cause(attribution)}"
+    return f"{said} {_cause(attribution, checked)}"
 
 
 def _named(attribution: Attribution) -> set[str]:
@@ -63,25 +74,30 @@ def _named(attribution: Attribution) -> set[str]:
     return series
 
 
-def _cause(attribution: Attribution) -> str:
+def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     first = attribution.suspects[0]
     if attribution.cause is None:
         others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
         return f"The cause cannot be told: {others}."
-    return f"Most probably {first.title} ({first.probability:.0%})."
+    return f"Most probably {cause_title(first, checked)} ({first.probability:.0%})."
+
+
+def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
+    """A suspect in words; of a mismatch that grows at some step without the step, which stands beside it."""
+    is_told = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
+    return SUSPECTS[suspect.code] if is_told else suspect.title
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
     """A line or two for each question."""
     finding, attribution = found.checked.findings[0], found.attribution
-    raised = [reading.alarm.definition for reading in found.alarms if reading.is_raised]
+    raised = [alarm_sentence(reading) for reading in found.alarms.raised]
     rows = [
         ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
         ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
         (
             "alarms",
-            f"{len(raised)} of {len(found.alarms)} published ones sound"
-            + (f": {', '.join(raised[:3])}" if raised else ""),
+            f"{len(raised)} of {len(found.alarms.judged)} sound" + (f": {'; '.join(raised[:3])}" if raised else ""),
         ),
     ]
     if attribution.fall is not None:
@@ -124,8 +140,12 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     told = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     for replay, effect in zip(told["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
-    for reading in told["alarms"]:
-        reading |= {"sounds": reading["is_raised"], "alarm": reading["alarm"] | {"says": reading["alarm"]["summary"]}}
+    told["alarms"] = [
+        {"alarm": asdict(reading.alarm) | {"condition": reading.alarm.condition, "says": reading.alarm.summary}}
+        | reading_json(reading)
+        for reading in found.alarms.judged
+    ]
+    told["not_judged"] = list(found.alarms.not_judged)
     told["numerics"]["sentence"] = numerics_text(found.numerics)
     return told | {
         "checked": checked_json(found.checked),
@@ -196,13 +216,13 @@ def _figures(found: Diagnosis) -> Rows:
 
 def _alarms(found: Diagnosis) -> Rows:
     return Rows(
-        ("alarm", "this trace", "level", "who", "definition", "meaning"),
+        ("alarm", "this trace", "over", "level", "who", "definition", "meaning", "sounds"),
         [
             (
-                "SOUNDS" if each.is_raised else "silent", each.own, f"{'>' if each.alarm.above else '<'} {each.alarm.level:g}",
-                each.alarm.who, each.alarm.definition, each.alarm.summary,
+                "SOUNDS" if each.is_raised else "silent", each.own, taken_over(each), each.alarm.condition, each.alarm.who,
+                each.alarm.definition, each.alarm.summary, since(each),
             )
-            for each in sorted(found.alarms, key=lambda each: not each.is_raised)
+            for each in (*found.alarms.raised, *(one for one in found.alarms.judged if not one.is_raised))
         ],
     )  # fmt: skip
 

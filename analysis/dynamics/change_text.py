@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .recorded import SET, RecordedChange
+from .writers import WRITERS
 
 _FACTOR = 1.5
 """Least factor that is told as one."""
@@ -12,7 +13,8 @@ def change_sentence(change: RecordedChange) -> str:
     """From what to what, when, and how that was done."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
-        return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
+        verb = "goes" if change.kind == WRITERS else "is set"
+        return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} at step {change.step}"
     verb = "jumps" if change.shape == "shift" else "begins to move"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"

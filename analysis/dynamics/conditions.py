@@ -8,13 +8,14 @@ import numpy as np
 
 from ...schemas.layout import HYPERPARAMETER
 from ..trace.cache import cached
+from ..trace.columns import sequence_columns
 from ..trace.database import Database, quoted
 from .columns import by_step
 from .logged import NAMES
 from .quantities import LENGTH, LINEAR, LOG, LOGIT, Series
 
-PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED = (
-    "prompts", "sampling", "advantages", "reference", "setting", "logged",
+PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
+    "prompts", "sampling", "advantages", "reference", "setting", "logged", "mask",
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
@@ -38,6 +39,10 @@ _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
 GROUP BY step ORDER BY step
+"""
+_MASKED = """
+SELECT step, coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked
+FROM sequences GROUP BY step ORDER BY step
 """
 _ADVANTAGES = """
 SELECT step, CASE WHEN abs(avg(advantage)) < 1e-9 * stddev_samp(advantage) THEN 0 ELSE avg(advantage) END AS advantage_mean,
@@ -76,6 +81,7 @@ _QUANTITIES = {
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
     "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages over that of rewards within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation of advantages and rewards within groups"),
+    "share_masked": (MASK, LOGIT, "share of response tokens that do not count in the loss"),
     "reference_k3": (REFERENCE, LOG, "k3 of the trainer's logprobs against the reference's, nats"),
 }  # fmt: skip
 
@@ -102,7 +108,8 @@ Column = tuple[np.ndarray, np.ndarray]
 
 def _of_sequences(database: Database) -> dict[str, Column]:
     found: dict[str, Column] = {}
-    for query in (_SAMPLED, _NEW, _ADVANTAGES):
+    masked = (_MASKED,) if sequence_columns(database).mask else ()
+    for query in (_SAMPLED, _NEW, _ADVANTAGES, *masked):
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
@@ -153,16 +160,16 @@ def _of_metrics(database: Database) -> Iterator[Series]:
         if name.startswith(HYPERPARAMETER):
             held = np.arange(max(int(at[0]), 1), last + 1)
             filled = value[np.searchsorted(at, held, side="right") - 1]
-            kind = SETTING if _is_held(filled) else LOGGED
+            kind = SETTING if is_held(filled) else LOGGED
             yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
-        elif _is_held(value):
+        elif is_held(value):
             yield Series(name, at, value, LINEAR, SETTING, f"logged as {name}")
         else:
             is_positive = bool((value > 0).all()) and value.max() > 10 * value.min()
             yield Series(name, at, value, LOG if is_positive else LINEAR, LOGGED, f"logged as {name}")
 
 
-def _is_held(values: np.ndarray) -> bool:
+def is_held(values: np.ndarray) -> bool:
     """Whether a number stays what it is for most of the time, as what somebody sets does."""
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])

@@ -15,11 +15,12 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair, Source
 from .changes import ChangePoint, change_points
-from .conditions import ADVANTAGES, LOGGED, PROMPTS, SAMPLING, SETTING, read_conditions, text_settings
+from .conditions import ADVANTAGES, LOGGED, PROMPTS, SAMPLING, SETTING, is_held, read_conditions, text_settings
 from .fall import Fall, is_evaluation
 from .quantities import ENTROPY, LENGTH, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 from .series import read_series
 from .timeline import read_changes, read_outcomes
+from .writers import read_num_writers, writers_apart
 
 SET = "set"
 """Kind of a change that somebody made: its step is exact."""
@@ -46,8 +47,8 @@ class RecordedChange:
 
     series: str
     kind: str
-    """`mismatch`, `reward`, `optimizer` and the others of the series; `setting`, `prompts`, `sampling`, `advantages`, `reference`,
-    `contract`, and `logged` for what the trainer logged under a name of its own."""
+    """`mismatch`, `reward`, `optimizer` and the others of the series; `setting`, `prompts`, `sampling`, `advantages`, `reference`, `mask`,
+    `writers`, `contract`, and `logged` for what the trainer logged under a name of its own."""
     step: int
     low: int
     high: int
@@ -83,7 +84,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         if one.name in judged or one.name in series or is_evaluation(one.name):
             continue
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
-    found += [*_texts(database), *_contracts(database)]
+    found += [*_texts(database), *_contracts(database), *_writers(database, pair)]
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
 
 
@@ -132,7 +133,7 @@ def _set(series: Series) -> list[RecordedChange]:
     values = series.values
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     return [
-        _made(series.name, SETTING, int(series.steps[place]), float(values[place - 1]), float(values[place]))
+        _made(series.name, series.kind, int(series.steps[place]), float(values[place - 1]), float(values[place]))
         for place in places
     ]
 
@@ -157,6 +158,15 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
         if name in known and known[name] != contract and not name.startswith("replay/"):
             yield _made(name, CONTRACT, step, known[name][:8], contract[:8])
         known[name] = contract
+
+
+def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
+    """Processes that came or went, and those whose tokens lie further off than the others' from some step on."""
+    count = read_num_writers(database, pair)
+    if count is not None:
+        yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
+    for series, change in writers_apart(database, pair):
+        yield _of_series(series, change)
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:

@@ -40,6 +40,7 @@ class RunSummary:
     """The first screen: what a reader who stops there has to know."""
 
     sentence: str
+    """The story of the run: see diagnosis.text."""
     answers: tuple[Answer, ...]
     next: tuple[Advice, ...]
     """Commands, and what else would settle what is open; the first is the one to begin with."""
@@ -58,7 +59,7 @@ def summarise(subject: Subject) -> RunSummary:
         fall_answer(subject),
     )
     return RunSummary(
-        sentence=text.sentence([answer.text for answer in answers]),
+        sentence=text.headline(subject.diagnosis, subject.attribution),
         answers=answers,
         next=_next(subject),
         recorded=text.recorded(subject.info),
@@ -70,7 +71,7 @@ def validity_answer(subject: Subject) -> Answer:
     verb = command(subject, "check")
     if subject.diagnosis is None:
         why = subject.unanswered.get("diagnosis", "")
-        words = text.unknown("there are no two passes to compare", why, "nothing to compare")
+        words = text.unknown(why, "nothing to compare")
         return _answer("validity", "unknown", OPEN, words, verb)
     checked = subject.diagnosis.checked
     code, severity = ("valid", GOOD) if checked.is_valid else (checked.findings[0].code, BAD)
@@ -80,7 +81,7 @@ def validity_answer(subject: Subject) -> Answer:
 def factor_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
-        words = text.unknown("", "without two passes there is no mismatch to explain")
+        words = text.unknown("without two passes there is no mismatch to explain")
         return _answer("factor", "unknown", OPEN, words, verb)
     replay = found.settled_by
     if replay is not None:
@@ -93,10 +94,10 @@ def factor_answer(subject: Subject) -> Answer:
 def size_answer(subject: Subject) -> Answer:
     found, verb = subject.diagnosis, command(subject, "diagnose")
     if found is None:
-        words = text.unknown("", "without two passes there is no mismatch to measure")
+        words = text.unknown("without two passes there is no mismatch to measure")
         return _answer("size", "unknown", OPEN, words, verb)
     code = found.size.code if found.checked.is_valid else "not_valid"
-    sounding = any(each.is_raised for each in found.alarms) and found.size.code != "unpublished"
+    sounding = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     severity = (
         NOTICE if found.size.code == "above" or sounding else OPEN if code in ("unpublished", "not_valid") else GOOD
     )
@@ -142,10 +143,16 @@ def fall_answer(subject: Subject) -> Answer:
     found, verb = subject.attribution, command(subject, "attribute")
     if found is None or not found.outcome:
         why = found.sentence if found else subject.unanswered.get("attribution", "")
-        return _answer("fall", "unknown", OPEN, text.unknown("whether the run fell cannot be told", why), verb)
+        return _answer("fall", "unknown", OPEN, text.unknown(why), verb)
     if found.fall is None:
         return _answer("fall", "none", GOOD, text.no_fall(found), verb)
-    return _answer("fall", found.cause or "unknown_cause", BAD, text.fall(found), verb)
+    return _answer(
+        "fall",
+        found.cause or "unknown_cause",
+        BAD,
+        text.fall(found, subject.diagnosis.checked if subject.diagnosis else None),
+        verb,
+    )
 
 
 def _answer(question: str, code: str, severity: str, words: AnswerText, verb: str) -> Answer:

@@ -30,7 +30,7 @@ from ..objective.objective import objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
-from ..trace.database import Database
+from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from .sample import num_steps_within, without_most_steps
@@ -92,6 +92,7 @@ def read_subject(
 ) -> Subject:
     """Put every question to a trace, over one database. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
     database = Database(trace, steps)
+    other = None if control is None else opened(control, steps)
     names, why = ":".join(pair), dict[str, str]()
 
     def ask(what: str, question: Callable[[], Found]) -> Found | None:
@@ -104,12 +105,16 @@ def read_subject(
             advance(1)
 
     held = info(database)
-    diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names))
+    diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names, control=other, steps=steps))
     series = read_series(database, pair=pair)
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
     part, of_part = without_most_steps(database)
     judged = ask("objective", lambda: objective(part))
-    attributed = ask("attribution", lambda: attribute(database, control=control, pair=names, steps=steps))
+    attributed = diagnosed.attribution if diagnosed else None
+    if attributed is None:
+        attributed = ask("attribution", lambda: attribute(database, control=other, pair=names, steps=steps))
+    else:
+        advance(1)
     notable = _notable(moved, attributed)
     num_steps = num_steps_within(held.num_response_tokens, held.num_steps)
     spread = ask("spread", lambda: read_breakdowns(database, pair, notable=notable, max_steps=num_steps))

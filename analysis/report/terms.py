@@ -49,7 +49,7 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "|d|": "Size of the gap of one token between the trainer's logprob and the engine's, in nats.",
     "sum |f|": "Sum over tokens of the size of their contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
-    "alarm": "A level that a framework or paper sounds an alarm at, each under its own definition: see why.",
+    "alarms": "A level that a framework or paper sounds an alarm at, each under its own definition: see why.",
     "interval": "Of resampled groups of sequences: where the value would lie if the run had drawn others.",
     "replay": "Recorded steps scored again under other numerics, from the weights that the trace keeps.",
     "ln ratio": "Natural logarithm of the probability of a token under one policy over that under another.",

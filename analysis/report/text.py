@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schemas.passes import REPLAY_PREFIX
+from ..alarms.text import alarm_sentence
 from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
-from ..diagnosis.text import effect_text, numerics_text, size_text
+from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text, story, story_of_run
 from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
 from ..objective.judged import Estimate, Objective
@@ -49,8 +50,6 @@ SIZES = {
 }
 """Code of a size -> what it is."""
 
-_UNSEEN = 1e-4
-"""Share of the objective below which the sentence on top tells no digits."""
 _MOST_STEPS = 12
 """Steps that are named one by one."""
 
@@ -61,8 +60,6 @@ class AnswerText:
 
     short: str
     """In a few words."""
-    clause: str = ""
-    """Its part of the sentence on top; empty where it adds nothing."""
     figure: str = ""
     """The number that it rests on, with its unit; empty where there is none."""
     basis: str = ""
@@ -84,7 +81,6 @@ def validity(checked: CheckResult) -> AnswerText:
         )
     return AnswerText(
         short="valid" if checked.is_valid else f"not valid: {first.title}",
-        clause="the comparison is valid" if checked.is_valid else f"the comparison is not valid: {first.title}",
         figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}",
         basis=basis,
         detail=evidence_text(first),
@@ -96,7 +92,6 @@ def factor(found: Diagnosis) -> AnswerText:
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
     return AnswerText(
         short=first.title,
-        clause="" if first.fails else f"the mismatch is {first.title}",
         figure=f"{size}{first.share:.1%} of the tokens",
         basis="what logprobs and contracts show; a replay would settle it" if found.next else "as far as logprobs show",
         detail=numerics_text(found.numerics),
@@ -106,7 +101,6 @@ def factor(found: Diagnosis) -> AnswerText:
 def settled_factor(found: Diagnosis, replay: ReplayEffect) -> AnswerText:
     return AnswerText(
         short=f"settled by a replay: {replay.arm}",
-        clause=f"a replay with {replay.arm} removes {replay.removed:.0%} of the mismatch",
         figure=f"{replay.removed:.1%} of the mean square of d removed",
         basis=f"{replay.num_tokens:,} tokens replayed",
         detail=f"{effect_text(replay)}. {numerics_text(found.numerics)}",
@@ -114,12 +108,10 @@ def settled_factor(found: Diagnosis, replay: ReplayEffect) -> AnswerText:
 
 
 def size(found: Diagnosis, code: str) -> AnswerText:
-    alarms = [f"{each.alarm.who}: {each.alarm.definition} = {each.own:.3g}" for each in found.alarms if each.is_raised]
-    is_known = code not in ("unpublished", "not_valid")
+    alarms = [alarm_sentence(each) for each in found.alarms.raised]
     return AnswerText(
         short=SIZES[code],
-        clause=f"its size is {SIZES[code]}" if is_known and code != "equal" else "",
-        figure=f"{len(alarms)} of {len(found.alarms)} published alarm levels sound",
+        figure=f"{len(alarms)} of {len(found.alarms.judged)} alarms sound",
         basis="" if code == "unpublished" else "against what others measured with these dtypes",
         detail=size_text(found.size, is_valid=found.checked.is_valid)
         + (f" Sounding: {'; '.join(alarms)}." if alarms else ""),
@@ -132,19 +124,12 @@ def size(found: Diagnosis, code: str) -> AnswerText:
 def effect(found: Objective, code: str, relative: Estimate, unclipped: Estimate | None, part: str) -> AnswerText:
     value, most = relative.value or 0.0, abs(found.value("relative_abs_bias") or 0.0)
     interval = _interval(relative, found.confidence)
-    ends = [abs(each) for each in (relative.value, relative.low, relative.high) if each is not None]
-    moved = f"less than {_UNSEEN:.2%} of its size"
-    if max(ends) >= _UNSEEN:
-        moved = f"{_percent(value, '+')} of its size{f' ({interval})' if interval else ''}"
     free = ""
     if unclipped is not None and unclipped.value is not None:
         free_interval = _interval(unclipped, found.confidence)
         free = f"{_percent(unclipped.value, '+')} without the clip{f' ({free_interval})' if free_interval else ''}"
-    if code == "opposed":
-        moved += f", and by {free}: no direction can be given"
     return AnswerText(
         short=EFFECTS[code],
-        clause=f"it moves the objective by {moved}",
         figure=f"{_percent(value, '+')} of sum |f|, {_percent(most)} without cancelling{f', {free}' if free else ''}",
         basis=f"{interval or f'no interval: {relative.no_interval}'}, {part}",
         detail=" ".join(found.verdict),
@@ -154,7 +139,6 @@ def effect(found: Objective, code: str, relative: Estimate, unclipped: Estimate 
 def in_ratio(found: Objective, part: str) -> AnswerText:
     return AnswerText(
         short=EFFECTS["in_ratio"],
-        clause="the loss divides by the rollout's logprobs, so that the mismatch is in the ratio that it clips and weighs",
         figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
         basis=part,
         detail=" ".join(found.verdict),
@@ -163,7 +147,7 @@ def in_ratio(found: Objective, part: str) -> AnswerText:
 
 def no_effect(found: Objective | None, why: str) -> AnswerText:
     detail = " ".join((*found.verdict, *found.cannot)) if found else why
-    return unknown("what it did to the objective cannot be told", detail)
+    return unknown(detail)
 
 
 def _percent(share: float, sign: str = "") -> str:
@@ -182,42 +166,35 @@ def _interval(estimate: Estimate, confidence: float) -> str:
 def no_fall(found: Attribution) -> AnswerText:
     return AnswerText(
         short="it did not fall",
-        clause=f"{found.outcome} did not fall",
         basis=f"{found.num_steps:,} steps",
         detail=found.sentence,
     )
 
 
-def fall(found: Attribution) -> AnswerText:
+def fall(found: Attribution, checked: CheckResult | None) -> AnswerText:
     fall, first = found.fall, found.suspects[0]
     assert fall is not None
     low, high = fall.interval
-    if found.cause:
-        cause = f"the likeliest cause is {first.title} ({first.probability:.0%})"
-        cause += " and not the mismatch" if found.clears_mismatch else ""
-    else:
-        cause = "why cannot be told from this trace"
-        cause += ", but it is not the mismatch" if found.clears_mismatch else ""
     return AnswerText(
-        short=f"it fell: {first.title if found.cause else 'the cause cannot be told'}",
-        clause=f"{fall.outcome} {fall.verb} from step {fall.step} on; {cause}",
+        short=f"it fell: {cause_title(first, checked) if found.cause else 'the cause cannot be told'}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} (95 % interval {low} to {high})",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,
     )
 
 
-def unknown(clause: str, detail: str, short: str = "cannot be told") -> AnswerText:
-    return AnswerText(short=short, clause=clause, detail=detail)
+def unknown(detail: str, short: str = "cannot be told") -> AnswerText:
+    return AnswerText(short=short, detail=detail)
 
 
 # --- the first screen ---------------------------------------------------------------------------------------------------
 
 
-def sentence(answers: Sequence[AnswerText]) -> str:
-    """The answers in a line."""
-    text = "; ".join(answer.clause for answer in answers if answer.clause)
-    return f"{text[:1].upper()}{text[1:]}." if text else "Nothing can be said: the trace holds no step yet."
+def headline(diagnosis: Diagnosis | None, attribution: Attribution | None) -> str:
+    """The story of a run, which is also the first line of `diagnose`."""
+    if diagnosis is not None:
+        return story(diagnosis)
+    return "Nothing can be said of this run." if attribution is None else story_of_run(attribution, None)
 
 
 def recorded(held: TraceInfo) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
 
 -- objective_tokens(train, rollout, now, ...): one row a (response token, inner iteration) that counts, has an advantage, and
 -- a finite logprob in all three passes; term_applied = weight f(ratio_used), of vespo f(weight ratio_used), and
--- bias = term_applied - f(ratio_true). Where the loss takes one ratio of a whole sequence, its tokens share it; vespo does at
+-- bias = term_applied - f(ratio_true); bias_unclipped is that of the importance-weighted term without the loss's clip. Where the loss takes one ratio of a whole sequence, its tokens share it; vespo does at
 -- every level, and multiplies ratios that lie within exp(20) either way.
 CREATE OR REPLACE MACRO objective_tokens(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
@@ -14,7 +14,7 @@ CREATE OR REPLACE MACRO objective_tokens(
 ) AS TABLE
     SELECT run, step, seq_id, group_id, iteration, position, advantage, d, drift, ratio_true, ratio_used, weight,
            term_true, term_used, term_used - term_true AS bias_uncorrected, term_applied - term_true AS bias,
-           is_clipped_true, is_clipped_used, term_applied
+           is_clipped_true, is_clipped_used, term_applied, advantage * (weight * ratio_used - ratio_true) AS bias_unclipped
     FROM (
         SELECT *,
                CASE kind WHEN 'vespo' THEN term_inside ELSE weight * term_used END AS term_applied
@@ -98,6 +98,8 @@ CREATE OR REPLACE MACRO objective_steps(
            sum(bias) / nullif(sum(abs(bias)), 0) AS skew,
            sum(bias) / nullif(sum(abs(term_true)), 0) AS relative_bias,
            sum(abs(bias)) / nullif(sum(abs(term_true)), 0) AS relative_abs_bias,
+           avg(bias_unclipped) AS mean_bias_unclipped,
+           sum(bias_unclipped) / nullif(sum(abs(term_true)), 0) AS relative_bias_unclipped,
            avg((is_clipped_used AND NOT is_clipped_true)::INTEGER) AS flipped_to_clipped,
            avg((is_clipped_true AND NOT is_clipped_used)::INTEGER) AS flipped_to_free,
            covar_pop(advantage * ratio_true, d) AS cov_weighed_d,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.loss import read_loss
 from ...tracer.snapshot import TableFile
+from ..alarms.figures import Figure, read_token_figures
+from ..alarms.repeats import Repeats
 from ..dynamics import logged, mismatch, policy, rollouts
 from ..dynamics.columns import Column
 from ..dynamics.policy import Given
@@ -22,7 +24,6 @@ from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair, Source
 from .extent import Extent, Extents
 from .pace import Times, logged_times
-from .repeats import Repeats
 
 MOST_TOKENS = 10_000_000
 """Response tokens that are read at once, the newest steps first; a larger step is one alone."""
@@ -45,6 +46,7 @@ class Memory:
         self._logged: list[Column] = []
         self._values: dict[str, dict[int, float]] = {}
         self._sources: dict[str, str] = {}
+        self._of_tokens: dict[str, dict[int, float]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
         """Steps to be read, the newest first."""
@@ -75,6 +77,7 @@ class Memory:
         self._basis = basis
         if wanted:
             self._keep(wanted, self._columns(database, run))
+            self._keep_figures(wanted, read_token_figures(database, self._pair, run))
             self.repeats.keep(database, run, wanted)
             self._read |= {step: extents.steps[step] for step in wanted}
 
@@ -86,6 +89,21 @@ class Memory:
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
         every = every.astype(np.int64)
         return {name: _on(every, found[name]) for name in KINDS if name in found}
+
+    def token_figures(self) -> dict[str, Figure]:
+        """What alarms need and no series has, as `alarms.read_token_figures` gives it."""
+        return {
+            name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
+            for name, values in self._of_tokens.items()
+            if values
+        }
+
+    def _keep_figures(self, steps: Sequence[int], figures: Mapping[str, Figure]) -> None:
+        for values in self._of_tokens.values():
+            for step in steps:
+                values.pop(step, None)
+        for name, (of_steps, found) in figures.items():
+            self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
 
     def _columns(self, database: Database, run: str) -> list[Column]:
         gap = mismatch.read_step_mismatch(database, self._pair, run)
@@ -112,7 +130,7 @@ class Memory:
         return Column(name, steps, np.array([values[step] for step in steps.tolist()]), self._sources[name])
 
     def _forget(self) -> None:
-        self._read, self._values = {}, {}
+        self._read, self._values, self._of_tokens = {}, {}, {}
         self.repeats = Repeats()
 
 

@@ -13,6 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..alarms.text import taken_over
 from ..dynamics.quantities import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from ..rows import printable
@@ -59,7 +60,7 @@ class _Page:
         """Section -> the rows that it has to show."""
         seen = self.seen
         return {
-            "alarms": len(seen.alarms), "changes": len(seen.moved), "latest": len(seen.shown_steps),
+            "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
             "courses": len(self._series),
         }  # fmt: skip
 
@@ -132,18 +133,20 @@ class _Page:
 
     def _alarms(self, num_rows: int) -> RenderableType | None:
         seen = self.seen
-        if not seen.num_alarms:
+        judged, raised = seen.alarms.judged, seen.alarms.raised
+        if not judged:
             return None
-        still = sum(alarm.still for alarm in seen.alarms)
-        count = f"{len(seen.alarms)} of {seen.num_alarms} sounded, {still} of them at the end"
-        title = self._title("FIRST ALARMS", count if seen.alarms else f"none of {seen.num_alarms} sounded")
+        still = sum(reading.still for reading in raised)
+        count = f"{len(raised)} of {len(judged)} sound, {still} of them at the end"
+        title = self._title("FIRST ALARMS", count if raised else f"none of {len(judged)} sounds")
         table = _table(3)
-        for alarm in seen.alarms[:num_rows]:
-            value = "" if alarm.first_value is None else f" ({_number(alarm.first_value)})"
-            until = Text("still", _BAD) if alarm.still else Text(f"to {alarm.last_step}", _DIM)
-            told = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.says}; {alarm.definition}"
-            table.add_row(Text(str(alarm.first_step), _TITLE), until, self._row(told))
-        return Group(title, table, *self._more(len(seen.alarms) - num_rows))
+        for reading in raised[:num_rows]:
+            alarm = reading.alarm
+            value = "" if reading.own is None else f" ({_number(reading.own)} at the {taken_over(reading)})"
+            until = Text("still", _BAD) if reading.still else Text(f"to {reading.last_step}", _DIM)
+            told = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
+            table.add_row(Text(str(reading.first_step), _TITLE), until, self._row(told))
+        return Group(title, table, *self._more(len(raised) - num_rows))
 
     def _changes(self, num_rows: int) -> RenderableType | None:
         moved = self.seen.moved

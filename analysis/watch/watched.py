@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from ...replay.steps import select_steps
 from ...schemas.results import Result
+from ..alarms.reading import AlarmReading, AlarmReadings
+from ..alarms.text import reading_json
 from ..dynamics.changes import ChangePoint
 from ..dynamics.quantities import Series
 from ..rows import Rows
@@ -21,36 +23,6 @@ COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
 """Series of the latest steps, the ones that a narrow terminal keeps first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmCondition:
-    """What an alarm sounds at."""
-
-    who: str
-    """Whose level or rule it is; `tim-trace` for this project's own."""
-    metric: str
-    definition: str
-    condition: str
-    """When it sounds, as `> 0.001`."""
-    says: str
-    """What it means to who published it."""
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstAlarm(AlarmCondition):
-    """An alarm that sounded, and the step at which it did so first."""
-
-    first_step: int
-    first_value: float | None
-    """The metric there; None where the rule is no level of one metric."""
-    last_step: int
-    """The last step at which it sounded."""
-    num_steps: int
-    """Steps at which it sounded."""
-    still: bool
-    """Whether it sounds at the last step that can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +71,8 @@ class Watched(Result):
     """Steps to be shown, as `parse_steps` reads them."""
     series: Mapping[str, Series]
     """Name -> the values by step, as `dynamics.read_series` gives them; the same steps for all."""
-    alarms: tuple[FirstAlarm, ...] = ()
-    """Alarms that sounded, the earliest first."""
-    num_alarms: int = 0
-    """Alarms that could be judged, silent ones included."""
-    not_judged: tuple[str, ...] = ()
-    """Published alarms whose metric is not known by step."""
+    alarms: AlarmReadings = field(default_factory=AlarmReadings)
+    """Every alarm held against every step, as in `diagnose`."""
     moved: tuple[Moved, ...] = ()
     """When the mismatch, the reward and the gradient norm changed, where there are steps enough."""
 
@@ -136,15 +104,25 @@ def watched_json(seen: Watched) -> dict[str, Any]:
         found.pop(name)
     return found | {
         "num_latest": len(seen.shown_steps),
-        "alarms": [_fields(alarm) for alarm in seen.alarms],
+        "alarms": [_alarm(reading) for reading in seen.alarms.raised],
+        "num_alarms": len(seen.alarms.judged),
+        "not_judged": list(seen.alarms.not_judged),
         "changes": [{"name": moved.name} | _fields(moved.change) for moved in seen.moved],
         "latest": latest_rows(seen),
         "series": [_summary(series) for series in seen.series.values()],
     }
 
 
+def _alarm(reading: AlarmReading) -> dict[str, Any]:
+    alarm = reading.alarm
+    return {
+        "who": alarm.who, "metric": alarm.metric, "definition": alarm.definition, "condition": alarm.condition,
+        "says": alarm.summary, "source": alarm.source,
+    } | reading_json(reading)  # fmt: skip
+
+
 def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _summary(series: Series) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import time
 from ...replay.steps import select_steps
 from ...schemas.errors import DamagedTrace, TraceNotFound, option
 from ...tracer.snapshot import Examined
+from ..alarms.reading import judge_alarms
 from ..dynamics.changes import change_points
 from ..dynamics.quantities import Series
 from ..info import LIVE, state_of
 from ..trace.pairs import parse_pair
 from ..trace.source import Source, open_source
 from . import pace
-from .alarms import first_alarms, judge_alarms
 from .extent import Extents, Surveyor
 from .memory import Memory
 from .watched import WAITING, Moved, Watched
@@ -93,7 +93,6 @@ class Watcher:
     def _seen(self, source: Source, extents: Extents) -> Watched:
         steps = [step for step, extent in extents.steps.items() if extent.num_sequences]
         series = self._memory.series(steps)
-        judged, not_judged = judge_alarms(series, self._memory.repeats)
         unread = self._memory.pending(extents)
         state = state_of(source) if source.writers else WAITING
         exit_code = next((writer.exit_code for writer in source.writers if writer.exit_code is not None), None)
@@ -109,7 +108,7 @@ class Watcher:
             num_prompt_tokens=sum(extent.num_prompt_tokens for extent in extents.steps.values()),
             num_tokens=sum(extent.num_tokens for extent in extents.steps.values()),
             age_s=age_s, steps_per_minute=rate, rate_from=rate_from, steps=self.steps, series=series,
-            alarms=first_alarms(judged), num_alarms=len(judged), not_judged=not_judged,
+            alarms=judge_alarms(series, self._memory.repeats, self._memory.token_figures()),
             moved=() if unread else self._changes(series),
         )  # fmt: skip
 

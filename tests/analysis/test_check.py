@@ -471,3 +471,44 @@ def test_a_run_whose_last_steps_keep_no_token_is_judged(tmp_path):
             recorder.add_scores("rollout", batch, logprobs=logprobs.astype(np.float32))
             recorder.add_scores("train", batch, logprobs=np.minimum(logprobs + noise, 0).astype(np.float32))
     error_structure(gather(Database(tmp_path / "run"), ("train", "rollout"), trace=""))
+
+
+# --- A second fault behind values that stand at other tokens or in other rows ---------------------------------------------
+
+MISPLACED = {"shift": lambda values: changed(values, shifted), "row_pairing": swapped}
+
+
+def found_behind(path, misplaced, behind, **options):
+    """Codes of a trace whose rollout is misplaced, and differs by `behind`."""
+    recording = Recording(rollout=lambda step, number: MISPLACED[misplaced](behind(step, number)), **options)
+    return check(recording.write(path)).findings
+
+
+def at_temperature(step, number):
+    return step.scored(step.logits / 0.8)
+
+
+@pytest.mark.parametrize("misplaced", MISPLACED)
+def test_a_temperature_is_found_behind_values_at_other_places(tmp_path, misplaced):
+    first, second, *_ = found_behind(tmp_path / "trace", misplaced, at_temperature)
+    assert (first.code, second.code) == (misplaced, "temperature")
+    assert second.numbers["behind"] == misplaced
+    assert "seen once that is put right" in evidence_text(second)
+    assert not second.next
+
+
+@pytest.mark.parametrize("misplaced", MISPLACED)
+def test_other_weights_are_found_behind_values_at_other_places(tmp_path, misplaced):
+    def stale(step, number):
+        return step.scored(moved(step.logits, 3, 0.1))
+
+    findings = found_behind(tmp_path / "trace", misplaced, stale, contracts=BOTH_FP32)
+    assert [finding.code for finding in findings[:2]] == [misplaced, "weights_differ"]
+
+
+@pytest.mark.parametrize("misplaced", MISPLACED)
+@pytest.mark.parametrize("behind", [in_float32, in_bfloat16])
+def test_what_is_only_misplaced_has_no_second_fault(tmp_path, misplaced, behind):
+    (first, *others) = found_behind(tmp_path / "trace", misplaced, behind)
+    assert first.code == misplaced
+    assert not [finding.code for finding in others if "behind" in finding.numbers]

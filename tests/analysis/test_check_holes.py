@@ -271,6 +271,19 @@ def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):
     assert codes(Recording(rollout=rollout).write(tmp_path / "trace")) == ["subset", "temperature"]
 
 
+@pytest.mark.parametrize(("first", "since"), [(5, 5), (2, 2), (9, None)])
+def test_a_mismatch_that_is_larger_from_a_step_on_says_the_step(tmp_path, first, since):
+    def rollout(step, number):
+        far = step.scored(moved(step.logits, 3, 0.3))
+        rows = zip(in_float32(step, number), far, step.groups, strict=True)
+        return [b if number >= first or (since is None and group == "prompt-2") else a for a, b, group in rows]
+
+    trace = Recording(rollout=rollout, steps=6, contracts=BOTH_FP32).write(tmp_path / "trace")
+    finding = next(each for each in check(trace).findings if each.code == "subset")
+    assert finding.since == since
+    assert (f"grows at step {since}" in finding.title) == (since is not None)
+
+
 def test_sequences_that_are_off_as_a_whole_did_not_change_inside(tmp_path):
     def rollout(step, number):
         old = step.scored(moved(step.logits, 3, 0.3))

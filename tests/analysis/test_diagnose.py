@@ -23,7 +23,7 @@ def test_a_healthy_run_is_normal_and_says_what_it_was_computed_in(tmp_path):
     assert found.numerics.logits == ("float32", "bfloat16")
     assert found.size.code == "below"
     assert "it is normal" in size_text(found.size, is_valid=True)
-    assert not any(each.is_raised for each in found.alarms)
+    assert not found.alarms.raised
 
 
 def test_its_figures_are_those_of_stats(tmp_path):
@@ -38,7 +38,9 @@ def test_its_figures_are_those_of_stats(tmp_path):
 
 def test_alarms_sound_under_their_own_definitions(tmp_path):
     loud = Recording(train=lambda step, number: step.scored(step.logits / 3))
-    found = {(each.alarm.who, each.alarm.metric): each for each in diagnose(loud.write(tmp_path / "trace")).alarms}
+    found = {
+        (each.alarm.who, each.alarm.metric): each for each in diagnose(loud.write(tmp_path / "trace")).alarms.judged
+    }
     assert found["verl", "prob_diff_mean"].is_raised
     assert found["NeMo-RL", "mean_exp_abs_d"].is_raised
     assert found["NeMo-RL", "mean_exp_abs_d"].own > 1.05

@@ -1,6 +1,7 @@
 """Every level and verdict of diagnose, just under and just over its boundary."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,9 @@ import pytest
 import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
+from tim_trace.analysis.alarms.published import ALARMS
+from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.suspect import Suspect
@@ -16,8 +20,7 @@ from tim_trace.analysis.check.finding import FAULTS, Finding
 from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
-from tim_trace.analysis.diagnosis.alarms import ALARMS
-from tim_trace.analysis.diagnosis.diagnose import _figures, _next, alarm_readings, coarser_dtype, size_comparison
+from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, size_comparison
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.metrics import own_metrics
@@ -73,6 +76,12 @@ def attributed(*, fall=None, outcome="reward", changes=(), suspects=(), **given)
     )  # fmt: skip
 
 
+def readings(metric, *values):
+    """The published alarms of a metric, held against its values at steps 1, 2, ..."""
+    steps = np.arange(1, len(values) + 1)
+    return [judge_level(alarm, steps, np.array(values)) for alarm in ALARMS if alarm.metric == metric]
+
+
 def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
     return Diagnosis(
         checked=checked(code),
@@ -82,7 +91,7 @@ def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
             passes=("train", "rollout"), declared=("float32", None), logits=("float32", "bfloat16"), values=(None, "float16")
         ),
         metrics={}, size=SizeComparison(code="unpublished", own=0.1, coarser=None), figures=(),
-        alarms=alarm_readings({"mean_abs_d": 0.04}), replays=tuple(replays), next=(),
+        alarms=AlarmReadings(judged=tuple(readings("mean_abs_d", 0.04))), replays=tuple(replays), next=(),
     )  # fmt: skip
 
 
@@ -193,7 +202,7 @@ LEVELS = [
 def raised(who, metric, level, own):
     (reading,) = [
         each
-        for each in alarm_readings({metric: own})
+        for each in readings(metric, own)
         if (each.alarm.who, each.alarm.metric) == (who, metric) and each.alarm.level == level
     ]
     return reading.is_raised
@@ -216,8 +225,13 @@ def test_only_of_k1_a_negative_value_alarms_like_a_positive_one():
     assert not raised("verl", "chi2_token", 1.0, -1.5)
 
 
-def test_alarms_of_metrics_that_the_trace_lacks_are_left_out():
-    assert {each.alarm.metric for each in alarm_readings({"k1": 0.2})} == {"k1"}
+def test_an_alarm_says_which_step_its_figure_is_of():
+    (k1,) = readings("k1", 0.01, -0.3, 0.2, 0.02)
+    assert (k1.own, k1.worst_step, k1.first_step, k1.last_step, k1.num_steps, k1.still) == (-0.3, 2, 2, 3, 2, False)
+    assert alarm_sentence(k1) == "verl: k1 > 0.1 (-0.3 at the worst step 2), from step 2 to 3"
+    (ess,) = readings("ess_token", 0.9, 0.4, 0.8)
+    assert (ess.own, ess.worst_step, ess.is_raised, ess.first_step) == (0.4, 2, False, None)
+    assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
 
 
 DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
@@ -322,6 +336,22 @@ def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told
     assert story(found) == told
     assert " ".join(diagnosis_text(found).split()).startswith(" ".join(told.split()))
     assert diagnosis_json(found)["attribution"]["fall"]["step"] == 60
+
+
+def test_a_story_says_when_a_mismatch_began_once():
+    part = Finding(code="subset", signal="column", effect=0.1, share=0.5, numbers={"since": 57, "column": "step"})
+    elsewhere = replace(part, numbers={"since": None, "column": "writer_a"})
+    assert part.title == "the mismatch grows at step 57"
+    assert replace(part, numbers={"since": 57, "last_before": 50}).title == "the mismatch grows between steps 50 and 57"
+    assert elsewhere.title == FAULTS["subset"]
+    cause = Suspect(code="mismatch", detail="subset", probability=0.9, evidence=())
+    attribution = attributed(fall=FALL, suspects=[cause])
+    told = "reward falls from 0.8 to 0.3 (60; 57 to 63). Most probably training-inference mismatch"
+    found = diagnosed(attribution=attribution)
+    assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
+    assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (
+        f"{told}: the mismatch is concentrated in a part of the run (90%)."
+    )
 
 
 def test_a_diagnosis_fits_a_screen_and_says_why():

@@ -474,6 +474,30 @@ def test_sql_gives_the_same(opened, name):
             assert row["cov_weighed_d"] == pytest.approx(of_sql["cov_weighed_d"], rel=1e-9, abs=1e-14)
 
 
+CLIPS = {name: loss for name, loss in LOSSES.items() if loss.kind == "ppo_clip"}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_sql_gives_the_bias_without_the_clip(opened, name, aggregation):
+    loss, (_, database) = CLIPS[name], opened[False]
+    found = objective(database, **options_of(loss) | {"aggregation": aggregation})
+    names = (
+        "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
+    )  # fmt: skip
+    options = ", ".join(
+        f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
+    )
+    ((unclipped, size, num_updates),) = database.ask(
+        "SELECT sum(share * bias_unclipped), sum(share * abs(term_true)), count(DISTINCT (step, iteration)) "
+        f"FROM objective_tokens('train', 'rollout', 'current', {options}) "
+        f"JOIN loss_shares('current', aggregation := {aggregation!r}) USING (run, step, seq_id, iteration)"
+    ).rows
+    # Sums are taken in another order; a bias may cancel, so that its digits are those of the objective's size.
+    assert found.value("unclipped_bias") == pytest.approx(unclipped / num_updates, rel=1e-12, abs=1e-12 * size)
+    assert found.value("unclipped_relative_bias") == pytest.approx(unclipped / size, rel=1e-12, abs=1e-12)
+
+
 HARD = [Loss(clip_low=0.1, clip_high=0.3, clip_hard=hard) for hard in (0.5, 1.05, 1.3, 1.6)]
 
 

@@ -228,6 +228,63 @@ def test_the_same_trace_has_the_same_changes_each_time(traces, name):
     assert all(abs(change.size_in_sd) < 1e6 for change in noisy)
 
 
+def test_a_mask_that_covers_more_tokens_from_a_step_on_is_listed(tmp_path):
+    draw = np.random.default_rng(0)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, STEPS + 1):
+            mask = np.ones((16, 10), bool)
+            mask[:, 7:] = step < AT
+            recorder.add_sequences(
+                step=step, response_ids=draw.integers(1, 9, (16, 10)), response_mask=mask, reward=draw.random(16)
+            )
+    database = Database(tmp_path / "run")
+    (change,) = (one for one in read_recorded(database, PAIR) if one.kind == "mask")
+    assert (change.series, change.step, change.shape) == ("share_masked", AT, "shift")
+    assert (change.before, change.after) == pytest.approx((0.0, 0.3), abs=1e-6)
+    rows = asked("SELECT series, step FROM changes WHERE kind = 'mask'", tmp_path / "run")
+    assert rows == [{"series": "share_masked", "step": AT}]
+
+
+def several_ranks(path, monkeypatch, *, gone=None, off=None):
+    """Four ranks, each with its own sequences; one is `gone` from AT on, the tokens of one are `off` from there."""
+    draw = np.random.default_rng(0)
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        with Recorder(path, join=True) as recorder:
+            for step in range(1, AT if rank == gone else STEPS + 1):
+                rollout = -draw.exponential(1.0, (4, 12))
+                train = np.minimum(
+                    rollout + (0.05 if rank == off and step >= AT else 0.01) * draw.normal(size=(4, 12)), 0
+                )
+                added = recorder.add_sequences(
+                    step=step, seq_ids=[f"{rank}-{row}" for row in range(4)], reward=draw.random(4),
+                    response_ids=draw.integers(1, 9, (4, 12)).tolist(),
+                )  # fmt: skip
+                recorder.add_scores("rollout", added, logprobs=rollout.astype("f4"))
+                recorder.add_scores("train", added, logprobs=train.astype("f4"))
+    return path
+
+
+def of_writers(trace):
+    return [change for change in read_recorded(Database(trace), PAIR) if change.kind == "writers"]
+
+
+def test_a_rank_that_disappears_is_listed_with_its_step(tmp_path, monkeypatch):
+    (change,) = of_writers(several_ranks(tmp_path / "run", monkeypatch, gone=2))
+    assert (change.series, change.step, change.before, change.after) == ("num_writers", AT, 4, 3)
+    assert change_sentence(change) == f"num_writers goes from 4 to 3 at step {AT}"
+
+
+def test_a_rank_whose_tokens_are_off_is_named_with_its_step(tmp_path, monkeypatch):
+    (change,) = of_writers(several_ranks(tmp_path / "run", monkeypatch, off=3))
+    assert (change.series, change.step, change.low, change.high) == ("mean_abs_d of rank 3", AT, AT, AT)
+    assert (change.before, change.after) == (pytest.approx(1, abs=0.2), pytest.approx(5, abs=1))
+
+
+def test_ranks_that_are_alike_are_no_change(tmp_path, monkeypatch):
+    assert of_writers(several_ranks(tmp_path / "run", monkeypatch)) == []
+
+
 def test_every_column_of_the_view_is_documented(traces):
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     section = page[page.index("### What changed") : page.index("### Named queries")]

@@ -18,15 +18,16 @@ from hypothesis.extra.numpy import arrays
 from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
+from tim_trace.analysis.alarms import rule
+from tim_trace.analysis.alarms.reading import judge_alarms
+from tim_trace.analysis.alarms.repeats import Repeats, unequal_rewards
 from tim_trace.analysis.dynamics.quantities import KINDS, Series
 from tim_trace.analysis.dynamics.series import read_series
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.source import open_source
-from tim_trace.analysis.watch import memory, rule
-from tim_trace.analysis.watch.alarms import first_alarms, judge_alarms
+from tim_trace.analysis.watch import memory
 from tim_trace.analysis.watch.extent import Surveyor
 from tim_trace.analysis.watch.memory import Memory
-from tim_trace.analysis.watch.repeats import Repeats, unequal_rewards
 from tim_trace.analysis.watch.spark import ASCII, BLOCKS, spark
 from tim_trace.analysis.watch.view import WatchedView
 from tim_trace.analysis.watch.watch import watch
@@ -242,8 +243,8 @@ def test_once_refuses_a_run_that_is_not_there(tmp_path):
 
 
 def heard(found, repeats=None):
-    judged, _ = judge_alarms(found, repeats or Repeats())
-    return {(each.who, each.metric, each.condition): each for each in first_alarms(judged)}
+    raised = judge_alarms(found, repeats or Repeats(), {}).raised
+    return {(each.alarm.who, each.alarm.metric, each.alarm.condition): each for each in raised}
 
 
 def test_an_alarm_has_its_first_step_and_whether_it_still_sounds():
@@ -252,7 +253,7 @@ def test_an_alarm_has_its_first_step_and_whether_it_still_sounds():
     assert (nemo.first_step, nemo.first_value, nemo.num_steps, nemo.still) == (2, 2e-3, 2, True)
     assert (tinker.first_step, tinker.num_steps) == (8, 1)
     assert ("Miles", "k3", "> 1") not in found
-    assert "gen_kl_error" in nemo.definition
+    assert "gen_kl_error" in nemo.alarm.definition
 
 
 def test_a_level_of_size_takes_both_signs_and_silence_is_told():
@@ -265,9 +266,9 @@ def test_chi_square_follows_from_the_series():
     d = np.random.default_rng(0).normal(0.1, 1.2, 1000)
     w = np.exp(d)
     one = {"mean_d": d.mean(), "k3": (np.expm1(d) - d).mean(), "ess": w.sum() ** 2 / (len(w) * (w * w).sum())}
-    judged, _ = judge_alarms({name: series(name, [value]) for name, value in one.items()}, Repeats())
-    (chi2,) = (each for each in judged if each.metric == "chi2_token")
-    assert chi2.values == pytest.approx([np.mean(w * w) - 1])
+    found = judge_alarms({name: series(name, [value]) for name, value in one.items()}, Repeats(), {})
+    (chi2,) = (each for each in found.judged if each.alarm.metric == "chi2_token")
+    assert chi2.own == pytest.approx(np.mean(w * w) - 1)
 
 
 def test_this_project_s_rule_needs_three_steps_of_a_gap():
@@ -290,7 +291,7 @@ def test_a_reward_that_changes_its_mind_sounds(tmp_path):
                 step=step, response_ids=[[1, token] for token in range(20)], reward=[float(step > 2)] * 20
             )
     watcher = Watcher(tmp_path / "run")
-    alarm = {(a.who, a.metric): a for a in watcher.look().alarms}["tim-trace", "unequal_rewards"]
+    alarm = {(a.alarm.who, a.alarm.metric): a for a in watcher.look().alarms.raised}["tim-trace", "unequal_rewards"]
     assert (alarm.first_step, alarm.first_value, alarm.still) == (3, 0.5, True)
 
 
@@ -517,7 +518,9 @@ def test_the_steps_to_show_are_named_as_everywhere(collapsing):
 
 def test_a_screen_keeps_the_last_steps_and_says_what_is_missing(seen):
     text = drawn(seen, 80, 24)
-    assert f"... and {len(seen.alarms) - text.count('still') - text.count(' to ')} more" in text or "more" in text
+    assert (
+        f"... and {len(seen.alarms.raised) - text.count('still') - text.count(' to ')} more" in text or "more" in text
+    )
     steps = [line.split()[0] for line in text.split("LATEST STEPS")[1].split("WHOLE RUN")[0].splitlines()[2:] if line]
     assert len(steps) >= 3
     assert steps[-1] == "20"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...advice import NOTHING
 from ..finding import Finding
 from ..pair_data import PairData
 from ..thresholds import MAX_NOT_LOGPROBS_SHARE, MIN_FALL, MIN_FALL_SCORE, MIN_LOGPROBS
@@ -19,6 +20,7 @@ from .missing import find_missing
 from .numerics import find_low_precision, find_router_flips, precisions
 from .pairing import find_row_pairing
 from .position_changes import find_onset, find_own_places
+from .realigned import realigned
 from .shared import find_shared_constants, find_shared_unit
 from .subsets import Part, find_group, find_subset, group_of, part_of
 from .temperature import find_temperature
@@ -35,6 +37,9 @@ _STATE = (find_declared, find_other_weights, find_unsampled)
 
 _INSIDE = (find_one_sided, find_onset, find_temperature, find_own_places, find_declared, find_other_weights)
 """What may be the cause in a part of the data."""
+
+_BEHIND = (find_one_sided, find_temperature, find_other_weights)
+"""What may stand behind values at other places: what the rows of pass b say of themselves is not moved with its values."""
 
 
 def find(data: PairData) -> list[Finding]:
@@ -64,7 +69,7 @@ def find(data: PairData) -> list[Finding]:
         return [*holes, *(each for each in equal if each.fails or not holes)]
     faults = copied or _first(data, (find_unit, find_shared_unit, find_constant_rows, *_ALIGNMENT))
     if faults:
-        return [*faults, *holes]
+        return [*faults, *_behind(data, faults[0]), *holes]
     faults = _first(data, _QUANTITY) or _since(data) or _first(data, (*_SCALE, *_PARTS, *_STATE))
     if not faults:
         return holes or [_rounding(data)]
@@ -114,6 +119,23 @@ def _causes(data: PairData, part: Part) -> list[Finding]:
         replace(finding, share=finding.share * share, numbers=finding.numbers | since)
         for finding in _first(inside, _INSIDE)
         if finding.code != part.finding.code
+    ]
+
+
+def _behind(data: PairData, misplaced: Finding) -> list[Finding]:
+    """What else lies between the passes once values that stand at other places are where they belong.
+
+    The commands of such a finding would read the trace as it is, so that it has none.
+    """
+    inside = realigned(data, misplaced)
+    if inside is None:
+        return []
+    share = inside.num_kept / max(data.num_kept, 1)
+    return [
+        replace(
+            finding, share=finding.share * share, next=NOTHING, numbers=finding.numbers | {"behind": misplaced.code}
+        )
+        for finding in _first(inside, _BEHIND)
     ]
 
 

@@ -19,11 +19,15 @@ class Grid:
 
     def cost(self, lag: int = 0) -> np.ndarray:
         """[S, T] |a at t - b at t + lag|, at most CAP_NATS; NaN where one is not there."""
+        return np.asarray(np.minimum(np.abs(self.a - self.moved(lag)), CAP_NATS))
+
+    def moved(self, lag: int) -> np.ndarray:
+        """[S, T] b at t + lag; NaN where it is not there."""
         moved = np.full_like(self.b, np.nan)
         width = self.b.shape[1]
         if abs(lag) < width:
             moved[:, max(0, -lag) : width - max(0, lag)] = self.b[:, max(0, lag) : width - max(0, -lag)]
-        return np.asarray(np.minimum(np.abs(self.a - moved), CAP_NATS))
+        return moved
 
     def rows(self, chosen: np.ndarray) -> Grid:
         """Some sequences."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from .. import commands
 from ..finding import Finding
-from ..pair_data import PairData
+from ..pair_data import PairData, once
 from ..thresholds import (
     CAP_NATS,
     MAX_PAIRED_ROWS,
@@ -23,8 +24,45 @@ from .grid import Grid, grid_of, row_means
 _CHANCE_TRIALS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """Which row each row's values of pass b belong to."""
+
+    rows: np.ndarray
+    """[S] the row whose values of b agree with a row's of a; -1 where it is its own, or none."""
+    own: np.ndarray
+    """[S] mean cost of each row with its own values, nats; NaN where there are none."""
+    tried: int
+    """Rows that are off."""
+
+
 def find_row_pairing(data: PairData) -> list[Finding]:
     """Rows of a step that agree with the other side of another row."""
+    partners = partners_of(data)
+    if partners is None:
+        return []
+    found = np.flatnonzero(partners.rows >= 0)
+    names = data.sample.seq_ids
+    return [
+        data.finding(
+            "row_pairing",
+            "other_rows",
+            np.isin(data.seq, found),
+            weight=len(found) / max(partners.tried, 1),
+            next=commands.row(data, int(found[0])),
+            numbers={
+                "side": data.sample.b.name,
+                "num_sequences": len(found),
+                "of_sequences": partners.tried,
+                **{f"belongs_to/{names[i]}": names[partners.rows[i]] for i in found[:20]},
+            },
+        )
+    ]
+
+
+@once
+def partners_of(data: PairData) -> Partners | None:
+    """The rows that belong to others; None where they are no more than chance finds."""
     grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
@@ -38,26 +76,11 @@ def find_row_pairing(data: PairData) -> list[Finding]:
     found = np.flatnonzero(partner >= 0)
     distinct = len(np.unique(partner[found]))
     if len(found) < MIN_PAIRED_ROWS or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
-        return []
+        return None
     by_chance = _by_chance(grid, own, rows_of)
     if len(found) < 2 * by_chance or len(found) < by_chance + MIN_OVER_CHANCE * np.sqrt(by_chance):
-        return []
-    names = data.sample.seq_ids
-    return [
-        data.finding(
-            "row_pairing",
-            "other_rows",
-            np.isin(data.seq, found),
-            weight=len(found) / max(tried, 1),
-            next=commands.row(data, int(found[0])),
-            numbers={
-                "side": data.sample.b.name,
-                "num_sequences": len(found),
-                "of_sequences": tried,
-                **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
-            },
-        )
-    ]
+        return None
+    return Partners(partner, own, tried)
 
 
 def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -85,14 +85,14 @@ def part_of(data: PairData) -> Part | None:
     if split is None:
         return None
     since = _since(data.sample.steps, split.rows)
-    return Part(_told(data, split), split.rows[data.sample.seq], since)
+    return Part(_told(data, split, _begin(data.sample.steps, split.rows)), split.rows[data.sample.seq], since)
 
 
 @once
 def group_of(data: PairData) -> Part | None:
     """The prompts in which the mismatch is concentrated; None where there are none."""
     split = _best(data, {"group_id": list(data.sample.group_ids)})
-    return None if split is None else Part(_told(data, split), split.rows[data.sample.seq], None)
+    return None if split is None else Part(_told(data, split, None), split.rows[data.sample.seq], None)
 
 
 def fades(data: PairData) -> tuple[float, float]:
@@ -115,9 +115,13 @@ def fades(data: PairData) -> tuple[float, float]:
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
     """The step from which on rows, [S] bool, are all that there are, and none before; None where they are others, or few."""
+    return _begin(steps, rows) if rows.mean() > MIN_SINCE_SHARE else None
+
+
+def _begin(steps: np.ndarray, rows: np.ndarray) -> int | None:
+    """The same of however few rows."""
     first = int(steps[rows].min())
-    begins = first > steps.min() and rows.mean() > MIN_SINCE_SHARE and np.all(rows == (steps >= first))
-    return first if begins else None
+    return first if first > steps.min() and np.all(rows == (steps >= first)) else None
 
 
 def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
@@ -139,7 +143,7 @@ def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
     return min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
 
 
-def _told(data: PairData, best: Split) -> Finding:
+def _told(data: PairData, best: Split, since: int | None) -> Finding:
     affected = best.rows[data.seq]
     shown = ", ".join(str(value)[:16] for value in best.values[:5]) + (", ..." if len(best.values) > 5 else "")
     if best.column == SEEN_BEFORE:
@@ -157,6 +161,8 @@ def _told(data: PairData, best: Split) -> Finding:
             "num_sequences": int(best.rows.sum()),
             "of_sequences": data.sample.num_sequences,
             "rms_elsewhere": data.rms(~affected),
+            "since": since,
+            "last_before": None if since is None else int(data.sample.steps[data.sample.steps < since].max()),
         },
     )
 

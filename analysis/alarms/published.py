@@ -7,20 +7,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A published level of one metric."""
+    """A published level of one metric, or a sign of this project's own rule."""
 
     who: str
+    """Whose level or rule it is; `tim-trace` for this project's own."""
     metric: str
-    """Name of the trace's own figure: see diagnosis.metrics."""
+    """Name of the trace's own figure by step: see alarms.figures."""
     definition: str
-    level: float
+    level: float | None
+    """None where `rule` says when it sounds."""
+    rule: str = ""
     above: bool = True
-    """Whether values above it alarm; otherwise those below."""
+    """Whether values above the level alarm; otherwise those below."""
     of_size: bool = False
     """Whether a negative value alarms like a positive one."""
     summary: str
     """What its source says of a run beyond the level."""
     source: str
+    of_mismatch: bool = True
+    """Whether it is about the size of the mismatch; otherwise about rewards or the optimizer."""
+
+    @property
+    def condition(self) -> str:
+        """When it sounds, as `> 0.001`."""
+        return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
 
 ALARMS = (
@@ -41,7 +51,7 @@ ALARMS = (
         summary="few tokens carry the weights", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|), of the sampled tokens", level=1.05,
+        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
         summary="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
     ),
     Alarm(

@@ -1,0 +1,89 @@
+"""The figures that alarms are of, by step.
+
+Shapes: n steps, those that have a value; T tokens of a batch, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from ..dynamics.quantities import Series
+from ..statistics.estimators import Array
+from ..trace.columns import sequence_columns
+from ..trace.database import Database
+from ..trace.pair_sums import BATCH_ROWS
+from ..trace.source import Pair
+from ..trace.tokens import PassRows, token_query, tokens_of_rows
+
+Figure = tuple[np.ndarray, Array]
+"""Steps, ascending, and the values at them."""
+
+OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
+"""Metrics that no series has: they are read from the tokens."""
+_LARGEST = 700.0
+"""|d| whose exponential a double still holds."""
+
+
+def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
+    """Read mean |exp(a) - exp(b)| and mean exp(|d|) by step, of the tokens that `read_series` has the mismatch of."""
+    lists = ["mask"] if sequence_columns(database, run).mask else []
+    query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
+    batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
+    steps_N, num_N, prob_N, exp_N = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    full_N = num_N > 0
+    steps, place_N = np.unique(steps_N[full_N], return_inverse=True)
+    if not len(steps):
+        return {}
+    n, prob, exp = (np.bincount(place_N, values[full_N], minlength=len(steps)) for values in (num_N, prob_N, exp_N))
+    return dict(zip(OF_TOKENS, ((steps, prob / n), (steps, exp / n)), strict=True))
+
+
+def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
+    """[N] step, number of tokens, and the two sums of each sequence."""
+    tokens = tokens_of_rows(rows, ("a", "b"))
+    tokens = tokens.where(tokens.counted_T)
+    a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
+    tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
+    a_T, b_T = (tokens.logprobs[name].astype(np.float64) for name in ("a", "b"))
+    num = len(tokens.lengths_N)
+    sums = (np.abs(np.exp(a_T) - np.exp(b_T)), np.exp(np.minimum(np.abs(a_T - b_T), _LARGEST)))
+    return (
+        rows.column("step").to_numpy(), tokens.lengths_N,
+        *(np.bincount(tokens.sequence_T, values_T, minlength=num) for values_T in sums),
+    )  # fmt: skip
+
+
+def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
+    """A metric at the steps that know it; None where nothing gives it.
+
+    With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
+    """
+    if metric in of_tokens:
+        return of_tokens[metric]
+    names = {"k1": ("mean_d",), "ess_token": ("ess",), "chi2_token": ("mean_d", "k3", "ess")}.get(metric, (metric,))
+    if any(name not in series for name in names):
+        return None
+    columns = [_with_infinities(series[name]) for name in names]
+    known = np.logical_and.reduce([~np.isnan(values) for values in columns])
+    if not known.any():
+        return None
+    values = [column[known] for column in columns]
+    if metric == "k1":
+        found = -values[0]
+    elif metric == "chi2_token":
+        mean_d, k3, ess = values
+        with np.errstate(divide="ignore", over="ignore"):
+            found = (1 + mean_d + k3) ** 2 / ess - 1
+    else:
+        found = values[0]
+    return series[names[0]].steps[known], found
+
+
+def _with_infinities(series: Series) -> Array:
+    """[n] values of k3 with the infinities that a series leaves out: exp(d) overflows beyond 709 nats."""
+    if series.name != "k3":
+        return series.values
+    return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)

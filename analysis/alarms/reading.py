@@ -1,0 +1,138 @@
+"""Every alarm held against every step of a run: the one rule of which alarms sound.
+
+The levels are of a training step's own figure, as the frameworks log it, so that an alarm sounds where one step passes it.
+
+Shapes: n steps, those that have a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..dynamics.quantities import Series
+from ..statistics.estimators import Array
+from . import rule
+from .figures import Figure, figure
+from .published import ALARMS, Alarm
+from .repeats import Repeats
+
+OWN = "tim-trace"
+_MEASURED = "docs/collapses.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmReading:
+    """An alarm over the steps of a run."""
+
+    alarm: Alarm
+    own: float | None
+    """The run's figure at `worst_step`; None where the alarm is of no figure."""
+    is_raised: bool
+    """Whether it sounds at any step."""
+    worst_step: int | None
+    """The step that the figure is of: the furthest beyond the level, or the nearest to it; None where there is no figure."""
+    first_step: int | None = None
+    """The first step at which it sounds; None where it is silent, and so are the three below."""
+    first_value: float | None = None
+    last_step: int | None = None
+    """The last step at which it sounds."""
+    num_steps: int = 0
+    """Steps at which it sounds."""
+    still: bool = False
+    """Whether it sounds at the last step that can tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmReadings:
+    """Every alarm over a run."""
+
+    judged: tuple[AlarmReading, ...] = ()
+    not_judged: tuple[str, ...] = ()
+    """Published alarms whose figure the trace does not have."""
+
+    @property
+    def raised(self) -> tuple[AlarmReading, ...]:
+        """Those that sound, the earliest first."""
+        return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
+
+
+def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
+    """Hold every alarm against every step: published levels, this project's own signs, and what is no number."""
+    judged, left = [], []
+    for alarm in ALARMS:
+        known = figure(alarm.metric, series, of_tokens)
+        if known is None:
+            left.append(f"{alarm.who}: {alarm.definition}")
+        else:
+            judged.append(judge_level(alarm, *known))
+    judged += [*_own_signs(series, repeats), *_not_finite(series)]
+    return AlarmReadings(judged=tuple(judged), not_judged=tuple(dict.fromkeys(left)))
+
+
+def judge_level(alarm: Alarm, steps: np.ndarray, values: Array) -> AlarmReading:
+    """Hold [n] values against the level of an alarm."""
+    assert alarm.level is not None
+    size = np.abs(values) if alarm.of_size else values
+    return _reading(alarm, steps, size > alarm.level if alarm.above else size < alarm.level, values)
+
+
+def _reading(alarm: Alarm, steps: np.ndarray, sounds: np.ndarray, values: Array | None = None) -> AlarmReading:
+    at = np.flatnonzero(sounds)
+    own = worst_step = first_value = None
+    if values is not None:
+        among = at if len(at) else np.arange(len(values))
+        size = np.abs(values[among]) if alarm.of_size else values[among]
+        worst = int(among[np.nanargmax(size) if alarm.above else np.nanargmin(size)])
+        own, worst_step = float(values[worst]), int(steps[worst])
+    if not len(at):
+        return AlarmReading(alarm=alarm, own=own, is_raised=False, worst_step=worst_step)
+    if values is not None:
+        first_value = float(values[at[0]])
+    return AlarmReading(
+        alarm=alarm, own=own, is_raised=True, worst_step=worst_step, first_step=int(steps[at[0]]), first_value=first_value,
+        last_step=int(steps[at[-1]]), num_steps=len(at), still=bool(sounds[-1]),
+    )  # fmt: skip
+
+
+def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
+    """The four signs of this project's rule, each by itself."""
+    signs = (
+        (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "the gap can bend the run", True),
+        (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times what it was",
+         "a spike of the learning rate", False),
+        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of 20 steps before",
+         f"> {rule.NORM:g} for {rule.TIMES} steps", "the updates leave their range", False),
+    )  # fmt: skip
+    for sounds, metric, definition, condition, summary, of_mismatch in signs:
+        if (known := figure(metric, series, {})) is not None:
+            with np.errstate(invalid="ignore"):
+                flags = sounds(known[1])
+            alarm = Alarm(
+                who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
+                source=_MEASURED, of_mismatch=of_mismatch,
+            )  # fmt: skip
+            yield _reading(alarm, known[0], flags, known[1])
+    steps, unequal = repeats.unequal()
+    if len(steps) and "reward" in series:
+        alarm = Alarm(
+            who=OWN, metric="unequal_rewards", level=None, rule=f"> {rule.UNEQUAL:g}",
+            definition="share of repeated responses with another reward than before, over 20 steps",
+            summary="the reward is not of the response alone", source=_MEASURED, of_mismatch=False,
+        )  # fmt: skip
+        yield _reading(alarm, steps, rule.rewards_contradict(unequal), unequal)
+
+
+def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
+    """Gradient norms and losses that are no numbers."""
+    for name in ("grad_norm", "loss"):
+        if name in series:
+            one = series[name]
+            steps = np.union1d(one.steps[one.known], one.not_finite)
+            alarm = Alarm(
+                who=OWN, metric=name, definition=f"the logged {name}", level=None, rule="is NaN or infinite",
+                summary="the update of this step was not a number", source=one.source, of_mismatch=False,
+            )  # fmt: skip
+            yield _reading(alarm, steps, np.isin(steps, one.not_finite))

@@ -1,0 +1,48 @@
+"""What is left between two passes once values that stand at other tokens, or in other rows, are put where they belong.
+
+Shapes: N tokens of S sequences; [S, T] the grid of kept tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..finding import Finding
+from ..pair_data import PairData
+from ..thresholds import MIN_LOGPROBS, MIN_OFF_NATS, MIN_PAIRED_ROWS
+from .grid import Grid, grid_of, row_means
+from .pairing import partners_of
+
+
+def realigned(data: PairData, finding: Finding) -> PairData | None:
+    """The data with pass b moved as a finding says, of the rows that stand right then; None where it cannot be moved.
+
+    Of a shift every row that is off is moved by its lag, and of exchanged rows each gets the values that agree with it. Rows
+    that are off and have no partner are left out.
+    """
+    if finding.signal == "moved_rows":
+        b = _shifted(grid_of(data), int(finding.numbers["lag"] or 0))
+    elif finding.code == "row_pairing" and (partners := partners_of(data)) is not None:
+        grid = grid_of(data)
+        is_own = (partners.rows < 0) & ~(partners.own > MIN_OFF_NATS)
+        b = np.where(is_own[:, None], grid.b, np.nan)
+        moved = partners.rows >= 0
+        b[moved] = grid.b[partners.rows[moved]]
+    else:
+        return None
+    sample = data.sample
+    values = b[sample.seq, sample.position]
+    side = replace(sample.b, logprobs=values, is_null=np.isnan(values))
+    changed = {name: getattr(data, name) for name in data.__dataclass_fields__}
+    found = PairData(**changed | {"sample": replace(sample, b=side), "keep": data.keep & np.isfinite(values)})
+    return found if found.num_kept >= MIN_LOGPROBS else None
+
+
+def _shifted(grid: Grid, lag: int) -> np.ndarray:
+    """[S, T] b of the rows that `find_shift` moved, at the tokens that it is of."""
+    costs = np.nan_to_num(row_means(grid.cost()))
+    off = costs > MIN_OFF_NATS
+    moved = grid.moved(lag)
+    return np.where(off[:, None], moved, grid.b) if off.sum() >= MIN_PAIRED_ROWS else moved
