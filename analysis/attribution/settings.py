@@ -19,6 +19,7 @@ _OPTIMIZER = {
 """One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
 
 _SUSPECTS = (
+    ("length", ("length_bonus", "length_penalty", "length_reward", "len_penalty", "len_bonus", "overlong", "token_cost")),
     ("entropy", ("entropy", "ent", "ent_coef")),
     ("reference", ("kl", "ref", "reference", "beta")),
     ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit")),

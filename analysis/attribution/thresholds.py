@@ -36,6 +36,8 @@ begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/colla
 CUT_SHARE = 0.1
 """Least share of the responses before that are longer than any since, and of those since that end at the longest length,
 from which responses are cut off."""
+TOGETHER_SD = 3.5
+"""Standard deviations, root of the sum of squares, from which prompts of which several things shift at one step are other ones."""
 OF_NO_SCATTER = 10.0
 """Standard deviations from which a change of what a run is given is one that somebody made."""
 NEW_PROMPTS = 0.2

@@ -27,6 +27,7 @@ from tim_trace.analysis.attribution.rollouts import (
     Rollouts,
     repeated_responses,
 )
+from tim_trace.analysis.attribution.settings import suspect_of
 from tim_trace.analysis.attribution.staleness import StaleWeights, read_stale_weights
 from tim_trace.analysis.attribution.suspect import SUSPECTS, Suspect
 from tim_trace.analysis.attribution.suspects.timing import order
@@ -224,8 +225,29 @@ def _new_prompts(moved):
     return next(iter(codes(data.data(facts(near=near)).evidence)))
 
 
-def _rescaled(factor):
-    return codes(advantages._changed(facts(near=(given_change("advantage_scale", "advantages", 1.0, factor),))))
+def _rescaled(factor, own=None):
+    """The scale beside the rewards changes by a factor, and the advantages' own size by `own`, the same if None."""
+    signs = np.where(np.arange(100) % 2, 1.0, -1.0)
+    rows = rows_of_steps(advantage=signs * np.where(STEPS >= 59, factor if own is None else own, 1.0))
+    near = (given_change("advantage_scale", "advantages", 1.0, factor),)
+    return codes(advantages._changed(facts(near=near, rollouts=rows)))
+
+
+def _prompts_together(size, *, second=0.0, apart=0, width=1):
+    near = (
+        given_change("prompt_shift", "prompts", 0.1, 0.2, size_in_sd=size, low=59 - width, high=59),
+        given_change(
+            "prompt_length",
+            "prompts",
+            10.0,
+            12.0,
+            size_in_sd=second,
+            low=59 + apart - width,
+            high=59 + apart,
+            step=59 + apart,
+        ),
+    )
+    return next(iter(codes(data.data(facts(near=near)).evidence)))
 
 
 def _clear(size_in_sd):
@@ -309,6 +331,8 @@ TABLE = [
     )),
     ("NEW_PROMPTS", _new_prompts, 0.2, ("prompts_steady", "prompts_changed")),
     ("RESCALED", _rescaled, 3.0, ({"advantages_steady": -MEDIUM}, {"advantages_changed": CERTAIN})),
+    ("RESCALED", lambda own: _rescaled(9.0, own), 3.0, ({"advantages_steady": -MEDIUM}, {"advantages_changed": CERTAIN})),
+    ("TOGETHER_SD", lambda size: _prompts_together(size, second=0.0), 3.5, ("prompts_steady", "prompts_changed")),
     ("CLEAR_SD", _clear, 4.0, (0, 1)),
     ("OF_NO_SCATTER", _worth, 10.0, (DECISIVE, CERTAIN)),
     ("UNEQUAL", _rows, 0.01, ({"rewards_in_their_rows": -MEDIUM}, {"rewards_in_other_rows": CERTAIN})),
@@ -374,7 +398,27 @@ def test_advantages_follow_rewards_from_a_correlation_on(monkeypatch, is_alone, 
     related(monkeypatch, pairing, by_group=correlation)
     given = facts()
     given.rollouts.is_alone = is_alone
-    assert list(codes(pairing._advantages(given))) == codes_
+    assert codes(pairing._advantages(given)) == dict.fromkeys(codes_, STRONG if is_alone else CERTAIN)
+
+
+@pytest.mark.parametrize(
+    ("size", "second", "apart", "width", "code"),
+    [
+        (2.5, 2.5, 0, 3, "prompts_changed"), (2.5, 2.4, 0, 1, "prompts_steady"), (2.5, 2.5, 1, 1, "prompts_changed"),
+        (2.5, 2.5, 2, 1, "prompts_steady"), (2.5, 2.5, 0, 4, "prompts_steady"),
+    ],
+)  # fmt: skip
+def test_prompts_of_which_two_things_shift_at_once_are_other_ones(size, second, apart, width, code):
+    assert _prompts_together(size, second=second, apart=apart, width=width) == code
+
+
+@pytest.mark.parametrize(
+    "name", ["length_bonus", "reward.length_bonus", "rewards/overlong_penalty", "len_penalty_coef"]
+)
+def test_settings_that_pay_for_length_belong_to_it(name):
+    assert suspect_of(name) == "length"
+    near = (set_at(name, 60, 0.0, -1.2),)
+    assert codes(length.length(facts(near=near, settings={name: 0.0})).evidence)["setting_changed"] == CERTAIN
 
 
 @pytest.mark.parametrize(
@@ -565,7 +609,7 @@ STUCK = StaleWeights(steps=3, left=0.9, num_pairs=99, farthest=64)
     [
         (None, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step_without_lag": -MEDIUM}, {}),
         (0.5, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step": -MEDIUM}, {}),
-        (0.99, {"mismatch": run_mismatch(), "stale_weights": STALE}, {"stale_weights_match": DECISIVE + 2.5}, {"explained_by_stale_weights": -STRONG}),
+        (0.99, {"mismatch": run_mismatch(), "stale_weights": STALE}, {"stale_weights_match": CERTAIN + 2.5}, {"explained_by_stale_weights": -DECISIVE}),
         (1.0, {"mismatch": run_mismatch(), "stale_weights": STALE}, {}, {"explained_by_declared_lag": -STRONG}),
         (1.0, {"mismatch": run_mismatch(first=1.0)}, {"mismatch_at_first_step": -MEDIUM}, {}),
         (None, {"mismatch": run_mismatch(), "stale_weights": STUCK}, {"stale_weights_excluded": -STRONG}, {}),

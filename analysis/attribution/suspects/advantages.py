@@ -12,7 +12,7 @@ from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import COMPUTE_ADVANTAGES
-from ..rollouts import relation
+from ..rollouts import Rollouts, relation
 from ..suspect import Suspect
 from .changed import changed, holds, settings, worth
 
@@ -64,7 +64,8 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
     """Whether a change of the advantages is one that rewards do not make."""
     before, after = float(change.before), float(change.after)
     if change.series == "advantage_scale":
-        return abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
+        is_other = abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
+        return is_other and _is_rescaled(facts, change.step)
     if change.series == "advantage_mean":
         return _is_far(change, facts) or (change.shape == "shift" and _is_baseline(facts, change.step))
     return False
@@ -77,9 +78,23 @@ def _is_far(change: RecordedChange, facts: Facts) -> bool:
     return is_abnormal and abs(float(change.after)) > t.RESCALED * max(spread, 1e-12)
 
 
+def _is_rescaled(facts: Facts, step: int) -> bool:
+    """Whether the advantages themselves have another size: of normalised ones the scale beside the rewards moves as rewards do."""
+    before, since = (part.advantage for part in _beside(facts, step))
+    sizes = [float(np.nanstd(part)) if len(part) else math.nan for part in (before, since)]
+    if not all(map(math.isfinite, sizes)):
+        return False
+    return abs(math.log(max(sizes[1], 1e-12) / max(sizes[0], 1e-12))) > math.log(t.RESCALED)
+
+
+def _beside(facts: Facts, step: int) -> tuple[Rollouts, Rollouts]:
+    """The sequences of five steps before a step and of five from it on."""
+    return facts.rollouts.until(step - 1).since(step - 5), facts.rollouts.since(step).until(step + 4)
+
+
 def _is_baseline(facts: Facts, step: int) -> bool:
     """Whether the mean advantage moves by more than its scatter, and not as the reward does, which a slow baseline follows."""
-    before, since = facts.rollouts.until(step - 1).since(step - 5), facts.rollouts.since(step).until(step + 4)
+    before, since = _beside(facts, step)
     if not len(before.step) or not len(since.step):
         return False
     moved = float(np.nanmean(since.advantage) - np.nanmean(before.advantage))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ...dynamics.conditions import PROMPTS
 from ...dynamics.recorded import RecordedChange
 from .. import thresholds as t
@@ -16,6 +18,7 @@ def data(facts: Facts) -> Suspect:
     """The evidence for a shift of the prompts as the cause."""
     shifted = [change for change in facts.clear(PROMPTS) if change.shape != "ramp" and _is_material(change)]
     evidence = [Evidence(code="prompts_steady", points=-t.STRONG)]
+    shifted = shifted or _together(facts)
     if shifted:
         evidence = [changed("prompts_changed", shifted[0], worth(facts, shifted[0]))]
     return Suspect(
@@ -23,6 +26,19 @@ def data(facts: Facts) -> Suspect:
         evidence=(*evidence, *settings(facts, "data"), *holds(facts, t.MEDIUM), t.prior("data")),
         next=EVALUATE_OLD_PROMPTS,
     )
+
+
+def _together(facts: Facts) -> list[RecordedChange]:
+    """Prompts of which several things shift at one step: each less than clearly, together more than scatter makes them."""
+    sudden = [
+        change for change in facts.near
+        if change.kind == PROMPTS and change.shape == "shift" and change.high - change.low <= t.SUDDEN and _is_material(change)
+    ]  # fmt: skip
+    for first in sudden:
+        beside = [change for change in sudden if abs(change.step - first.step) <= 1]
+        if len(beside) > 1 and math.hypot(*(change.size_in_sd or 0.0 for change in beside)) >= t.TOGETHER_SD:
+            return sorted(beside, key=lambda change: -abs(change.size_in_sd or 0.0))
+    return []
 
 
 def _is_material(change: RecordedChange) -> bool:

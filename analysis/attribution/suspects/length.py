@@ -11,7 +11,7 @@ from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import query_lengths
 from ..suspect import Suspect
-from .changed import holds, of_changed
+from .changed import holds, of_changed, settings
 from .timing import AFTER, order
 
 
@@ -22,6 +22,7 @@ def length(facts: Facts) -> Suspect:
         evidence=(
             *_moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES),
             *_pays(facts),
+            *settings(facts, "length"),
             *holds(facts, -t.MEDIUM),
             t.prior("length"),
         ),

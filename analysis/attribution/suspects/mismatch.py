@@ -116,7 +116,7 @@ def _lag(facts: Facts) -> list[Evidence]:
     if is_declared_fresh(facts):
         return []
     if lag < 1 and stale is not None and stale.explains:
-        return [Evidence(code="explained_by_stale_weights", values=stale.values, points=-t.STRONG)]
+        return [Evidence(code="explained_by_stale_weights", values=stale.values, points=-t.DECISIVE)]
     if lag >= 1 and facts.mismatch.begins != FROM_START:
         return [Evidence(code="explained_by_declared_lag", values={"lag": lag}, points=-t.STRONG)]
     if lag < 1 and kind(facts) == "stale_weights":

@@ -49,7 +49,9 @@ def _advantages(facts: Facts) -> list[Evidence]:
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []
-    return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=t.CERTAIN)]
+    # What a critic leaves of a reward need not follow it, once the policy is another one.
+    points = t.STRONG if facts.rollouts.is_alone else t.CERTAIN
+    return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]
 
 
 def _logprobs(facts: Facts) -> list[Evidence]:

@@ -42,7 +42,7 @@ def _measured(facts: Facts, lag: float) -> list[Evidence]:
         return []
     if stale is not None and lag < 1:
         if stale.explains:
-            return [Evidence(code="stale_weights_match", values=stale.values, points=t.DECISIVE + of_size)]
+            return [Evidence(code="stale_weights_match", values=stale.values, points=t.CERTAIN + of_size)]
         if stale.is_excluded:
             values = {"max_distance": stale.farthest, "left_share": stale.left}
             return [Evidence(code="stale_weights_excluded", values=values, points=-t.STRONG)]
