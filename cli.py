@@ -73,9 +73,8 @@ class _Failure(click.ClickException):
 
     def __init__(self, error: TimTraceError, options: Collection[str]):
         """`options` are those of the command."""
-        told = _told(error)
-        option = "--" + told.partition(":")[0].replace("_", "-")
-        super().__init__(option + told[len(option) - 2 :] if option in options else told)
+        flag = "" if error.option is None else "--" + error.option.replace("_", "-")
+        super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
@@ -1129,9 +1128,9 @@ def _one_line(sentence: str) -> str:
     return printable(sentence if len(sentence) <= _MOST_TOLD else f"{sentence[:_MOST_TOLD]} ...")
 
 
-def _told(error: TimTraceError) -> str:
-    """An error in one line; DuckDB's own words about a query in several, of which those after the first are indented."""
-    first, *others = str(error)[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [str(error)]
+def _told(error: TimTraceError, text: str) -> str:
+    """A text of an error in one line; DuckDB's words about a query in several, those after the first indented."""
+    first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 

@@ -45,7 +45,7 @@ def options_of(framework: Framework) -> dict[str, Any]:
 def check_choice(framework: str, option: str, value: str | None, choices: tuple[str, ...]) -> None:
     """Raise InvalidOption for a value that is none of the choices; None is one."""
     if value is not None and value not in choices:
-        raise InvalidOption(f"{option}: got {value!r}; {framework} has {', '.join(choices)}")
+        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
 
 
 def literal(value: Any) -> str:

@@ -48,7 +48,7 @@ class NemoRl:
     def __post_init__(self) -> None:
         check_choice("nemo-rl", "reference_policy_kl_type", self.reference_policy_kl_type, ("k1", "k2", "k3"))
         if self.train_micro_batch_size < 1:
-            raise InvalidOption(f"train_micro_batch_size: got {self.train_micro_batch_size}; it is 1 or more")
+            raise InvalidOption(f"got {self.train_micro_batch_size}; it is 1 or more", option="train_micro_batch_size")
         kind = self.truncated_importance_sampling_type
         check_choice("nemo-rl", "truncated_importance_sampling_type", kind, TRUNCATIONS)
         lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
@@ -66,19 +66,20 @@ class NemoRl:
             )
         if lower is not None and upper is not None and lower > upper:
             raise InvalidOption(
-                f"truncated_importance_sampling_ratio_min: got {lower:g}; it is at most the ratio, {upper:g}"
+                f"got {lower:g}; it is at most the ratio, {upper:g}", option="truncated_importance_sampling_ratio_min"
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
         if self.seq_logprob_error_threshold is not None and self._mixes_micro_batches:
             raise InvalidOption(
-                "seq_logprob_error_threshold: with it the mean of sequences' ratios depends on which sequences shared a "
-                "micro-batch, which no trace tells; leave train_micro_batch_size away"
+                "with it the mean of sequences' ratios depends on which sequences shared a "
+                "micro-batch, which no trace tells; leave train_micro_batch_size away",
+                option="seq_logprob_error_threshold",
             )
         for name in ("seq_logprob_error_threshold", "ratio_clip_min", "ratio_clip_max"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
 
     @property
     def _mixes_micro_batches(self) -> bool:

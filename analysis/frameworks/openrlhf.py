@@ -32,7 +32,7 @@ class OpenRlhf:
     def __post_init__(self) -> None:
         check_choice("openrlhf", "policy_loss_type", self.policy_loss_type, ("ppo", "gspo"))
         if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
-            raise InvalidOption(f"eps_clip_low_high: got {self.eps_clip_low_high}; give two numbers from 0 on")
+            raise InvalidOption(f"got {self.eps_clip_low_high}; give two numbers from 0 on", option="eps_clip_low_high")
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("openrlhf", pair, by, **options_of(self)))

@@ -31,7 +31,7 @@ class PrimeRl:
     def __post_init__(self) -> None:
         for name, value in options_of(self).items():
             if value is not None and value < 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a difference of probabilities from 0 on")
+                raise InvalidOption(f"got {value:g}; give a difference of probabilities from 0 on", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("prime_rl", pair, by, **options_of(self)))

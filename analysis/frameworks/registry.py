@@ -48,7 +48,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
     own = options_of(name)
     for key, value in given.items():
         if key not in own and value is not False:
-            raise InvalidOption(f"{key}: {name} has no such option; {_whose(key)}")
+            raise InvalidOption(f"{name} has no such option; {_whose(key)}", option=key)
     chosen = {key: value for key, value in given.items() if key in own}
     check_arguments(FRAMEWORKS[name], chosen, name=name)
     return FRAMEWORKS[name](**chosen)
@@ -58,13 +58,13 @@ def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
     for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"{key}: without a framework there is none; {_whose(key)}")
+            raise InvalidOption(f"without a framework there is none; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
     """Raise InvalidOption for a framework that there is not."""
     if name not in FRAMEWORKS:
-        raise InvalidOption(f"like: got {name!r}; use {', '.join(FRAMEWORKS)}")
+        raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
 
 
 def options_of(name: str) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class Slime:
     def __post_init__(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"tis_clip_low: got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}"
+                f"got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}", option="tis_clip_low"
             )
         check_choice("slime", "tis_level", self.tis_level, LEVELS)
         check_choice("slime", "tis_mode", self.tis_mode, MODES)
@@ -86,22 +86,25 @@ class Slime:
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                f"tis_batch_normalize: slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}"
+                f"slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}",
+                option="tis_batch_normalize",
             )
 
     def _check_bounds(self) -> None:
         """Raise InvalidOption for bounds that slime's assertions would stop at."""
         if self.tis_upper_bound <= 0:
-            raise InvalidOption(f"tis_upper_bound: got {self.tis_upper_bound:g}; give a number above 0")
+            raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
-            raise InvalidOption(f"tis_lower_bound: got {tis_lower:g}; it lies below tis_upper_bound")
+            raise InvalidOption(f"got {tis_lower:g}; it lies below tis_upper_bound", option="tis_lower_bound")
         lower = tis_lower if self.rs_lower_bound is None else self.rs_lower_bound
         upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
         if self.use_tis and self.use_rs and not lower < upper:
-            raise InvalidOption(f"rs_lower_bound: got {lower:g}; it lies below rs_upper_bound, {upper:g}")
+            raise InvalidOption(f"got {lower:g}; it lies below rs_upper_bound, {upper:g}", option="rs_lower_bound")
         if self.rs_veto_threshold < 0:
-            raise InvalidOption(f"rs_veto_threshold: got {self.rs_veto_threshold:g}; give a ratio, or 0 for none")
+            raise InvalidOption(
+                f"got {self.rs_veto_threshold:g}; give a ratio, or 0 for none", option="rs_veto_threshold"
+            )
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("slime", pair, by, **options_of(self)))

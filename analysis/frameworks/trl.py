@@ -58,29 +58,31 @@ class Trl:
         check_choice("trl", "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
-            raise InvalidOption(f"vllm_importance_sampling_clip_min: got {lower:g}; it lies below clip_max, {upper:g}")
+            raise InvalidOption(
+                f"got {lower:g}; it lies below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+            )
         check_choice("trl", "trainer", self.trainer, ("grpo", "rloo"))
         check_choice("trl", "loss_type", self.loss_type, LOSS_TYPES)
         check_choice("trl", "importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         for name in ("epsilon", "epsilon_high", "delta"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
         if self.logging_steps is not None and self.logging_steps < 1:
-            raise InvalidOption(f"logging_steps: got {self.logging_steps}; give 1 or more steps")
+            raise InvalidOption(f"got {self.logging_steps}; give 1 or more steps", option="logging_steps")
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption(f"{name}: TRL's RLOO trainer has none; it belongs to trainer grpo")
+                    raise InvalidOption("TRL's RLOO trainer has none; it belongs to trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         options = options_of(self)
         if by == "run":
             if self.logging_steps is not None:
                 raise InvalidOption(
-                    f"logging_steps: a row of a whole run is no log of TRL's; use {option('by', 'step')}"
+                    f"a row of a whole run is no log of TRL's; use {option('by', 'step')}", option="logging_steps"
                 )
             options = {name: value for name, value in options.items() if not name.startswith("logging_")}
         # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.

@@ -121,11 +121,13 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"rollout_rs_threshold: got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many"
+            f"got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many", option="rollout_rs_threshold"
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
         if "_" in bound and not option.endswith("k1"):
-            raise InvalidOption(f"rollout_rs_threshold: got {bound!r} for {option}; give it a single upper bound")
+            raise InvalidOption(
+                f"got {bound!r} for {option}; give it a single upper bound", option="rollout_rs_threshold"
+            )
         _check_bounds("rollout_rs_threshold", bound)
 
 
@@ -136,4 +138,4 @@ def _check_bounds(option: str, text: str) -> None:
     except ValueError:
         bounds = []
     if not bounds or not all(bound > 0 for bound in bounds) or bounds != sorted(bounds):
-        raise InvalidOption(f"{option}: got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0")
+        raise InvalidOption(f"got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0", option=option)

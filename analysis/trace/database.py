@@ -391,7 +391,7 @@ def sql_file(name: str) -> str:
 def _urls(traces: Traces) -> list[str]:
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
-        raise InvalidOption("traces: got none; name one folder or several")
+        raise InvalidOption("got none; name one folder or several", option="traces")
     return urls
 
 
