@@ -273,14 +273,33 @@ def test_a_table_keeps_what_has_no_common_type_and_names_that_come_twice():
     assert Rows(("a",), []).arrow().num_rows == 0
 
 
-def test_a_table_goes_to_polars_or_says_how_to_install_it(trace, monkeypatch):
+def test_a_table_goes_to_polars_value_by_value(trace):
+    import polars
+
+    rows = tim_trace.sql(
+        trace,
+        "SELECT step, seq_id, reward, response_ids, response_mask, finish_reason FROM sequences ORDER BY step, seq_id",
+    )
+    frame = rows.pl()
+    assert isinstance(frame, polars.DataFrame)
+    assert frame.columns == list(rows.columns)
+    assert frame.rows() == [tuple(row.values()) for row in rows.dicts()]
+    assert frame.schema["response_ids"] == polars.List(polars.Int64)
+    assert frame["response_mask"].null_count() == len(rows)
+    measured = tim_trace.stats(trace, by="step")
+    assert measured.pl().to_dicts() == measured.dicts()
+
+
+def test_an_empty_table_goes_to_polars_with_its_columns(trace):
+    frame = tim_trace.sql(trace, "SELECT step, reward FROM sequences WHERE step < 0").pl()
+    assert (frame.columns, frame.height) == (["step", "reward"], 0)
+
+
+def test_without_polars_the_error_says_how_to_install_it(trace, monkeypatch):
     rows = tim_trace.stats(trace)
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(NotInstalled, match="pl: needs polars, which is not installed; pip install polars"):
         rows.pl()
-    monkeypatch.undo()
-    polars = pytest.importorskip("polars")
-    assert isinstance(rows.pl(), polars.DataFrame)
 
 
 def test_text_of_a_trace_is_no_markup_in_a_notebook():
