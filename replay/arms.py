@@ -82,18 +82,18 @@ class Arm:
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)
-        _one_of("prefix-caching", self.prefix_caching, ("on", "off"))
+        _one_of("prefix_caching", self.prefix_caching, ("on", "off"))
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("quantize", self.quantize, QUANTIZATIONS)
-        _one_of("lm-head", self.lm_head, ("fp32",))
-        _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
+        _one_of("lm_head", self.lm_head, ("fp32",))
+        _one_of("logits_dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("padding", self.padding, PADDINGS)
         _one_of("routing", self.routing, ROUTINGS)
-        _one_of("kv-dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
             raise InvalidOption(f"got {self.mode!r}; use prefill, decode or chunked:N", option="mode")
-        for name, value in (("batch-size", self.batch_size), ("threads", self.threads)):
+        for name, value in (("batch_size", self.batch_size), ("threads", self.threads)):
             if value is not None and value < 1:
                 raise InvalidOption(f"got {value}; use 1 or more", option=name)
         self._check_engine()
@@ -108,7 +108,7 @@ class Arm:
             object.__setattr__(self, "name", self._made_name())
 
     def _check_engine(self) -> None:
-        wrong = [name.replace("_", "-") for name in _NOT_OF[self.engine] if getattr(self, name)]
+        wrong = [name for name in _NOT_OF[self.engine] if getattr(self, name)]
         if wrong and self.engine == "hf":
             raise InvalidOption(f"is vLLM's; add {option('engine', 'vllm')}", option=wrong[0])
         if wrong:
