@@ -7,6 +7,7 @@
 # make bench   the benchmarks, as ratios within one run
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
+# make outputs  run the commands whose output README.md and docs/ show on both demos, and write it anew
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,7 +41,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse test test-all lint stress bench fuzz docs clean
+.PHONY: demo demo-collapse test test-all lint stress bench fuzz docs outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -59,6 +60,9 @@ demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 
 runs/demo/trace.json:
 	$(MAKE) demo
+
+runs/demo-collapse/trace.json:
+	$(MAKE) demo-collapse
 
 test: lint
 	$(PYTEST) -m "not slow"
@@ -85,6 +89,9 @@ fuzz: $(VENV)/test-installed
 
 docs: $(VENV)/test-installed
 	"$(BIN)/python" docs/generate.py
+
+outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json
+	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse
 
 clean:
 	rm -rf "$(VENV)" runs

@@ -11,16 +11,16 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
 
 from . import __version__
-from .analysis.frameworks.registry import FRAMEWORKS
+from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
@@ -73,9 +73,8 @@ class _Failure(click.ClickException):
 
     def __init__(self, error: TimTraceError, options: Collection[str]):
         """`options` are those of the command."""
-        told = _told(error)
-        option = "--" + told.partition(":")[0].replace("_", "-")
-        super().__init__(option + told[len(option) - 2 :] if option in options else told)
+        flag = "" if error.option is None else "--" + error.option.replace("_", "-")
+        super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
 
 
@@ -140,7 +139,9 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except TimTraceError as error:
             command = self.commands.get(ctx.invoked_subcommand or "")
-            failure = _Failure(error, [] if command is None else [name for p in command.params for name in p.opts])
+            failure = _Failure(
+                error, [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
+            )
             _let_go(error)
         raise failure from None
 
@@ -151,28 +152,51 @@ class Commands(click.Group):
                 formatter.write_dl([(f"{name:<{width}}", purpose) for name, purpose in purposes.items()])
 
 
-class _GroupedOptions(click.Command):
-    """A command whose `--help` lists options that begin with a framework's name in a section of their own."""
+class _FrameworkOption(click.Option):
+    """An option of one framework, or of several that have one of this name: not given unless the command line says so."""
+
+    def __init__(self, declared: DeclaredOption):
+        self.declared = [declared]
+        flag, types = declared.name.replace("_", "-"), get_args(declared.type)
+        is_switch, is_on = declared.type is bool, declared.default is True
+        super().__init__(
+            [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
+            is_flag=is_switch,
+            default=False if is_switch and not is_on else None,
+            type=click.Choice(declared.choices) if declared.choices else types or declared.type,
+            metavar=declared.metavar,
+        )
+
+
+class _OfFrameworks(click.Command):
+    """A command that takes the options of every framework; its `--help` lists those of each in a section."""
+
+    _options: Mapping[str, _FrameworkOption] | None = None
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        if self._options is None:  # not before the command runs: frameworks' modules import DuckDB
+            options: dict[str, _FrameworkOption] = {}
+            for declared in declared_options():
+                if declared.name in options:
+                    options[declared.name].declared.append(declared)
+                else:
+                    options[declared.name] = _FrameworkOption(declared)
+            self._options = options
+        return [*super().get_params(ctx), *self._options.values()]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
-            if record is not None:
-                owner, _, purpose = record[1].partition(": ")
-                framework = owner.removesuffix(_IN_MIS)
-                if framework in _FRAMEWORKS:
-                    told = purpose[0].upper() + purpose[1:] + (" (mis.py)" if owner != framework else "")
-                    sections.setdefault(f"with --like {framework}", []).append((record[0], told))
-                else:
-                    sections["Options"].append(record)
+            if isinstance(option, _FrameworkOption) and record is not None:
+                for declared in option.declared:
+                    title = f"with --like {declared.framework}"
+                    sections.setdefault(title, []).append((record[0], declared.help))
+            elif record is not None:
+                sections["Options"].append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
-
-
-_IN_MIS = ", mis.py"
-_FRAMEWORKS = tuple(FRAMEWORKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,7 +475,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     "tim-trace stats runs/demo --by step\n"
     "tim-trace stats runs/demo --like verl --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.99_1.01"
 )
-@main.command(cls=_GroupedOptions)
+@main.command(cls=_OfFrameworks)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
@@ -463,77 +487,9 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     help="What a row stands for; layer: of router choices.",
 )
 @click.option(
-    "--like", type=click.Choice(_FRAMEWORKS),
+    "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own numbers, by its own definitions; its own options are below.",
 )  # fmt: skip
-@click.option("--rollout-is", type=click.Choice(["token", "sequence"]), help="verl: importance-sampling weights.")
-@click.option(
-    "--rollout-is-threshold", metavar="UPPER|LOWER_UPPER", help="verl: cut weights (TIS; 2.0) or mask them (IcePop)."
-)
-@click.option("--rollout-is-batch-normalize", is_flag=True, default=False, help="verl: weights of mean 1.")
-@click.option("--rollout-rs", metavar="OPTION,...", help="verl: rejections, as token_k1,seq_mean_k3.")
-@click.option(
-    "--rollout-rs-threshold",
-    metavar="BOUND,...",
-    help="verl: one for all or one each; k1's lie on 1 / rho, as 0.5_2.0.",
-)
-@click.option(
-    "--vllm-importance-sampling-mode", metavar="MODE",
-    help="trl: token_truncate, token_mask, sequence_truncate or sequence_mask (which is the default).",
-)  # fmt: skip
-@click.option("--vllm-importance-sampling-clip-max", type=float, metavar="C", help="trl: upper bound (3.0).")
-@click.option("--vllm-importance-sampling-clip-min", type=float, metavar="C", help="trl: lower bound.")
-@click.option("--trainer", metavar="grpo|rloo", help="trl: whose loss clips (grpo).")
-@click.option("--loss-type", metavar="TYPE", help="trl: dapo (which is the default), cispo and its others.")
-@click.option("--importance-sampling-level", metavar="token|sequence", help="trl: ratios of the loss (token).")
-@click.option("--epsilon", type=float, metavar="E", help="trl: ratios are clipped below 1 - E (0.2).")
-@click.option("--epsilon-high", type=float, metavar="E", help="trl: and above 1 + E, of cispo above E (epsilon).")
-@click.option("--delta", type=float, metavar="C", help="trl: largest ratio of the loss.")
-@click.option("--off-policy-mask-threshold", type=float, metavar="D", help="trl: drop sequences that lie further off.")
-@click.option("--logging-steps", type=int, metavar="N", help="trl: rows as TRL logs them, means over N steps.")
-@click.option("--logging-first-step", is_flag=True, default=False, help="trl: the first step has a log of its own.")
-@click.option("--tis-clip", type=float, metavar="C", help="slime: upper bound (2.0).")
-@click.option("--tis-clip-low", type=float, metavar="C", help="slime: lower bound (0).")
-@click.option("--calculate-per-token-loss", is_flag=True, default=False, help="slime: means over tokens.")
-@click.option("--use-tis", is_flag=True, default=False, help="slime: weights and rejections of its example's mis.py.")
-@click.option("--tis-level", metavar="token|sequence|geometric", help="slime, mis.py: what a weight is of (token).")
-@click.option("--tis-mode", metavar="truncate|clip|mask", help="slime, mis.py: what bounds do to weights (truncate).")
-@click.option("--tis-lower-bound", type=float, metavar="C", help="slime, mis.py: 1 / upper, if not given.")
-@click.option("--tis-upper-bound", type=float, metavar="C", help="slime, mis.py: upper bound of weights (2.0).")
-@click.option(
-    "--tis-batch-normalize/--no-tis-batch-normalize", default=None, help="slime, mis.py: weights of mean 1 (on)."
-)
-@click.option("--use-rs/--no-use-rs", default=None, help="slime, mis.py: reject by weights (on).")
-@click.option("--rs-level", metavar="token|sequence|geometric", help="slime, mis.py: what these are of (token).")
-@click.option("--rs-lower-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
-@click.option("--rs-upper-bound", type=float, metavar="C", help="slime, mis.py: that of weights, if not given.")
-@click.option(
-    "--rs-veto-threshold", type=float, metavar="C", help="slime, mis.py: no token's ratio lies below (1e-4; 0: none)."
-)
-@click.option("--reference-policy-kl-type", metavar="k1|k2|k3", help="nemo-rl: estimator of the two KL errors (k3).")
-@click.option("--sequence-level-importance-ratios", is_flag=True, default=False, help="nemo-rl: ratios of sequences.")
-@click.option("--truncated-importance-sampling-type", metavar="tis|icepop|seq-mask-tis", help="nemo-rl: truncation.")
-@click.option("--truncated-importance-sampling-ratio", type=float, metavar="C", help="nemo-rl: its upper bound.")
-@click.option("--truncated-importance-sampling-ratio-min", type=float, metavar="C", help="nemo-rl: its lower bound.")
-@click.option(
-    "--train-micro-batch-size",
-    type=int,
-    metavar="N",
-    help="nemo-rl: which multiplies the mean of sequences' ratios (1).",
-)
-@click.option("--seq-logprob-error-threshold", type=float, metavar="C", help="nemo-rl: mask sequences above it.")
-@click.option("--ratio-clip-min", type=float, metavar="E", help="nemo-rl: ratios are at least 1 - E (0.2).")
-@click.option("--ratio-clip-max", type=float, metavar="E", help="nemo-rl: ratios are at most 1 + E (0.2).")
-@click.option("--disable-ppo-ratio", is_flag=True, default=False, help="nemo-rl: logprobs in place of ratios.")
-@click.option("--dppo-mask-low", type=float, metavar="P", help="prime-rl: largest fall of a probability (0.2).")
-@click.option("--dppo-mask-high", type=float, metavar="P", help="prime-rl: largest rise of a probability (0.2).")
-@click.option("--ipo-threshold", type=float, metavar="P", help="prime-rl: the loss ipo, and its bound.")
-@click.option("--policy-loss-type", metavar="ppo|gspo", help="openrlhf: ratios of tokens or of sequences (ppo).")
-@click.option(
-    "--eps-clip-low-high", type=(float, float), default=None, metavar="E E",
-    help="openrlhf: ratios are clipped to 1 - E and 1 + E (0.2 0.2).",
-)  # fmt: skip
-@click.option("--is-correction-enable", is_flag=True, default=False, help="openrlhf: gspo's ratios to the rollout.")
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
@@ -1133,9 +1089,9 @@ def _one_line(sentence: str) -> str:
     return printable(sentence if len(sentence) <= _MOST_TOLD else f"{sentence[:_MOST_TOLD]} ...")
 
 
-def _told(error: TimTraceError) -> str:
-    """An error in one line; DuckDB's own words about a query in several, of which those after the first are indented."""
-    first, *others = str(error)[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [str(error)]
+def _told(error: TimTraceError, text: str) -> str:
+    """A text of an error in one line; DuckDB's words about a query in several, those after the first indented."""
+    first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 
 

@@ -50,7 +50,7 @@ def corrections(
     """
     names = parse_pair(pair)
     if by not in BY:
-        raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
+        raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
     database = opened(traces, steps)
     database.define_corrections(rules)
@@ -66,9 +66,9 @@ def _rules(
 ) -> list[Correction]:
     for option, value in (("token-threshold", token_threshold), ("sequence-threshold", sequence_threshold)):
         if not value > 0:
-            raise InvalidOption(f"{option}: got {value}; give a ratio above 0, as 2")
+            raise InvalidOption(f"got {value}; give a ratio above 0, as 2", option=option)
     if not veto >= 0:
-        raise InvalidOption(f"veto: got {veto}; give a ratio of at least 0, as 1e-4")
+        raise InvalidOption(f"got {veto}; give a ratio of at least 0, as 1e-4", option="veto")
     return published(
         *names,
         token_threshold=token_threshold,
@@ -87,7 +87,7 @@ def _bounds(option: str, text: str) -> tuple[float, float]:
     except ValueError:
         bounds = (0.0, 0.0)
     if not 0 < bounds[0] <= bounds[1]:
-        raise InvalidOption(f"{option}: got {text!r}; write two ratios above 0 as low_high, as 0.5_5.0")
+        raise InvalidOption(f"got {text!r}; write two ratios above 0 as low_high, as 0.5_5.0", option=option)
     return bounds
 
 

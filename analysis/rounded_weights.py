@@ -21,7 +21,7 @@ from ..tracer.weights.reader import Tensor, WeightReader
 def torch_name(dtype: str) -> str:
     """torch's name of a dtype as `--dtype` takes it. Raises InvalidOption."""
     if dtype not in ("fp32", "bf16", "fp16"):
-        raise InvalidOption(f"dtype: got {dtype!r}; use fp32, bf16 or fp16")
+        raise InvalidOption(f"got {dtype!r}; use fp32, bf16 or fp16", option="dtype")
     return DTYPES[dtype]
 
 

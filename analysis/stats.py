@@ -52,7 +52,7 @@ def stats(
     """
     names = parse_pair(pair)
     if by not in BY:
-        raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
+        raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     database = opened(traces, steps)
     if like is not None:
         return _like(database, names, by, framework_of(like, options))

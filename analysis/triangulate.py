@@ -123,7 +123,7 @@ def triangulate(
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
     if reference not in ("fp64", "fp32"):
-        raise InvalidOption(f"reference: got {reference!r}; use fp64 or fp32")
+        raise InvalidOption(f"got {reference!r}; use fp64 or fp32", option="reference")
     run = RecordedRun(trace, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):

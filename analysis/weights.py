@@ -52,9 +52,9 @@ def weights(
     Raises WeightsMissing when the trace has none, TraceNotFound, NewerTrace.
     """
     if by not in ("version", "module"):
-        raise InvalidOption(f"by: got {by!r}; use version or module")
+        raise InvalidOption(f"got {by!r}; use version or module", option="by")
     if dtype is not None and by == "module":
-        raise InvalidOption(f"dtype: goes with {option('by', 'version')}")
+        raise InvalidOption(f"goes with {option('by', 'version')}", option="dtype")
     reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
         if by == "module":

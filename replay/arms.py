@@ -85,52 +85,54 @@ class Arm:
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)
-        _one_of("prefix-caching", self.prefix_caching, ("on", "off"))
+        _one_of("prefix_caching", self.prefix_caching, ("on", "off"))
         _one_of("dtype", self.dtype, tuple(DTYPES))
         _one_of("quantize", self.quantize, QUANTIZATIONS)
-        _one_of("lm-head", self.lm_head, ("fp32",))
-        _one_of("logits-dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
+        _one_of("lm_head", self.lm_head, ("fp32",))
+        _one_of("logits_dtype", self.logits_dtype, tuple(name for name in DTYPES if name != "tf32"))
         _one_of("attention", self.attention, ATTENTIONS)
         _one_of("padding", self.padding, PADDINGS)
         _one_of("routing", self.routing, ROUTINGS)
         _one_of("adapter", self.adapter, ("off", "merged"))
-        _one_of("kv-dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
-            raise InvalidOption(f"mode: got {self.mode!r}; use prefill, decode or chunked:N")
-        for name, value in (("batch-size", self.batch_size), ("threads", self.threads)):
+            raise InvalidOption(f"got {self.mode!r}; use prefill, decode or chunked:N", option="mode")
+        for name, value in (("batch_size", self.batch_size), ("threads", self.threads)):
             if value is not None and value < 1:
-                raise InvalidOption(f"{name}: got {value}; use 1 or more")
+                raise InvalidOption(f"got {value}; use 1 or more", option=name)
         self._check_engine()
         self._check_together()
         if self.temperature is not None and self.temperature <= 0:
-            raise InvalidOption(f"temperature: got {self.temperature}; use a number above 0")
+            raise InvalidOption(f"got {self.temperature}; use a number above 0", option="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InvalidOption(f"top-p: got {self.top_p}; use a number above 0 and up to 1")
+            raise InvalidOption(f"got {self.top_p}; use a number above 0 and up to 1", option="top_p")
         if self.top_k is not None and self.top_k < 1:
-            raise InvalidOption(f"top-k: got {self.top_k}; use 1 or more")
+            raise InvalidOption(f"got {self.top_k}; use 1 or more", option="top_k")
         if not self.name:
             object.__setattr__(self, "name", self._made_name())
 
     def _check_engine(self) -> None:
-        wrong = [name.replace("_", "-") for name in _NOT_OF[self.engine] if getattr(self, name)]
+        wrong = [name for name in _NOT_OF[self.engine] if getattr(self, name)]
         if wrong and self.engine == "hf":
-            raise InvalidOption(f"{wrong[0]}: is vLLM's; add {option('engine', 'vllm')}")
+            raise InvalidOption(f"is vLLM's; add {option('engine', 'vllm')}", option=wrong[0])
         if wrong:
             others = (*_NOT_OF[self.engine], "name", "engine")
             taken = [field.name.replace("_", "-") for field in fields(self) if field.name not in others]
             whose = "vLLM" if self.engine == "vllm" else f"engine {self.engine}"
             raise InvalidOption(
-                f"{wrong[0]}: {whose} has no such setting here; with {option('engine', self.engine)} use {', '.join(taken)}"
+                f"{whose} has no such setting here; with {option('engine', self.engine)} use {', '.join(taken)}",
+                option=wrong[0],
             )
         if self.engine == "exact" and self.dtype == "tf32":
-            raise InvalidOption("dtype: engine exact has no tf32; use fp64, fp32, bf16 or fp16")
+            raise InvalidOption("engine exact has no tf32; use fp64, fp32, bf16 or fp16", option="dtype")
 
     def _check_together(self) -> None:
         """Refuse changes that exclude each other."""
         prefill = self.mode == "prefill"
         if self.kv_dtype and prefill and self.engine == "hf":
             raise InvalidOption(
-                f"kv-dtype: a prefill reads no cache; add {option('mode', 'decode')} or {option('mode', 'chunked:N')}"
+                f"a prefill reads no cache; add {option('mode', 'decode')} or {option('mode', 'chunked:N')}",
+                option="kv_dtype",
             )
         for name in ("compile", "padding"):
             value = getattr(self, name)
@@ -140,7 +142,7 @@ class Arm:
                 )
         if self.compile and self.routing:
             raise InvalidOption(
-                "compile: routers inside a compiled backbone cannot be forced; replay routing without it"
+                "routers inside a compiled backbone cannot be forced; replay routing without it", option="compile"
             )
         if self.padding == "packed" and self.attention not in PACKABLE:
             raise InvalidOption(
@@ -227,9 +229,10 @@ def _arm(words: Mapping[str, str | None]) -> Arm:
         name = key.replace("-", "_")
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
-                f"arm: got {key if value is None else f'{key}={value}'!r}; write changes as name=value with commas "
+                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value with commas "
                 f"between them, as dtype=fp16,batch-size=1; names: "
-                f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}"
+                f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
+                option="arm",
             )
         values[name] = _typed(name, value, kinds[name])
     return Arm(**values)
@@ -241,9 +244,9 @@ def _typed(name: str, value: str | None, kind: str) -> Any:
             return {None: True, "true": True, "false": False}[value]
         return int(value or "") if kind.startswith("int") else float(value or "") if kind.startswith("float") else value
     except (ValueError, KeyError) as error:
-        raise InvalidOption(f"arm: {name.replace('_', '-')} cannot be {value!r}") from error
+        raise InvalidOption(f"{name.replace('_', '-')} cannot be {value!r}", option="arm") from error
 
 
 def _one_of(name: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise InvalidOption(f"{name}: got {value!r}; use {', '.join(choices)}")
+        raise InvalidOption(f"got {value!r}; use {', '.join(choices)}", option=name)

@@ -78,7 +78,7 @@ def replay(
     """
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
-        raise InvalidOption(f"as-recorded: changes nothing, and {arms[1].name} does; leave one of them out")
+        raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
@@ -110,7 +110,9 @@ def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, c
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidOption(f"arm: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
+        raise InvalidOption(
+            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
+        )
     return arms
 
 

@@ -26,7 +26,9 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
     chosen = select_steps(text, recorded)
     if not chosen:
         span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
-        raise InvalidOption(f"steps: {text!r} names no recorded step{f' of {of}' if of else ''}; recorded: {span}")
+        raise InvalidOption(
+            f"{text!r} names no recorded step{f' of {of}' if of else ''}; recorded: {span}", option="steps"
+        )
     return chosen
 
 
@@ -43,7 +45,7 @@ def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
     except ValueError:
         bounds = []
     if not 1 <= len(bounds) <= 3 or (len(bounds) == 1 and bounds[0] is None):
-        raise InvalidOption(f"steps: got {text!r}; write {FORMS}")
+        raise InvalidOption(f"got {text!r}; write {FORMS}", option="steps")
     if not recorded:
         return set()
     ends = [_from_end(bound, recorded) for bound in bounds[:2]]

@@ -24,13 +24,15 @@ class Capture:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidOption(f"capture: got {self.level!r}; use logprobs, topk:K or logits, or in a replay hidden")
+            raise InvalidOption(
+                f"got {self.level!r}; use logprobs, topk:K or logits, or in a replay hidden", option="capture"
+            )
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(
-                f"capture: got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20"
+                f"got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20", option="capture"
             )
         if not 0.0 <= self.fraction <= 1.0:
-            raise InvalidOption(f"capture fraction: got {self.fraction}; use a share between 0 and 1, as 0.05")
+            raise InvalidOption(f"got {self.fraction}; use a share between 0 and 1, as 0.05", option="capture_fraction")
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
@@ -41,7 +43,7 @@ class Capture:
         """
         level, _, k = text.partition(":")
         if k and not k.isdecimal():
-            raise InvalidOption(f"capture: got {text!r}; write topk:K with a whole number, as topk:20")
+            raise InvalidOption(f"got {text!r}; write topk:K with a whole number, as topk:20", option="capture")
         return cls(level=level, k=int(k) if k else None, fraction=fraction)
 
     def __str__(self) -> str:
@@ -51,7 +53,8 @@ class Capture:
         """Raise InvalidOption for what a recording cannot keep."""
         if self.level == HIDDEN:
             raise InvalidOption(
-                "capture: hidden states are kept by a replay; record with topk:K or logits, or replay with hidden"
+                "hidden states are kept by a replay; record with topk:K or logits, or replay with hidden",
+                option="capture",
             )
 
     @property

@@ -45,9 +45,27 @@ def options(values: Mapping[str, object]) -> str:
 
 
 class TimTraceError(Exception):
-    """A condition that the message explains: what, where, what was found, and the way out."""
+    """A condition that the message explains: what, where, what was found, and the way out.
+
+    >>> error = InvalidOption("got 'hour'; use run or step", option="by")
+    >>> str(error), error.message, error.option
+    ("by: got 'hour'; use run or step", "got 'hour'; use run or step", 'by')
+    """
 
     exit_code = 2
+
+    def __init__(self, *message: object, option: str | None = None):
+        """`option` is the parameter whose value is at fault; None where it is none, or several."""
+        super().__init__(*message)
+        self.option = option
+
+    @property
+    def message(self) -> str:
+        """What is wrong, without the option's name."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return self.message if self.option is None else f"{self.option}: {self.message}"
 
 
 class TraceNotFound(TimTraceError, FileNotFoundError):

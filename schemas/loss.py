@@ -84,16 +84,18 @@ class Loss:
             ("correction", CORRECTIONS),
         ):  # fmt: skip
             if getattr(self, name) not in choices:
-                raise InvalidRecord(f"loss: {name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}")
+                raise InvalidRecord(
+                    f"{name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}", option="loss"
+                )
         if self.kl_level is not None and self.kl_level not in LEVELS:
-            raise InvalidRecord(f"loss: kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}")
+            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
-                f"loss: vespo takes one ratio of a sequence, not of level {self.level}: use {SEQUENCE_SUM}"
+                f"vespo takes one ratio of a sequence, not of level {self.level}: use {SEQUENCE_SUM}", option="loss"
             )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
-                raise InvalidRecord(f"loss: {name} {getattr(self, name)}; give a number above 0")
+                raise InvalidRecord(f"{name} {getattr(self, name)}; give a number above 0", option="loss")
 
     @property
     def has_clip(self) -> bool:
@@ -143,13 +145,13 @@ def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
         name = name.replace("-", "_")
         if name not in kinds or not equals:
             raise InvalidOption(
-                f"loss: got {part!r}; write name=value with commas between them; names: {', '.join(kinds)}"
+                f"got {part!r}; write name=value with commas between them; names: {', '.join(kinds)}", option="loss"
             )
         values[name] = _typed(name, value, kinds[name])
     try:
         return replace(recorded or Loss(), **values)
     except InvalidRecord as error:
-        raise InvalidOption(str(error)) from error
+        raise InvalidOption(error.message, option=error.option) from error
 
 
 def _typed(name: str, value: str, kind: str) -> Any:
@@ -161,7 +163,7 @@ def _typed(name: str, value: str, kind: str) -> Any:
         return value if kind.startswith("str") else int(value) if kind.startswith("int") else float(value)
     except (KeyError, ValueError) as error:
         wanted = "true or false" if kind == "bool" else "a number"
-        raise InvalidOption(f"loss: {name} cannot be {value!r}; it is {wanted}") from error
+        raise InvalidOption(f"{name} cannot be {value!r}; it is {wanted}", option="loss") from error
 
 
 def _own(values: Mapping[str, Any]) -> Loss:

@@ -10,13 +10,13 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[bB]?)\s*")
 
 
-def parse_size(text: str) -> int:
-    """Bytes that a text such as `500MB` or `1.5 GB` names. Raises InvalidOption.
+def parse_size(text: str, *, option: str = "size") -> int:
+    """Bytes that a text such as `500MB` or `1.5 GB` names. Raises InvalidOption for the option that has the text.
 
     >>> parse_size("1.5GB")
     1500000000
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise InvalidOption(f"size: got {text!r}; write a number and B, kB, MB, GB or TB, such as 500MB")
+        raise InvalidOption(f"got {text!r}; write a number and B, kB, MB, GB or TB, such as 500MB", option=option)
     return int(float(match[1]) * _UNITS[match[2].upper().removesuffix("B")])

@@ -1,5 +1,6 @@
 import contextlib
 import re
+import runpy
 import shlex
 import sys
 
@@ -89,3 +90,57 @@ def test_python_in_the_readme_runs(code, tmp_path):
     (tmp_path / "readme.py").write_text(code)
     done = run(sys.executable, "-W", "error", tmp_path / "readme.py", cwd=tmp_path)
     assert done.code == 0, done.stderr
+
+
+OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))
+OUTPUT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", OUTPUT_PAGES, ids=lambda page: page.name)
+def test_every_output_that_a_page_shows_is_generated_from_its_command(page):
+    written_by_hand = re.sub(r"<!-- begin.*?<!-- end", "", page.read_text(), flags=re.DOTALL)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", written_by_hand, re.MULTILINE | re.DOTALL)
+    assert [body for language, body in fences if language not in ("python", "toml", "sh", "text")] == []
+    trees = [body.splitlines() for language, body in fences if language == "text"]
+    assert all(re.match(r"\s*[\w.]+/? |\S+/$|\s{8,}", line) for tree in trees for line in tree)
+
+
+def test_the_readme_shows_outputs_each_with_its_command():
+    shown = OUTPUTS["shown_outputs"]("README.md", README)
+    assert len(shown) == README.count("<!-- begin output") == README.count("<!-- end output") > 3
+    assert all(one.output for one in shown)
+
+
+PAGE = """Before.
+
+<!-- begin output lines 2-3 -->
+```
+$ tim-trace sql runs/demo "SELECT 1
+    FROM steps"
+stale
+```
+<!-- end output -->
+
+After.
+"""
+
+
+def test_an_output_is_written_anew_between_its_markers_and_nothing_else_changes():
+    ran = []
+
+    def run(command):
+        ran.append(command)
+        return "one\ntwo\n" + "  " + "word " * 30 + "\nfour\n"
+
+    fresh = OUTPUTS["filled"]("page", PAGE, run)
+    assert ran == ['tim-trace sql runs/demo "SELECT 1\n    FROM steps"']
+    output = "two\n  " + " ".join(["word"] * 23) + "\n  " + " ".join(["word"] * 7)
+    assert fresh == PAGE.replace("stale", output)
+    assert OUTPUTS["filled"]("page", fresh, run) == fresh
+
+
+@pytest.mark.parametrize("body", ["tim-trace info runs/demo", '$ tim-trace sql runs/demo "SELECT', ""])
+def test_an_output_without_a_whole_command_is_refused(body):
+    page = f"<!-- begin output -->\n```\n{body}\n```\n<!-- end output -->"
+    with pytest.raises(ValueError, match="page"):
+        OUTPUTS["shown_outputs"]("page", page)

@@ -10,11 +10,11 @@ import make
 import numpy as np
 import pytest
 import torch
-from acts import perform
 from builders import ROOT
 from heads import Sampling
 from score import judge
 from splits import SMOKE
+from steps import simulate
 from tim_trace.analysis.trace.database import Database
 from training import load
 from transformers import AutoModelForCausalLM
@@ -25,31 +25,31 @@ ROUNDING_NATS = 1e-4
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
+def models(tmp_path_factory):
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("worlds")
+    folder = tmp_path_factory.mktemp("models")
     return {recipe.name: load(recipe, folder) for recipe in SMOKE.recipes}
 
 
-def planned(worlds, code, index, **scene):
-    found, fault, recording, seed = make.planned(SMOKE, worlds, code, index, 0)
-    for name, value in scene.items():
+def planned(models, code, index, **scenario):
+    found, fault, recording, seed = make.planned(SMOKE, models, code, index, 0)
+    for name, value in scenario.items():
         setattr(found, name, value)
     return found, fault, recording, seed
 
 
-def small(worlds, code, index=0, **scene):
-    """A short trace's scene and fault, in float32."""
-    return planned(worlds, code, index, **{"num_groups": 2, "group_size": 4, "numerics": "fp32"} | scene)
+def small(models, code, index=0, **scenario):
+    """A short trace's scenario and fault, in float32."""
+    return planned(models, code, index, **{"num_groups": 2, "group_size": 4, "numerics": "fp32"} | scenario)
 
 
-def logits_of(act, scene, version):
+def logits_of(step, scenario, version):
     """[B, T, V] by a plain forward of the plain model."""
-    model = AutoModelForCausalLM.from_config(scene.world.config)
-    model.load_state_dict(scene.states[version])
+    model = AutoModelForCausalLM.from_config(scenario.model.config)
+    model.load_state_dict(scenario.states[version])
     with torch.no_grad():
-        whole = torch.cat([act.prompts, act.ids], 1)
-        return model.eval()(input_ids=whole).logits[:, act.prompts.shape[1] - 1 : -1].float()
+        whole = torch.cat([step.prompts, step.ids], 1)
+        return model.eval()(input_ids=whole).logits[:, step.prompts.shape[1] - 1 : -1].float()
 
 
 def logprob(logits, ids):
@@ -74,89 +74,93 @@ def d_of(path):
 
 
 @pytest.mark.parametrize("code", make.FAULTS)
-def test_a_trace_of_every_fault_holds_what_was_computed(worlds, tmp_path, code):
-    scene, fault, recording, seed = planned(worlds, code, 0)
-    scene.num_steps = min(scene.num_steps, 6 if code == "subset" else 2)
-    acts = perform(scene, fault)
-    write(tmp_path / "one", scene, fault, acts, recording, "smoke", seed)
+def test_a_trace_of_every_fault_holds_what_was_computed(models, tmp_path, code):
+    scenario, fault, recording, seed = planned(models, code, 0)
+    scenario.num_steps = min(scenario.num_steps, 6 if code == "subset" else 2)
+    steps = simulate(scenario, fault)
+    write(tmp_path / "one", scenario, fault, steps, recording, "smoke", seed)
     label = json.loads((tmp_path / "one" / "label.json").read_text())
     assert label["code"] == code
     computed = []
-    for act in acts:
-        d = act.train.double() - act.rollout.double()
-        computed.append(d.masked_fill(~(act.train_known & act.rollout_known), torch.nan)[act.tokens])
+    for step in steps:
+        d = step.train.double() - step.rollout.double()
+        computed.append(d.masked_fill(~(step.train_known & step.rollout_known), torch.nan)[step.tokens])
     np.testing.assert_array_equal(d_of(tmp_path / "one" / "trace"), np.sort(torch.cat(computed).numpy()))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_planted_temperature_is_a_division_of_the_logits(worlds, index):
-    scene, fault, _, _ = small(worlds, "temperature", index, num_steps=1)
-    (act,) = perform(scene, fault)
-    logits = logits_of(act, scene, act.version)
-    one, tempered = logprob(logits, act.ids), logprob(logits / scene.sampling.temperature, act.ids)
+def test_a_planted_temperature_is_a_division_of_the_logits(models, index):
+    scenario, fault, _, _ = small(models, "temperature", index, num_steps=1)
+    (step,) = simulate(scenario, fault)
+    logits = logits_of(step, scenario, step.version)
+    one, tempered = logprob(logits, step.ids), logprob(logits / scenario.sampling.temperature, step.ids)
     expected = tempered - one if index == 0 else one - tempered
-    torch.testing.assert_close((act.train - act.rollout)[act.tokens], expected[act.tokens], atol=ROUNDING_NATS, rtol=0)
-    assert (act.train - act.rollout)[act.tokens].abs().max() > 10 * ROUNDING_NATS
+    torch.testing.assert_close(
+        (step.train - step.rollout)[step.tokens], expected[step.tokens], atol=ROUNDING_NATS, rtol=0
+    )
+    assert (step.train - step.rollout)[step.tokens].abs().max() > 10 * ROUNDING_NATS
 
 
-def test_planted_truncation_takes_the_logarithm_of_the_kept_mass(worlds):
-    scene, fault, _, _ = small(worlds, "truncation", 1, num_steps=1)
-    (act,) = perform(scene, fault)
-    logits = logits_of(act, scene, act.version) / scene.sampling.temperature
-    kept = logits.softmax(-1).topk(scene.sampling.top_k, -1).values.sum(-1).log()
-    torch.testing.assert_close((act.train - act.rollout)[act.tokens], kept[act.tokens], atol=ROUNDING_NATS, rtol=0)
+def test_planted_truncation_takes_the_logarithm_of_the_kept_mass(models):
+    scenario, fault, _, _ = small(models, "truncation", 1, num_steps=1)
+    (step,) = simulate(scenario, fault)
+    logits = logits_of(step, scenario, step.version) / scenario.sampling.temperature
+    kept = logits.softmax(-1).topk(scenario.sampling.top_k, -1).values.sum(-1).log()
+    torch.testing.assert_close((step.train - step.rollout)[step.tokens], kept[step.tokens], atol=ROUNDING_NATS, rtol=0)
 
 
-def test_planted_stale_weights_are_those_of_an_older_version(worlds):
-    scene, fault, _, _ = small(worlds, "stale_weights", 1, num_steps=2)
-    for act in perform(scene, fault):
-        older, newer = (logits_of(act, scene, act.version - behind) for behind in (2, 0))
-        temperature = scene.sampling.temperature
-        expected = logprob(newer / temperature, act.ids) - logprob(older / temperature, act.ids)
-        d = (act.train - act.rollout)[act.tokens]
-        torch.testing.assert_close(d, expected[act.tokens], atol=ROUNDING_NATS, rtol=0)
+def test_planted_stale_weights_are_those_of_an_older_version(models):
+    scenario, fault, _, _ = small(models, "stale_weights", 1, num_steps=2)
+    for step in simulate(scenario, fault):
+        older, newer = (logits_of(step, scenario, step.version - behind) for behind in (2, 0))
+        temperature = scenario.sampling.temperature
+        expected = logprob(newer / temperature, step.ids) - logprob(older / temperature, step.ids)
+        d = (step.train - step.rollout)[step.tokens]
+        torch.testing.assert_close(d, expected[step.tokens], atol=ROUNDING_NATS, rtol=0)
         assert d.abs().max() > 10 * ROUNDING_NATS
 
 
-def test_planted_zero_rows_add_one_each_to_the_denominator(worlds):
-    scene, fault, _, _ = small(worlds, "padded_vocabulary", 0, num_steps=1, sampling=Sampling())
-    (act,) = perform(scene, fault)
-    logits = logits_of(act, scene, act.version)
+def test_planted_zero_rows_add_one_each_to_the_denominator(models):
+    scenario, fault, _, _ = small(models, "padded_vocabulary", 0, num_steps=1, sampling=Sampling())
+    (step,) = simulate(scenario, fault)
+    logits = logits_of(step, scenario, step.version)
     total = logits.logsumexp(-1)
     expected = torch.logaddexp(total, torch.tensor(math.log(fault.strength["rows"]))) - total
-    torch.testing.assert_close((act.train - act.rollout)[act.tokens], expected[act.tokens], atol=ROUNDING_NATS, rtol=0)
+    torch.testing.assert_close(
+        (step.train - step.rollout)[step.tokens], expected[step.tokens], atol=ROUNDING_NATS, rtol=0
+    )
 
 
-def test_an_engine_gives_its_own_tokens_the_same_bits_again(worlds):
-    scene, fault, _, _ = small(worlds, "equal", 0, num_steps=1, same_engine=True)
-    (act,) = perform(scene, fault)
-    assert torch.equal(act.train, act.rollout)
-    assert act.rollout[act.tokens].lt(0).any()
+def test_an_engine_gives_its_own_tokens_the_same_bits_again(models):
+    scenario, fault, _, _ = small(models, "equal", 0, num_steps=1, same_engine=True)
+    (step,) = simulate(scenario, fault)
+    assert torch.equal(step.train, step.rollout)
+    assert step.rollout[step.tokens].lt(0).any()
 
 
-def test_healthy_sides_differ_by_rounding_alone(worlds):
-    scene, fault, _, _ = small(worlds, "rounding", 0, num_steps=1)
-    (act,) = perform(scene, fault)
-    d = (act.train - act.rollout)[act.tokens]
+def test_healthy_sides_differ_by_rounding_alone(models):
+    scenario, fault, _, _ = small(models, "rounding", 0, num_steps=1)
+    (step,) = simulate(scenario, fault)
+    d = (step.train - step.rollout)[step.tokens]
     assert 0 < d.abs().max() < ROUNDING_NATS
 
 
-def test_the_prompt_s_end_counts_when_the_mask_is_off(worlds):
-    scene, fault, _, _ = small(worlds, "mask", 2, num_steps=1)
-    (act,) = perform(scene, fault)
-    tail = scene.prompt_tail
-    assert torch.equal(act.affected.sum(1), torch.full((8,), tail))
-    assert not act.rollout[:, :tail].any()
-    expected = logprob(logits_of(act, scene, act.version) / scene.sampling.temperature, act.ids)
-    torch.testing.assert_close(act.train[act.tokens], expected[act.tokens], atol=ROUNDING_NATS, rtol=0)
-    torch.testing.assert_close(act.rollout[:, tail:], (act.train * act.tokens)[:, tail:], atol=ROUNDING_NATS, rtol=0)
+def test_the_prompt_s_end_counts_when_the_mask_is_off(models):
+    scenario, fault, _, _ = small(models, "mask", 2, num_steps=1)
+    (step,) = simulate(scenario, fault)
+    tail = scenario.prompt_tail
+    assert torch.equal(step.affected.sum(1), torch.full((8,), tail))
+    assert not step.rollout[:, :tail].any()
+    expected = logprob(logits_of(step, scenario, step.version) / scenario.sampling.temperature, step.ids)
+    torch.testing.assert_close(step.train[step.tokens], expected[step.tokens], atol=ROUNDING_NATS, rtol=0)
+    torch.testing.assert_close(step.rollout[:, tail:], (step.train * step.tokens)[:, tail:], atol=ROUNDING_NATS, rtol=0)
 
 
-def test_only_the_sequences_that_carry_a_fault_differ(worlds):
-    scene, fault, _, _ = small(worlds, "subset", 0, num_steps=1, num_groups=4)
-    (act,) = perform(scene, fault)
-    d = (act.train - act.rollout).masked_fill(~act.tokens, 0).abs().amax(1).numpy()
-    assert d[~act.carried].max() < ROUNDING_NATS < d[act.carried].max()
+def test_only_the_sequences_that_carry_a_fault_differ(models):
+    scenario, fault, _, _ = small(models, "subset", 0, num_steps=1, num_groups=4)
+    (step,) = simulate(scenario, fault)
+    d = (step.train - step.rollout).masked_fill(~step.tokens, 0).abs().amax(1).numpy()
+    assert d[~step.carried].max() < ROUNDING_NATS < d[step.carried].max()
 
 
 def test_the_splits_share_no_world():
@@ -166,9 +170,11 @@ def test_the_splits_share_no_world():
     assert not architectures[0] & architectures[1]
 
 
-def test_a_judge_reads_a_folder_of_traces(worlds, tmp_path):
-    scene, fault, recording, seed = small(worlds, "log_base", 0, num_steps=1)
-    write(tmp_path / "one", scene, fault, perform(scene, fault), replace(recording, imported=False), "smoke", seed)
+def test_a_judge_reads_a_folder_of_traces(models, tmp_path):
+    scenario, fault, recording, seed = small(models, "log_base", 0, num_steps=1)
+    write(
+        tmp_path / "one", scenario, fault, simulate(scenario, fault), replace(recording, imported=False), "smoke", seed
+    )
     (verdict,) = judge(tmp_path)
     assert verdict.code == "log_base"
     assert verdict.is_detectable

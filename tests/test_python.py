@@ -273,14 +273,33 @@ def test_a_table_keeps_what_has_no_common_type_and_names_that_come_twice():
     assert Rows(("a",), []).arrow().num_rows == 0
 
 
-def test_a_table_goes_to_polars_or_says_how_to_install_it(trace, monkeypatch):
+def test_a_table_goes_to_polars_value_by_value(trace):
+    import polars
+
+    rows = tim_trace.sql(
+        trace,
+        "SELECT step, seq_id, reward, response_ids, response_mask, finish_reason FROM sequences ORDER BY step, seq_id",
+    )
+    frame = rows.pl()
+    assert isinstance(frame, polars.DataFrame)
+    assert frame.columns == list(rows.columns)
+    assert frame.rows() == [tuple(row.values()) for row in rows.dicts()]
+    assert frame.schema["response_ids"] == polars.List(polars.Int64)
+    assert frame["response_mask"].null_count() == len(rows)
+    measured = tim_trace.stats(trace, by="step")
+    assert measured.pl().to_dicts() == measured.dicts()
+
+
+def test_an_empty_table_goes_to_polars_with_its_columns(trace):
+    frame = tim_trace.sql(trace, "SELECT step, reward FROM sequences WHERE step < 0").pl()
+    assert (frame.columns, frame.height) == (["step", "reward"], 0)
+
+
+def test_without_polars_the_error_says_how_to_install_it(trace, monkeypatch):
     rows = tim_trace.stats(trace)
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(NotInstalled, match="pl: needs polars, which is not installed; pip install polars"):
         rows.pl()
-    monkeypatch.undo()
-    polars = pytest.importorskip("polars")
-    assert isinstance(rows.pl(), polars.DataFrame)
 
 
 def test_text_of_a_trace_is_no_markup_in_a_notebook():
@@ -293,19 +312,20 @@ TOY = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tim_trace.analysis.frameworks.framework import call, options_of
+from tim_trace.analysis.frameworks.framework import call, option_field, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toy:
-    scale: float = 1.0
+    scale: float = option_field(1.0, "Multiplies the toy (1).", metavar="S")
+    delta: float | None = option_field(None, "As TRL's, of the toy.", metavar="C")
 
     name: ClassVar[str] = "my-toy"
     version: ClassVar[str] = "0.1"
     source: ClassVar[str] = "toy.py"
 
     def numbers(self, database, pair, by):
-        return database.ask(call("my_toy", pair, by, **options_of(self)))
+        return database.ask(call("my_toy", pair, by, scale=options_of(self)["scale"]))
 
     def notes(self, database, pair):
         return []
@@ -336,6 +356,33 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
             tim_trace.stats(trace, like="verl", scale=2.0)
     finally:
         registry._files.cache_clear()
+
+
+WITH_TOY = """
+import sys
+import tim_trace.analysis.frameworks as package
+package.__path__.append(sys.argv.pop(1))
+from tim_trace.cli import main
+main()
+"""
+
+
+def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(trace, tmp_path):
+    (tmp_path / "my_toy.py").write_text(TOY)
+    (tmp_path / "my_toy.sql").write_text(TOY_SQL)
+
+    def told(*words):
+        return run(sys.executable, "-c", WITH_TOY, tmp_path, "stats", *words)
+
+    shown = told("--help").stdout
+    section = shown.partition("with --like my-toy:")[2].partition("with --like")[0]
+    assert re.search(r"--scale S +Multiplies the toy \(1\)\.", section)
+    assert re.search(r"--delta C +As TRL's, of the toy\.", section)  # a name that two frameworks have
+    assert re.search(r"--delta C +Largest ratio of the loss\.", shown.partition("with --like trl:")[2])
+    answered = told(trace, "--like", "my-toy", "--scale", "2", "--json")
+    assert answered.json()[0]["toy"] == 2 * tim_trace.stats(trace).dicts()[0]["mean_abs_d"]
+    refused = told(trace, "--like", "my-toy", "--epsilon", "1")
+    assert refused.stderr.startswith("Error: --epsilon: my-toy has no such option; it belongs to trl")
 
 
 def test_the_examples_of_the_python_page_run(tmp_path):

@@ -86,8 +86,8 @@ def record(
     spec = Capture.parse(capture, capture_fraction)
     spec.check_records()
     if weights not in WEIGHTS_CHOICES:
-        raise InvalidOption(f"weights: got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}")
-    limit = parse_size(weights_below)
+        raise InvalidOption(f"got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}", option="weights")
+    limit = parse_size(weights_below, option="weights_below")
     manifest = Manifest(
         run_id=str(uuid.uuid4()),
         created_at=now(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 from ...replay.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -55,18 +56,15 @@ def explain(
     progress: Progress = no_progress,
 ) -> Attribution:
     """`attribute` of what is open already; `checked` is what check found of the run, where that is known."""
-    with progress("reading the run", 1 if control is None else 2) as advance:
+    with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
-        advance(1)
         if control is None:
             return _attribution(facts, _suspects(facts))
         other = read_facts(control, pair, is_control=True)
         if shares_prompts(facts, other):
             facts = facts.beside(other)
-        suspects = _suspects(facts)
-        compared = compare(facts, other, suspects)
-        advance(1)
-    return _attribution(facts, compared.suspects, control=control.given[0], compared=compared)
+        compared = compare(facts, other, _suspects(facts))
+        return _attribution(facts, compared.suspects, control=control.given[0], compared=compared)
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:

@@ -43,18 +43,17 @@ def check(
     """
     database = Database(trace, steps)
     database.check_whole(partial=partial)
-    data = gather(database, parse_pair(pair), trace=os.fspath(trace), progress=progress)
+    with database.telling(progress):
+        data = gather(database, parse_pair(pair), trace=os.fspath(trace))
     return judge(data, pair)
 
 
-def gather(database: Database, pair: Pair, *, trace: str, progress: Progress = no_progress) -> PairData:
+def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
     """Read what a check looks at.
 
     Raises NothingToCompare when the passes share no token.
     """
-    with progress("reading tokens", 1) as advance:
-        sums = _sums(database, pair)
-        advance(1)
+    sums = _sums(database, pair)
     sample = _sample(database, pair)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))

@@ -11,6 +11,7 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database, quoted
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
 from ..trace.ragged import counted
+from ..trace.sampling import tokens_by_step
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
@@ -66,7 +67,11 @@ def read_pair_sums(database: Database, pair: Pair) -> PairSums:
             {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"],
             lists=["mask"] if sequence_columns(database).mask else [],
         )  # fmt: skip
-        parts = list(database.connection.mapped_batches(query, _of_tokens))
+        parts = []
+        with database.progress("reading tokens", sum(tokens_by_step(database).values())) as advance:
+            for num_read, part in database.connection.mapped_batches(query, _of_tokens):
+                advance(num_read)
+                parts.append(part)
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return PairSums(steps=columns.pop("step"), columns=columns)
 
@@ -82,11 +87,11 @@ def _kept(pair: Pair, *, has_mask: bool) -> str:
     )
 
 
-def _of_tokens(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
-    """The step and sums of the tokens with a finite logprob in both passes, by sequence."""
+def _of_tokens(rows: pa.RecordBatch) -> tuple[int, dict[str, np.ndarray]]:
+    """How many tokens there are; the step and sums of those with a finite logprob in both passes, by sequence."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     sums = pair_sums(finite(tokens), _COLUMNS)
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
     counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
     sums["num_null"] = counted_N - sum(sums[name] for name in ("num_tokens", *LOST))
-    return {"step": rows.column("step").to_numpy(), **sums}
+    return int(tokens.lengths_N.sum()), {"step": rows.column("step").to_numpy(), **sums}

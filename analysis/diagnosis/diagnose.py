@@ -50,7 +50,8 @@ def diagnose(
     """
     names = parse_pair(pair)
     database = opened(trace, steps)
-    data = gather(database, names, trace=database.given[0], progress=progress)
+    with database.telling(progress):
+        data = gather(database, names, trace=database.given[0])
     checked = judge(data, pair)
     sides = precisions(data)
     metrics = own_metrics(data)
@@ -60,10 +61,12 @@ def diagnose(
     attribution = explain(
         database, names, control=None if control is None else opened(control, steps), checked=checked, progress=progress
     )
+    with database.telling(progress):
+        jumps = _jumps(database, names)
     return Diagnosis(
         checked=checked,
         attribution=attribution,
-        jumps=_jumps(database, names),
+        jumps=jumps,
         numerics=Numerics(
             passes=names,
             declared=(sides[0].declared, sides[1].declared),

@@ -20,7 +20,7 @@ def distributions(traces: Traces, *, pair: str = "train:rollout", by: str = "run
     when there is no sequence of which both passes captured distributions, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if by not in BY:
-        raise InvalidOption(f"by: got {by!r}; use {', '.join(BY)}")
+        raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     database, names = Database(traces), parse_pair(pair)
     if not has_captured(database, names):
         raise NothingToCompare(_how_to_capture(database, names))

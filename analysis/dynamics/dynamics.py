@@ -47,16 +47,16 @@ def dynamics(
     names = parse_pair(pair)
     database = opened(trace, steps)
     source = database.sources[0]
-    with progress("reading series", 1) as advance:
+    with database.telling(progress):
         series = read_series(database, pair=names)
-        advance(1)
     if not series and database.kept_steps:
         raise NothingToCompare(f"{source.run}: {option('steps', steps)} names steps without any series")
     if not series:
         raise NothingToCompare(
             f"{source.run}: has neither sequences nor logged values of any step; record a run with tim-trace record"
         )
-    changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
+    with database.telling(progress):
+        changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
     onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
     schedule = schedule_of(series["length"]) if "length" in series else None
     axis = next(iter(series.values())).steps

@@ -80,22 +80,35 @@ class _StepBatch:
     sums: dict[str, Array]
     """Name -> [N]: _SUMS, sum_a, and num and sum_k3 of tokens by the sign of their advantage."""
     size_T: Array
+    num_read: int
+    """Tokens, of which not all need count."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
     """Columns by step, a part of the run at a time: quantiles need every d of a step."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
+    num_tokens = tokens_by_step(database, run)
     parts = []
-    for steps in step_ranges(tokens_by_step(database, run)) or [range(0)]:
-        query = token_query(
-            {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, steps=steps, lists=lists
-        )
-        parts.append(_by_step(list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))))
+    with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
+        for steps in step_ranges(num_tokens) or [range(0)]:
+            query = token_query(
+                {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])},
+                ["a.step"],
+                run=run,
+                steps=steps,
+                lists=lists,
+            )
+            batches = []
+            for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
+                advance(batch.num_read)
+                batches.append(batch)
+            parts.append(_by_step(batches))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     tokens = tokens_of_rows(rows, ("a", "b"))
+    num_read = int(tokens.lengths_N.sum())
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
     tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
@@ -112,7 +125,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
     size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _StepBatch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T))
+    return _StepBatch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T), num_read)
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:

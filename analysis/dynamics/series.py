@@ -80,5 +80,5 @@ def _run(database: Database, run: str | None) -> str:
         return names[0]
     if run not in names:
         problem = "several traces are open" if run is None else f"got {run!r}"
-        raise InvalidOption(f"run: {problem}; name one of {', '.join(names)}")
+        raise InvalidOption(f"{problem}; name one of {', '.join(names)}", option="run")
     return run

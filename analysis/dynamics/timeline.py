@@ -40,10 +40,14 @@ class RunOutcomes:
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
     """The changes of every series of the one run that is open; where an outcome falls, with the onset of the fall."""
     fall = read_outcomes(database, pair).fall
-    return {
-        name: with_onset(tuple(change_points(series)), fall if fall is not None and fall.onset_of == name else None)
-        for name, series in read_series(database, pair=pair).items()
-    }
+    series = read_series(database, pair=pair)
+    changes = {}
+    with database.progress("finding changes", len(series)) as advance:
+        for name, one in series.items():
+            onset = fall if fall is not None and fall.onset_of == name else None
+            changes[name] = with_onset(tuple(change_points(one)), onset)
+            advance(1)
+    return changes
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any, ClassVar, Protocol
 
 from ...schemas.errors import InvalidOption
@@ -15,7 +15,7 @@ from ..trace.source import Pair
 class Framework(Protocol):
     """A framework's options, under its own names, and the numbers that it logs with these.
 
-    Implementations are frozen dataclasses; a field is an option.
+    Implementations are frozen dataclasses; a field is an option, and an `option_field` says its help on the command line.
     """
 
     name: ClassVar[str]
@@ -29,6 +29,11 @@ class Framework(Protocol):
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         """What a reader of these numbers should know, a sentence each; what is not so in these traces is left out."""
+
+
+def option_field(default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field of a framework's dataclass whose option has a help, and a name or choices for its value."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "choices": choices})
 
 
 def call(macro: str, pair: Pair, by: str, **options: Any) -> str:
@@ -45,7 +50,7 @@ def options_of(framework: Framework) -> dict[str, Any]:
 def check_choice(framework: str, option: str, value: str | None, choices: tuple[str, ...]) -> None:
     """Raise InvalidOption for a value that is none of the choices; None is one."""
     if value is not None and value not in choices:
-        raise InvalidOption(f"{option}: got {value!r}; {framework} has {', '.join(choices)}")
+        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
 
 
 def literal(value: Any) -> str:

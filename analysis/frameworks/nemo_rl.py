@@ -10,7 +10,7 @@ from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.source import Pair
-from .framework import call, check_choice, options_of
+from .framework import call, check_choice, option_field, options_of
 from .notes import masked_out, null_without
 
 TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
@@ -20,25 +20,27 @@ TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 class NemoRl:
     """The options of NeMo-RL's clipped policy-gradient loss that decide these numbers."""
 
-    reference_policy_kl_type: str = "k3"
+    reference_policy_kl_type: str = option_field("k3", "Estimator of the two KL errors (k3).", metavar="k1|k2|k3")
     """Estimator of gen_kl_error and policy_kl_error."""
-    sequence_level_importance_ratios: bool = False
+    sequence_level_importance_ratios: bool = option_field(False, "Ratios of sequences.")
     """Ratios of sequences instead of tokens."""
-    truncated_importance_sampling_type: str | None = None
+    truncated_importance_sampling_type: str | None = option_field(
+        None, "Truncation.", metavar="tis|icepop|seq-mask-tis"
+    )
     """What becomes of ratios outside of the bounds; None: nothing."""
-    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
     """Upper bound."""
-    truncated_importance_sampling_ratio_min: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
     """Lower bound; None: 0, which `tis` alone allows."""
-    train_micro_batch_size: int = 1
+    train_micro_batch_size: int = option_field(1, "Multiplies the mean of sequences' ratios (1).", metavar="N")
     """Sequences of a micro-batch; NeMo-RL's mean of sequences' ratios is that many times too large."""
-    seq_logprob_error_threshold: float | None = None
+    seq_logprob_error_threshold: float | None = option_field(None, "Mask sequences above it.", metavar="C")
     """Mask sequences whose mean of exp(|d|) is above it; None: none."""
-    ratio_clip_min: float = 0.2
+    ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E")
     """The policy's ratio is clamped to 1 less this, at least."""
-    ratio_clip_max: float = 0.2
+    ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E")
     """The policy's ratio is clamped to 1 plus this, at most."""
-    disable_ppo_ratio: bool = False
+    disable_ppo_ratio: bool = option_field(False, "Logprobs in place of ratios.")
     """REINFORCE: what stands for the ratio is the logprob inside the loss."""
 
     name: ClassVar[str] = "nemo-rl"
@@ -48,7 +50,7 @@ class NemoRl:
     def __post_init__(self) -> None:
         check_choice("nemo-rl", "reference_policy_kl_type", self.reference_policy_kl_type, ("k1", "k2", "k3"))
         if self.train_micro_batch_size < 1:
-            raise InvalidOption(f"train_micro_batch_size: got {self.train_micro_batch_size}; it is 1 or more")
+            raise InvalidOption(f"got {self.train_micro_batch_size}; it is 1 or more", option="train_micro_batch_size")
         kind = self.truncated_importance_sampling_type
         check_choice("nemo-rl", "truncated_importance_sampling_type", kind, TRUNCATIONS)
         lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
@@ -66,19 +68,20 @@ class NemoRl:
             )
         if lower is not None and upper is not None and lower > upper:
             raise InvalidOption(
-                f"truncated_importance_sampling_ratio_min: got {lower:g}; it is at most the ratio, {upper:g}"
+                f"got {lower:g}; it is at most the ratio, {upper:g}", option="truncated_importance_sampling_ratio_min"
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise InvalidOption("seq-mask-tis masks token ratios: leave sequence_level_importance_ratios away")
         if self.seq_logprob_error_threshold is not None and self._mixes_micro_batches:
             raise InvalidOption(
-                "seq_logprob_error_threshold: with it the mean of sequences' ratios depends on which sequences shared a "
-                "micro-batch, which no trace tells; leave train_micro_batch_size away"
+                "with it the mean of sequences' ratios depends on which sequences shared a "
+                "micro-batch, which no trace tells; leave train_micro_batch_size away",
+                option="seq_logprob_error_threshold",
             )
         for name in ("seq_logprob_error_threshold", "ratio_clip_min", "ratio_clip_max"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
 
     @property
     def _mixes_micro_batches(self) -> bool:

@@ -10,7 +10,7 @@ from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.source import Pair
-from .framework import call, check_choice, options_of
+from .framework import call, check_choice, option_field, options_of
 from .notes import masked_out, null_without
 
 
@@ -18,11 +18,13 @@ from .notes import masked_out, null_without
 class OpenRlhf:
     """The options of OpenRLHF's policy loss that decide its ratio and clip."""
 
-    policy_loss_type: str = "ppo"
+    policy_loss_type: str = option_field("ppo", "Ratios of tokens or of sequences (ppo).", metavar="ppo|gspo")
     """Ratios of tokens (`ppo`), or the geometric mean of a sequence's (`gspo`)."""
-    eps_clip_low_high: tuple[float, float] = (0.2, 0.2)
+    eps_clip_low_high: tuple[float, float] = option_field(
+        (0.2, 0.2), "Ratios are clipped to 1 - E and 1 + E (0.2 0.2).", metavar="E E"
+    )
     """The ratio is clipped to 1 less the first and 1 plus the second."""
-    is_correction_enable: bool = False
+    is_correction_enable: bool = option_field(False, "Ratios of gspo to the rollout.")
     """With gspo: ratios to the rollout's logprobs instead of the trainer's old ones."""
 
     name: ClassVar[str] = "openrlhf"
@@ -32,7 +34,7 @@ class OpenRlhf:
     def __post_init__(self) -> None:
         check_choice("openrlhf", "policy_loss_type", self.policy_loss_type, ("ppo", "gspo"))
         if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
-            raise InvalidOption(f"eps_clip_low_high: got {self.eps_clip_low_high}; give two numbers from 0 on")
+            raise InvalidOption(f"got {self.eps_clip_low_high}; give two numbers from 0 on", option="eps_clip_low_high")
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("openrlhf", pair, by, **options_of(self)))

@@ -9,7 +9,7 @@ from ...schemas.errors import InvalidOption, option
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.source import Pair
-from .framework import call, options_of
+from .framework import call, option_field, options_of
 from .notes import null_without
 
 
@@ -17,11 +17,11 @@ from .notes import null_without
 class PrimeRl:
     """The options of prime-rl's losses that decide which tokens are masked."""
 
-    dppo_mask_low: float = 0.2
+    dppo_mask_low: float = option_field(0.2, "Largest fall of a probability (0.2).", metavar="P")
     """Largest fall of a token's probability where its advantage is not positive."""
-    dppo_mask_high: float = 0.2
+    dppo_mask_high: float = option_field(0.2, "Largest rise of a probability (0.2).", metavar="P")
     """Largest rise where its advantage is positive."""
-    ipo_threshold: float | None = None
+    ipo_threshold: float | None = option_field(None, "The loss ipo, and its bound.", metavar="P")
     """Of the loss `ipo`: largest change of a probability either way; None: the default loss."""
 
     name: ClassVar[str] = "prime-rl"
@@ -31,7 +31,7 @@ class PrimeRl:
     def __post_init__(self) -> None:
         for name, value in options_of(self).items():
             if value is not None and value < 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a difference of probabilities from 0 on")
+                raise InvalidOption(f"got {value:g}; give a difference of probabilities from 0 on", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("prime_rl", pair, by, **options_of(self)))

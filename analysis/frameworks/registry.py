@@ -1,6 +1,6 @@
 """The frameworks: each is a module of this package, with a file of SQL of the same name beside it.
 
-The module has the framework's class as FRAMEWORK, whose fields are its options, and may have `register(connection)`, which
+The module has the framework's class as FRAMEWORK, whose fields are its options, on the command line too, and may have `register(connection)`, which
 makes functions known that the macros call. The SQL has its macros: the names of all begin with the module's, and
 `<module>_runs(a, b, ...)` and `<module>_steps(a, b, ...)` are its numbers. Nothing else in this project names a framework.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...schemas.arguments import check_arguments
 from ...schemas.errors import InvalidOption, option
@@ -48,7 +48,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
     own = options_of(name)
     for key, value in given.items():
         if key not in own and value is not False:
-            raise InvalidOption(f"{key}: {name} has no such option; {_whose(key)}")
+            raise InvalidOption(f"{name} has no such option; {_whose(key)}", option=key)
     chosen = {key: value for key, value in given.items() if key in own}
     check_arguments(FRAMEWORKS[name], chosen, name=name)
     return FRAMEWORKS[name](**chosen)
@@ -58,18 +58,49 @@ def refuse_options(options: dict[str, Any]) -> None:
     """Raise InvalidOption for options of a framework where none is chosen."""
     for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"{key}: without a framework there is none; {_whose(key)}")
+            raise InvalidOption(f"without a framework there is none; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
     """Raise InvalidOption for a framework that there is not."""
     if name not in FRAMEWORKS:
-        raise InvalidOption(f"like: got {name!r}; use {', '.join(FRAMEWORKS)}")
+        raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
 
 
 def options_of(name: str) -> tuple[str, ...]:
     """Names of a framework's options."""
     return tuple(field.name for field in fields(FRAMEWORKS[name]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredOption:
+    """An option of a framework, as a command line needs to know it."""
+
+    framework: str
+    name: str
+    type: Any
+    """Of its value, where there is one: str, float, int, bool, or a tuple of such."""
+    default: Any
+    help: str
+    metavar: str | None
+    choices: tuple[str, ...]
+
+
+def declared_options() -> list[DeclaredOption]:
+    """The options of every framework; all of their modules are imported for it."""
+    return [one for name in FRAMEWORKS for one in _declared(name)]
+
+
+def _declared(name: str) -> Iterator[DeclaredOption]:
+    hints = get_type_hints(FRAMEWORKS[name])
+    for field in fields(FRAMEWORKS[name]):  # type: ignore[arg-type]
+        kinds = [kind for kind in get_args(hints[field.name]) if kind is not NoneType]
+        optional = NoneType in get_args(hints[field.name])
+        yield DeclaredOption(
+            framework=name, name=field.name, type=kinds[0] if optional else hints[field.name], default=field.default,
+            help=field.metadata.get("help", ""), metavar=field.metadata.get("metavar"),
+            choices=field.metadata.get("choices", ()),
+        )  # fmt: skip
 
 
 def define_macros(name: str, connection: Connection) -> None:

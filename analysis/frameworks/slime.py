@@ -11,7 +11,7 @@ from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.source import Pair
-from .framework import call, check_choice, options_of
+from .framework import call, check_choice, option_field, options_of
 from .notes import masked_out, null_without
 
 LEVELS = ("token", "sequence", "geometric")
@@ -38,32 +38,34 @@ class Slime:
     The defaults of the latter are those of the mis.yaml beside it.
     """
 
-    tis_clip: float = 2.0
+    tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
     """Upper bound of a token's ratio."""
-    tis_clip_low: float = 0.0
+    tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
     """Lower bound of a token's ratio."""
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: bool = option_field(False, "Means over tokens.")
     """Means over tokens instead of over each sequence's mean."""
-    use_tis: bool = False
+    use_tis: bool = option_field(False, "Weights and rejections of its example's mis.py.")
     """Weights and rejections of mis.py; without, its measures of the mismatch alone, as with get_mismatch_metrics."""
-    tis_level: str = "token"
+    tis_level: str = option_field("token", "What a weight is of (token; mis.py).", metavar="token|sequence|geometric")
     """Weights of each `token`, of each `sequence`, or the `geometric` mean of a sequence's."""
-    tis_mode: str = "truncate"
+    tis_mode: str = option_field(
+        "truncate", "What bounds do to weights (truncate; mis.py).", metavar="truncate|clip|mask"
+    )
     """Weights are cut to the upper bound (`truncate`) or to both (`clip`), or tokens outside of both are rejected (`mask`)."""
-    tis_lower_bound: float | None = None
+    tis_lower_bound: float | None = option_field(None, "1 / upper, if not given (mis.py).", metavar="C")
     """None: 1 / tis_upper_bound."""
-    tis_upper_bound: float = 2.0
-    tis_batch_normalize: bool = True
+    tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
+    tis_batch_normalize: bool = option_field(True, "Weights of mean 1 (on; mis.py).")
     """Divide the weights by their mean."""
-    use_rs: bool = True
+    use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
     """Reject tokens whose weight lies outside of the bounds below."""
-    rs_level: str = "token"
+    rs_level: str = option_field("token", "What these are of (token; mis.py).", metavar="token|sequence|geometric")
     """As tis_level."""
-    rs_lower_bound: float | None = None
+    rs_lower_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
     """None: that of the weights."""
-    rs_upper_bound: float | None = None
+    rs_upper_bound: float | None = option_field(None, "That of weights, if not given (mis.py).", metavar="C")
     """None: that of the weights."""
-    rs_veto_threshold: float = 1e-4
+    rs_veto_threshold: float = option_field(1e-4, "No token's ratio lies below (1e-4; 0: none; mis.py).", metavar="C")
     """Reject sequences with a token whose ratio lies below it; 0 for none."""
 
     name: ClassVar[str] = "slime"
@@ -75,7 +77,7 @@ class Slime:
     def __post_init__(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"tis_clip_low: got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}"
+                f"got {self.tis_clip_low:g}; it lies between 0 and tis_clip, {self.tis_clip:g}", option="tis_clip_low"
             )
         check_choice("slime", "tis_level", self.tis_level, LEVELS)
         check_choice("slime", "tis_mode", self.tis_mode, MODES)
@@ -86,22 +88,25 @@ class Slime:
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                f"tis_batch_normalize: slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}"
+                f"slime has none of tis_level geometric; turn it off, with {option('tis_batch_normalize', False)}",
+                option="tis_batch_normalize",
             )
 
     def _check_bounds(self) -> None:
         """Raise InvalidOption for bounds that slime's assertions would stop at."""
         if self.tis_upper_bound <= 0:
-            raise InvalidOption(f"tis_upper_bound: got {self.tis_upper_bound:g}; give a number above 0")
+            raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         if self.tis_mode != "truncate" and not tis_lower < self.tis_upper_bound:
-            raise InvalidOption(f"tis_lower_bound: got {tis_lower:g}; it lies below tis_upper_bound")
+            raise InvalidOption(f"got {tis_lower:g}; it lies below tis_upper_bound", option="tis_lower_bound")
         lower = tis_lower if self.rs_lower_bound is None else self.rs_lower_bound
         upper = self.tis_upper_bound if self.rs_upper_bound is None else self.rs_upper_bound
         if self.use_tis and self.use_rs and not lower < upper:
-            raise InvalidOption(f"rs_lower_bound: got {lower:g}; it lies below rs_upper_bound, {upper:g}")
+            raise InvalidOption(f"got {lower:g}; it lies below rs_upper_bound, {upper:g}", option="rs_lower_bound")
         if self.rs_veto_threshold < 0:
-            raise InvalidOption(f"rs_veto_threshold: got {self.rs_veto_threshold:g}; give a ratio, or 0 for none")
+            raise InvalidOption(
+                f"got {self.rs_veto_threshold:g}; give a ratio, or 0 for none", option="rs_veto_threshold"
+            )
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("slime", pair, by, **options_of(self)))

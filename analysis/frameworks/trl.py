@@ -11,7 +11,7 @@ from ..rows import Rows
 from ..trace.database import Database
 from ..trace.pairs import num_scored, why_nothing
 from ..trace.source import Pair
-from .framework import call, check_choice, options_of
+from .framework import call, check_choice, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -26,28 +26,32 @@ _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio
 class Trl:
     """The options of TRL's importance-sampling correction, loss and logs."""
 
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_mode: str = option_field(
+        "sequence_mask",
+        "One of token_truncate, token_mask, sequence_truncate, sequence_mask (the default).",
+        metavar="MODE",
+    )
     """Ratios of tokens or of sequences; those outside of the bounds are cut to them, or become 0."""
-    vllm_importance_sampling_clip_max: float = 3.0
+    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
     """Upper bound of a ratio; infinity for none."""
-    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
     """Lower bound of a ratio; None: none."""
-    trainer: str = "grpo"
+    trainer: str = option_field("grpo", "Whose loss clips (grpo).", metavar="grpo|rloo")
     """`grpo` or `rloo`: whose loss clips."""
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
+    loss_type: str = option_field("dapo", "As TRL names it: dapo (the default), cispo and its others.", metavar="TYPE")
+    importance_sampling_level: str = option_field("token", "Ratios of the loss (token).", metavar="token|sequence")
     """Ratios of each `token`, or the geometric mean of a `sequence`'s."""
-    epsilon: float = 0.2
+    epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E")
     """Ratios below 1 less this are clipped."""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = option_field(None, "And above 1 + E, of cispo above E (epsilon).", metavar="E")
     """Ratios above 1 plus this are clipped, of cispo above this; None: epsilon."""
-    delta: float | None = None
+    delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C")
     """Largest ratio, whatever the advantage; None: none."""
-    off_policy_mask_threshold: float | None = None
+    off_policy_mask_threshold: float | None = option_field(None, "Drop sequences that lie further off.", metavar="D")
     """Drop sequences with a negative advantage whose mean of rollout less current is above it; None: none."""
-    logging_steps: int | None = None
+    logging_steps: int | None = option_field(None, "Rows as TRL logs them, means over N steps.", metavar="N")
     """Rows stand for what TRL logs: means over that many steps; None: for each step's sequences as one batch."""
-    logging_first_step: bool = False
+    logging_first_step: bool = option_field(False, "The first step has a log of its own.")
     """The first step has a log of its own."""
 
     name: ClassVar[str] = "trl"
@@ -58,29 +62,31 @@ class Trl:
         check_choice("trl", "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, MODES)
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
-            raise InvalidOption(f"vllm_importance_sampling_clip_min: got {lower:g}; it lies below clip_max, {upper:g}")
+            raise InvalidOption(
+                f"got {lower:g}; it lies below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+            )
         check_choice("trl", "trainer", self.trainer, ("grpo", "rloo"))
         check_choice("trl", "loss_type", self.loss_type, LOSS_TYPES)
         check_choice("trl", "importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
         for name in ("epsilon", "epsilon_high", "delta"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise InvalidOption(f"{name}: got {value:g}; give a number from 0 on")
+                raise InvalidOption(f"got {value:g}; give a number from 0 on", option=name)
         if self.logging_steps is not None and self.logging_steps < 1:
-            raise InvalidOption(f"logging_steps: got {self.logging_steps}; give 1 or more steps")
+            raise InvalidOption(f"got {self.logging_steps}; give 1 or more steps", option="logging_steps")
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption(f"{name}: TRL's RLOO trainer has none; it belongs to trainer grpo")
+                    raise InvalidOption("TRL's RLOO trainer has none; it belongs to trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         options = options_of(self)
         if by == "run":
             if self.logging_steps is not None:
                 raise InvalidOption(
-                    f"logging_steps: a row of a whole run is no log of TRL's; use {option('by', 'step')}"
+                    f"a row of a whole run is no log of TRL's; use {option('by', 'step')}", option="logging_steps"
                 )
             options = {name: value for name, value in options.items() if not name.startswith("logging_")}
         # TRL clips without an engine, too; another pass that was asked for and is not there is a mistake.

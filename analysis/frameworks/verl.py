@@ -1,19 +1,30 @@
-"""verl's off-policy numbers, importance-sampling weights and rejections."""
+"""verl's off-policy numbers, importance-sampling weights and rejections.
+
+Shapes: T tokens of several sequences, one after the other; N sequences. The sums of a sequence depend on its own tokens alone,
+so that they have the same digits whatever is computed beside them, and by how many threads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import duckdb
+import numpy as np
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption
 from ..rows import Rows
+from ..statistics.moments import centred, co_moment
+from ..trace.connection import Connection
 from ..trace.database import Database
+from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.pairs import quoted_pair
+from ..trace.ragged import blocks, tokens_of
 from ..trace.source import Pair
-from .framework import call, check_choice, literal
-from .verl_sums import computed, register
-
-__all__ = ["FRAMEWORK", "REJECTIONS", "Verl", "register"]
+from .framework import call, check_choice, literal, option_field
 
 REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
@@ -23,20 +34,37 @@ REJECTIONS = (
 
 _PREFIX = "rollout_corr/rollout_rs_"
 
+SAFETY_BOUND = 20.0
+"""verl clamps log-ratios to +-20 nats before it takes their exp."""
+
+_KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
+
+_SUMS = (
+    "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
+    "spread_prob_diff", *OF_PROBABILITIES,
+)  # fmt: skip
+"""Sums, the largest, and means with sums of squares around them; pass a of OF_PROBABILITIES is the trainer, b the rollout."""
+
+STRUCT = f"STRUCT(num_tokens BIGINT, {', '.join(f'{name} DOUBLE' for name in _SUMS)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verl:
     """The options of verl's rollout correction."""
 
-    rollout_is: str | None = None
+    rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
     """Importance-sampling weights of each `token` or of each `sequence`; None: none."""
-    rollout_is_threshold: str = "2.0"
+    rollout_is_threshold: str = option_field(
+        "2.0", "Cut weights (TIS; 2.0) or mask them (IcePop).", metavar="UPPER|LOWER_UPPER"
+    )
     """Largest weight (TIS), or `lower_upper`: weights outside become 0 (IcePop)."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = option_field(False, "Weights of mean 1.")
     """Divide the weights by their mean."""
-    rollout_rs: str | None = None
+    rollout_rs: str | None = option_field(None, "Rejections, as token_k1,seq_mean_k3.", metavar="OPTION,...")
     """Rejections, of REJECTIONS, with commas between; None: none."""
-    rollout_rs_threshold: str | None = None
+    rollout_rs_threshold: str | None = option_field(
+        None, "One for all or one each; k1's lie on 1 / rho, as 0.5_2.0.", metavar="BOUND,..."
+    )
     """A bound for all of them, or one each; of k1 `lower_upper`, bounds on 1 / rho."""
 
     name: ClassVar[str] = "verl"
@@ -53,7 +81,7 @@ class Verl:
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        with computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
+        with _computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
             return self._numbers(database, pair, by)
 
     def _numbers(self, database: Database, pair: Pair, by: str) -> Rows:
@@ -121,11 +149,13 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"rollout_rs_threshold: got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many"
+            f"got {len(bounds)} bounds for {len(chosen)} options; give 1 or as many", option="rollout_rs_threshold"
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
         if "_" in bound and not option.endswith("k1"):
-            raise InvalidOption(f"rollout_rs_threshold: got {bound!r} for {option}; give it a single upper bound")
+            raise InvalidOption(
+                f"got {bound!r} for {option}; give it a single upper bound", option="rollout_rs_threshold"
+            )
         _check_bounds("rollout_rs_threshold", bound)
 
 
@@ -136,4 +166,74 @@ def _check_bounds(option: str, text: str) -> None:
     except ValueError:
         bounds = []
     if not bounds or not all(bound > 0 for bound in bounds) or bounds != sorted(bounds):
-        raise InvalidOption(f"{option}: got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0")
+        raise InvalidOption(f"got {text!r}; write upper or lower_upper, both above 0, as 2.0 or 0.5_5.0", option=option)
+
+
+def register(connection: duckdb.DuckDBPyConnection) -> None:
+    """Give a connection the function `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])`.
+
+    An empty mask counts every token. A token without a logprob in one of both counts in no sum.
+    """
+    connection.create_function("verl_sums", _verl_sums, ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"], STRUCT, type="arrow")
+
+
+@contextmanager
+def _computed(connection: Connection, verl_rows: str) -> Iterator[None]:
+    """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
+
+    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read.
+    """
+    batches = connection.mapped_batches(verl_rows, _summed)
+    connection.register("verl_computed", pa.Table.from_batches(list(batches)))
+    connection.execute("CREATE TEMP MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
+    try:
+        yield
+    finally:
+        connection.execute("DROP MACRO TABLE temp.verl_summed")
+        connection.unregister("verl_computed")
+
+
+def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Keys and sums of the sequences of `verl_rows`."""
+    sums = _verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
+    names = [*_KEYS, *(field.name for field in sums.type)]
+    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
+
+
+def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
+    """[16, N] sums over sequences that have so many tokens each, one at least; NaN and infinities pass through."""
+    found = np.empty((len(_SUMS), len(num_tokens_N)))
+    for sequences, tokens, starts in blocks(num_tokens_N):
+        with np.errstate(all="ignore"):
+            sums = _sums(old_T[tokens].astype(np.float64), rollout_T[tokens].astype(np.float64), starts)
+        for place, name in enumerate(_SUMS):
+            found[place, sequences] = sums[name]
+    return found
+
+
+def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Each of `_SUMS` of each sequence of a block."""
+    d_T = old_T - rollout_T
+    growth_T = np.expm1(d_T)
+    num = np.diff(np.append(starts, len(d_T))).astype(np.float64)
+    diff_T = prob_differences(old_T, rollout_T, growth_T)
+    terms = {
+        "sum_old": old_T, "sum_rollout": rollout_T, "sum_d": d_T, "sum_k3": expm1_minus(d_T, growth_T),
+        "sum_expm1_2d": np.expm1(2 * np.clip(d_T, -SAFETY_BOUND, SAFETY_BOUND)), "sum_prob_diff": diff_T,
+    }  # fmt: skip
+    diff = centred(diff_T, starts, num)
+    return {name: np.add.reduceat(term, starts) for name, term in terms.items()} | {
+        "max_prob_diff": np.maximum.reduceat(diff_T, starts), "mean_prob_diff": diff.mean_N,
+        "spread_prob_diff": co_moment(diff, diff, starts, num), **probability_sums(old_T, rollout_T, starts),
+    }  # fmt: skip
+
+
+def _verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
+    tokens = tokens_of({"old": old, "rollout": rollout}, mask=mask)
+    tokens = tokens.where(tokens.counted_T)
+    num_tokens = tokens.lengths_N
+    found = np.zeros((len(_SUMS), len(num_tokens)))
+    full = num_tokens > 0
+    found[:, full] = token_sums(tokens.logprobs["old"], tokens.logprobs["rollout"], num_tokens[full])
+    arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
+    return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])

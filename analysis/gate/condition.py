@@ -53,7 +53,8 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"fail-on: got {text!r}; write check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05"
+            f"got {text!r}; write check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05",
+            option="fail_on",
         )
     return Condition(text=text, source=found["source"], metric=found["metric"], sign=found["sign"], bound=bound)
 
@@ -66,9 +67,9 @@ def metric_named(condition: Condition, names: list[str]) -> str:
     if len(ends) == 1:
         return ends[0]
     if ends:
-        raise InvalidOption(f"fail-on: {condition.text!r} may mean {' or '.join(ends)}; write the whole name")
+        raise InvalidOption(f"{condition.text!r} may mean {' or '.join(ends)}; write the whole name", option="fail_on")
     raise InvalidOption(
-        f"fail-on: {condition.source} has no number {condition.metric!r}; {_near(condition.metric, names)}"
+        f"{condition.source} has no number {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
     )
 
 

@@ -97,9 +97,11 @@ def gate(
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
     """
     if not fail_on:
-        raise InvalidOption("fail-on: no condition was given; use check, or a number and its bound, as tim.k3>1e-3")
+        raise InvalidOption(
+            "no condition was given; use check, or a number and its bound, as tim.k3>1e-3", option="fail_on"
+        )
     if not 0 < confidence < 1:
-        raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
+        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
     Database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))

@@ -75,14 +75,14 @@ def _neutral(loss: Loss) -> Loss:
 
 def _check(given: Mapping[str, Any]) -> None:
     if (name := given.get("loss")) is not None and name not in LOSSES:
-        raise InvalidOption(f"loss: got {name!r}; use {', '.join(LOSSES)}")
+        raise InvalidOption(f"got {name!r}; use {', '.join(LOSSES)}", option="loss")
     for key in (
         "clip_low", "clip_high", "clip_hard", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
         "correction_low", "correction_high",
     ):  # fmt: skip
         if key in given and not given[key] >= 0:
-            raise InvalidOption(f"{key.replace('_', '-')}: got {given[key]}; give a number of at least 0")
+            raise InvalidOption(f"got {given[key]}; give a number of at least 0", option=key)
     try:
         Loss(**{name: value for name, value in given.items() if name in {field.name for field in fields(Loss)}})
     except InvalidRecord as error:
-        raise InvalidOption(str(error)) from error
+        raise InvalidOption(error.message, option=error.option) from error

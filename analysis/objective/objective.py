@@ -72,7 +72,7 @@ def objective(
     `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
-        raise InvalidOption(f"confidence: got {confidence}; give a share between 0 and 1, as 0.95")
+        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
     database = opened(trace, steps)
     options = {
         "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,

@@ -54,7 +54,7 @@ def named_query(name: str) -> NamedQuery:
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "tim-trace query lists them"
-        raise InvalidOption(f"query: there is none called {name!r}; {hint}")
+        raise InvalidOption(f"there is none called {name!r}; {hint}", option="query")
     return known[name]
 
 

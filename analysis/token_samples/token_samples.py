@@ -70,7 +70,7 @@ def _check(wanted: Wanted) -> None:
         ("max_sequence_tokens", 1),
     ):  # fmt: skip
         if (value := getattr(wanted, name)) < least:
-            raise InvalidOption(f"{name}: got {value}; give a number of at least {least}")
+            raise InvalidOption(f"got {value}; give a number of at least {least}", option=name)
 
 
 def _source(database: Database, run: str | None) -> Source:
@@ -78,7 +78,7 @@ def _source(database: Database, run: str | None) -> Source:
     if run is None:
         return database.sources[0]
     if run not in sources:
-        raise InvalidOption(f"run: there is none called {run!r}; use {', '.join(sources)}")
+        raise InvalidOption(f"there is none called {run!r}; use {', '.join(sources)}", option="run")
     return sources[run]
 
 

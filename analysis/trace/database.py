@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any
@@ -18,6 +19,7 @@ from ...schemas.layout import HYPERPARAMETER, TABLES
 from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
+from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
 from ...tracer.trace_files import PROTOCOL, TraceFiles
 from ...tracer.verified_file import FileCursor
@@ -98,6 +100,8 @@ class Database:
         self.macros = Macros(self._macro_files())
         self.memory: dict[Any, Any] = {}
         """What was read of it once: see cached."""
+        self.progress: Progress = no_progress
+        """Told by readings of all tokens how many they have read: see `telling`."""
         self.connection.register_filesystem(self.files)
         for table in TABLES:
             self._define_table(TABLE_SPECS[table])
@@ -113,6 +117,15 @@ class Database:
             self._choose_steps(steps)
         if not isinstance(traces, (Source, Database)):  # who looked at one knows
             tell_damage(self.damaged)
+
+    @contextmanager
+    def telling(self, progress: Progress) -> Iterator[None]:
+        """Tell a progress of what is read meanwhile. A reading that is kept, as `cached` does, tells whoever asked first."""
+        before, self.progress = self.progress, progress
+        try:
+            yield
+        finally:
+            self.progress = before
 
     @property
     def damaged(self) -> tuple[str, ...]:
@@ -378,7 +391,7 @@ def sql_file(name: str) -> str:
 def _urls(traces: Traces) -> list[str]:
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
-        raise InvalidOption("traces: got none; name one folder or several")
+        raise InvalidOption("got none; name one folder or several", option="traces")
     return urls
 
 

@@ -11,7 +11,7 @@ def parse_pair(text: str) -> Pair:
     """Read `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"pair: got {text!r}; write two passes as a:b, as train:rollout")
+        raise InvalidOption(f"got {text!r}; write two passes as a:b, as train:rollout", option="pair")
     return a, b
 
 

@@ -207,7 +207,7 @@ def usual(draw: np.random.Generator, **changes: Any) -> Population:
 # -------------------------------------------------------------------------------------------------------------- model
 
 
-class World:
+class LanguageModel:
     """A small language model and the versions that training makes of it."""
 
     def __init__(self, population: Population, draw: np.random.Generator) -> None:
@@ -289,8 +289,8 @@ class Route:
 class Forward:
     """One pass over all sequences of a run, [S steps, B sequences], token after token."""
 
-    def __init__(self, world: World, path: Route, seed: int) -> None:
-        self.world = world
+    def __init__(self, model: LanguageModel, path: Route, seed: int) -> None:
+        self.model = model
         self.path = path
         self.draw = np.random.default_rng(seed)
         self.bits = BITS[path.numerics.dtype]
@@ -311,11 +311,11 @@ class Forward:
 
     def next_state(self, state: Array, token: Array, weights: Weights, size: Array | float) -> Array:
         """Advance the state by one token."""
-        return self.kept(np.tanh(state @ weights["recurrence"] + self.world.embedding[token]), size)
+        return self.kept(np.tanh(state @ weights["recurrence"] + self.model.embedding[token]), size)
 
     def logits(self, state: Array, weights: Weights, size: Array | float) -> Array:
         """Project the state to logits, before temperature."""
-        population = self.world.population
+        population = self.model.population
         layer = self.mixture(state) if population.experts else np.maximum(state @ weights["up"], 0) @ weights["down"]
         made = self.kept(state + layer, size) @ weights["head"] + weights["bias"][:, None, :]
         if population.softcap and not self.path.no_softcap:
@@ -327,14 +327,14 @@ class Forward:
 
     def mixture(self, state: Array) -> Array:
         """Give the output of the expert that the router chooses, times its weight."""
-        world = self.world
-        scores = state @ world.router
+        model = self.model
+        scores = state @ model.router
         relative = self.path.numerics.router_error
         if relative:
             scores = scores + relative * self.draw.standard_normal(scores.shape, np.float32)
         chosen = scores.argmax(axis=-1)[..., None, None]
-        hidden = np.maximum(np.einsum("sbd,edf->sbef", state, world.experts_up, optimize=True), 0)
-        outputs = np.einsum("sbef,efd->sbed", hidden, world.experts_down, optimize=True)
+        hidden = np.maximum(np.einsum("sbd,edf->sbef", state, model.experts_up, optimize=True), 0)
+        outputs = np.einsum("sbef,efd->sbed", hidden, model.experts_down, optimize=True)
         return EXPERT_WEIGHT * np.take_along_axis(outputs, chosen, axis=2)[:, :, 0]
 
     def truncated(self, logits: Array) -> Array:
@@ -371,7 +371,7 @@ class Forward:
         """
         path, numeric = self.path, self.path.numerics
         steps, rows, prompt_length = prompts.shape
-        state = np.zeros((steps, rows, self.world.population.width), np.float32)
+        state = np.zeros((steps, rows, self.model.population.width), np.float32)
         drawn = np.zeros((steps, rows, length), np.int64)
         logprobs = np.empty((steps, rows, length), np.float32)
         entropies = np.empty((steps, rows, length), np.float32)
@@ -457,7 +457,7 @@ class Case:
         self.population = population
         self.draw = np.random.default_rng(seed)
         self.seed = seed
-        self.world = World(population, self.draw)
+        self.model = LanguageModel(population, self.draw)
         steps = population.steps
         rows = population.groups * population.group_size
         self.shape = (steps, rows, population.longest)
@@ -476,7 +476,7 @@ class Case:
             self.sampled_versions = self.sampled_versions - older
             places = population.prompt_length + population.longest
             where = np.repeat(older[:, :, None], places, axis=2)
-            previous = self.world.at(np.maximum(self.versions - 1, 0))
+            previous = self.model.at(np.maximum(self.versions - 1, 0))
             self.engine = replace(self.engine, other=previous, where=where)
             self.trainer = replace(self.trainer, other=previous, where=where)
         self.true_engine, self.true_trainer = self.engine, self.trainer
@@ -509,7 +509,7 @@ class Case:
     def path(self, how: Numerics) -> Route:
         """Give the right path of a side."""
         population = self.population
-        weights = self.world.at(self.versions)
+        weights = self.model.at(self.versions)
         if population.both_quantised:
             weights = {
                 name: quantised(weight, population.both_quantised) if name != "bias" else weight
@@ -529,12 +529,12 @@ class Case:
         cuts = path.top_k or path.min_p or np.any(np.asarray(path.top_p) < 1)
         taken_over = keep if cuts and keep is not None and keep.size and path is self.true_trainer else None
         path = replace(path, top_p=1.0, top_k=0, min_p=0.0) if taken_over is not None else path
-        return Forward(self.world, path, seed)(self.prompts, self.population.longest, self.tokens, taken_over)
+        return Forward(self.model, path, seed)(self.prompts, self.population.longest, self.tokens, taken_over)
 
     def play(self) -> None:
         """Sample with the engine and score with the trainer, each also without the fault."""
         seeds = [int(value) for value in np.random.default_rng(self.seed + 1).integers(1 << 40, size=2)]
-        sampled = Forward(self.world, self.engine, seeds[0])(self.prompts, self.population.longest, forced=self.forced)
+        sampled = Forward(self.model, self.engine, seeds[0])(self.prompts, self.population.longest, forced=self.forced)
         self.tokens, self.keep = sampled["tokens"], sampled["keep"]
         self.rollout = sampled
         exact = self.population.exact and self.trainer is self.true_trainer and self.engine is self.true_engine
@@ -546,7 +546,7 @@ class Case:
         self.a = self.train["logprobs"].copy()
         self.b = self.rollout["logprobs"].copy()
         self.right_a, self.right_b = right_trainer["logprobs"], right_engine["logprobs"]
-        self.response_ids = self.world.token_ids[self.tokens]
+        self.response_ids = self.model.token_ids[self.tokens]
         if self.population.tools == "null":
             self.null = {"rollout": ~self.counts}
 
@@ -705,7 +705,7 @@ class Case:
         if population.with_groups:
             given["group_ids"] = [int(row) // population.group_size for row in range(self.shape[1])]
         if population.with_prompts:
-            given["prompt_ids"] = self.world.token_ids[self.prompts[step]].tolist()
+            given["prompt_ids"] = self.model.token_ids[self.prompts[step]].tolist()
         batch = recorder.add_sequences(
             step=step + 1,
             response_ids=self.response_ids[step],
@@ -743,7 +743,7 @@ class Case:
                 one |= {
                     "step": step + 1,
                     "group_id": row // self.population.group_size,
-                    "prompt_ids": self.world.token_ids[self.prompts[step, row]].tolist(),
+                    "prompt_ids": self.model.token_ids[self.prompts[step, row]].tolist(),
                     "response_ids": self.response_ids[step, row, :length].tolist(),
                     "rollout_logprobs": self.b[step, row, :length].tolist(),
                     "train_logprobs": self.a[step, row, :length].tolist(),
@@ -994,7 +994,7 @@ def sync_stops(case: Case) -> Label:
 
 def behind(case: Case, held: Array, detail: str, declared: bool, in_part: bool) -> Label:
     """Sample with one held version a step, and say so in the policy versions or not."""
-    with_path(case, "engine", weights=case.world.at(held))
+    with_path(case, "engine", weights=case.model.at(held))
     if declared:
         case.scored_versions = case.sampled_versions
         case.sampled_versions = np.repeat(held[:, None], case.shape[1], axis=1)
@@ -1011,7 +1011,7 @@ def behind(case: Case, held: Array, detail: str, declared: bool, in_part: bool) 
 
 def trainer_ahead(case: Case) -> Label:
     """Score with the trainer after its update, in place of before."""
-    with_path(case, "trainer", weights=case.world.at(case.versions + 1))
+    with_path(case, "trainer", weights=case.model.at(case.versions + 1))
     case.play()
     return Label("weights_differ", case.told("trainer scores after its update"), case.weights_show(), of_weights=True)
 
@@ -1019,7 +1019,7 @@ def trainer_ahead(case: Case) -> Label:
 def partial_sync(case: Case, modules: tuple[str, ...]) -> Label:
     """Leave some modules of the engine at the first version."""
     held = dict(case.engine.weights)
-    first = case.world.at(np.zeros(case.shape[0], int))
+    first = case.model.at(np.zeros(case.shape[0], int))
     held |= {name: first[name] for name in modules}
     with_path(case, "engine", weights=held)
     case.play()
@@ -1050,7 +1050,7 @@ def quantised_engine(case: Case, how: str, declared: bool = False, head: bool = 
 
 def adapter(case: Case, scale: float) -> Label:
     """Sample without the adapter (scale 0), or with it scaled wrongly."""
-    base = case.world.base
+    base = case.model.base
     with_path(
         case,
         "engine",
@@ -1066,7 +1066,7 @@ def adapter(case: Case, scale: float) -> Label:
 
 def other_model(case: Case) -> Label:
     """Score with another model of the same shape."""
-    other = World(case.population, np.random.default_rng(case.seed + 99))
+    other = LanguageModel(case.population, np.random.default_rng(case.seed + 99))
     with_path(case, "trainer", weights=other.at(case.versions))
     case.play()
     return Label(
@@ -1090,7 +1090,7 @@ def response_part(case: Case, where: Array) -> Array:
 
 def weights_before(case: Case, lag: int) -> Weights:
     """Weights some updates before each step's own."""
-    return case.world.at(np.maximum(case.versions - lag, 0))
+    return case.model.at(np.maximum(case.versions - lag, 0))
 
 
 def inflight_update(case: Case, lag: int) -> Label:
@@ -1180,7 +1180,7 @@ def hit_prompts(case: Case, what: str) -> Label:
         places = case.population.prompt_length + case.population.longest
         on_part(
             case,
-            case.world.at(np.zeros(case.shape[0], int)),
+            case.model.at(np.zeros(case.shape[0], int)),
             np.broadcast_to(bad[None, :, None], (*case.shape[:2], places)),
         )
     case.play()
@@ -1293,7 +1293,7 @@ def retokenised(case: Case, share: float, split: bool) -> Label:
             tokens[step, row, place] = new
             case.lengths[step, row] = length - 1
     case.tokens = tokens
-    case.response_ids = case.world.token_ids[tokens]
+    case.response_ids = case.model.token_ids[tokens]
     case.train = case.score(case.trainer, case.seed + 5, None)
     case.a, case.b = case.train["logprobs"], values
     how = "split in two" if split else "merged with the next"
@@ -1474,7 +1474,7 @@ def prompt_counts(case: Case, tail: int, value: float | None) -> Label:
     whole = np.concatenate([start, case.tokens], axis=2)[:, :, : case.shape[2]]
     kept_rollout = case.b[:, :, : case.shape[2] - tail]
     case.prompts = case.prompts[:, :, : population.prompt_length - tail]
-    case.tokens, case.response_ids = whole, case.world.token_ids[whole]
+    case.tokens, case.response_ids = whole, case.model.token_ids[whole]
     case.lengths = np.minimum(case.lengths + tail, case.shape[2])
     case.train = case.score(case.true_trainer, case.seed + 3, None)
     right = case.score(case.true_engine, case.seed + 4, None)

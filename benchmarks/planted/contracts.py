@@ -1,4 +1,4 @@
-"""What the frameworks of a scene believe of their passes, in the words that the hooks record."""
+"""The contracts that the frameworks of a scenario would record, in the form of the hooks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from scenes import NUMERICS, Scene
+from scenarios import NUMERICS, Scenario
 from tim_trace.tracer import environment
 
 FULL, PARTIAL, NONE = "full", "partial", "none"
@@ -19,17 +19,19 @@ _NAMES = (("vllm", "trl"), ("sglang", "slime"), ("vllm", "verl"), ("sglang", "ve
 """Engine and trainer, as a partial contract names them."""
 
 
-def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replica: int | None) -> dict[str, Any] | None:
+def rollout_contract(
+    scenario: Scenario, belief: Mapping[str, Any], level: str, replica: int | None
+) -> dict[str, Any] | None:
     """The engine's contract; None where nothing is known of it."""
     own = {} if replica is None else {"replica": replica}
     if level == NONE:
         return None
     if belief.get("same_engine"):
-        return _one_engine(scene, level)
+        return _one_engine(scenario, level)
     if level == PARTIAL:
-        return {"engine": _NAMES[scene.seed % len(_NAMES)][0], **own}
+        return {"engine": _NAMES[scenario.seed % len(_NAMES)][0], **own}
     mode = belief.get("logprobs_mode", "processed_logprobs")
-    sampling = scene.sampling
+    sampling = scenario.sampling
     return {
         "engine": "vllm",
         "engine_version": "0.32.0",
@@ -38,20 +40,20 @@ def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replic
         "logprobs_of": _MODES[mode],
         "config": {
             "model_config": {
-                "model": scene.world.recipe.name,
-                "dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
+                "model": scenario.model.recipe.name,
+                "dtype": str(NUMERICS[scenario.numerics][0]["dtype"]),
                 "quantization": belief.get("quantization"),
                 "logprobs_mode": mode,
-                "head_dtype": str(NUMERICS[scene.numerics][0]["dtype"]),
+                "head_dtype": str(NUMERICS[scenario.numerics][0]["dtype"]),
                 "seed": 0,
             },
             "cache_config": {
                 "cache_dtype": "auto",
-                "enable_prefix_caching": scene.seed % 2 == 0,
+                "enable_prefix_caching": scenario.seed % 2 == 0,
                 "sliding_window": None,
             },
             "parallel_config": {
-                "tensor_parallel_size": NUMERICS[scene.numerics][0].get("shards", 1),
+                "tensor_parallel_size": NUMERICS[scenario.numerics][0].get("shards", 1),
                 "data_parallel_size": belief.get("replicas", 1),
             },
         },
@@ -62,7 +64,7 @@ def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replic
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
-            "max_tokens": scene.max_tokens,
+            "max_tokens": scenario.max_tokens,
             "n": 1,
         },
         "torch": environment.torch_settings(),
@@ -71,18 +73,18 @@ def rollout_contract(scene: Scene, belief: Mapping[str, Any], level: str, replic
     }
 
 
-def train_contract(scene: Scene, belief: Mapping[str, Any], level: str) -> dict[str, Any] | None:
+def train_contract(scenario: Scenario, belief: Mapping[str, Any], level: str) -> dict[str, Any] | None:
     """The trainer's contract; None where nothing is known of it."""
     if level == NONE:
         return None
     if belief.get("same_engine"):
-        return _one_engine(scene, level)
+        return _one_engine(scenario, level)
     if level == PARTIAL:
         adapters = {"model": {"adapters": belief["adapters"]}} if "adapters" in belief else {}
-        return {"engine": _NAMES[scene.seed % len(_NAMES)][1], **adapters}
-    numerics = NUMERICS[scene.numerics][1]
+        return {"engine": _NAMES[scenario.seed % len(_NAMES)][1], **adapters}
+    numerics = NUMERICS[scenario.numerics][1]
     dtype, autocast = numerics["dtype"], numerics.get("autocast")
-    size = sum(value.numel() for value in scene.states[0].values())
+    size = sum(value.numel() for value in scenario.states[0].values())
     return {
         "engine": "trl",
         "source": "recomputed",
@@ -92,14 +94,14 @@ def train_contract(scene: Scene, belief: Mapping[str, Any], level: str) -> dict[
         "cast_lm_head_to_fp32": False,
         "gradient_checkpointing": False,
         "torch_compile": False,
-        "temperature": belief.get("trainer_temperature", scene.sampling.temperature),
+        "temperature": belief.get("trainer_temperature", scenario.sampling.temperature),
         "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
         "prompt_padding_side": "left",
         "response_padding_side": "right",
-        "rows_a_forward": scene.trainer_rows,
+        "rows_a_forward": scenario.trainer_rows,
         "parallelism": {"world_size": 1, "distributed_type": "NO"},
         "model": {
-            "class": f"transformers.{scene.world.model_class}",
+            "class": f"transformers.{scenario.model.class_name}",
             "dtypes": {str(dtype).removeprefix("torch."): size},
             "attention": "sdpa",
             "quantization": None,
@@ -110,13 +112,13 @@ def train_contract(scene: Scene, belief: Mapping[str, Any], level: str) -> dict[
     }
 
 
-def _one_engine(scene: Scene, level: str) -> dict[str, Any]:
+def _one_engine(scenario: Scenario, level: str) -> dict[str, Any]:
     if level == PARTIAL:
         return {"engine": "exact"}
     return {
         "engine": "exact",
-        "dtype": str(NUMERICS[scene.numerics][0]["dtype"]).removeprefix("torch."),
-        "temperature": scene.sampling.temperature,
+        "dtype": str(NUMERICS[scenario.numerics][0]["dtype"]).removeprefix("torch."),
+        "temperature": scenario.sampling.temperature,
         "logprobs_of": "logits divided by the temperature, over the whole vocabulary",
         "versions": environment.numeric_versions(),
         "threads": torch.get_num_threads(),

@@ -19,7 +19,7 @@ _LEXICON_A_TOKEN = 1.2
 
 @dataclass(kw_only=True)
 class Language:
-    """Prompts, answers, rewards and the tokenizer of one world."""
+    """The prompts, answers, rewards and tokenizer that one model is trained on."""
 
     seed: int
     vocabulary: int

@@ -1,4 +1,4 @@
-"""How a world's weights come about: teaching by examples, then policy gradients on the answers' rewards.
+"""Train a tiny model: supervised on examples, then by policy gradients on the rewards of its answers.
 
 Shapes: B sequences, P prompt tokens, T response tokens, V vocabulary.
 """
@@ -12,9 +12,9 @@ import torch
 from engines import decode
 from heads import Sampling
 from language import EOS, PAD, Language
+from models import Recipe, TinyModel
 from sides import State
 from torch import Tensor
-from worlds import Recipe, World
 
 _GROUP = 8
 _GROUPS = 4
@@ -23,19 +23,19 @@ _LOW_RANK_RATE = 5.0
 """An adapter learns with a larger rate than the weights themselves, as is usual."""
 
 
-def taught(model: Any, language: Language, recipe: Recipe) -> None:
-    """Teach a model the language by examples, prompt and response."""
+def taught(module: Any, language: Language, recipe: Recipe) -> None:
+    """Train a module in place on examples of the language, prompt and response."""
     chance = random.Random(recipe.seed + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=recipe.teaching_steps)
-    model.train()
+    module.train()
     for _ in range(recipe.teaching_steps):
         ids = _examples(language, chance, 16, recipe.max_tokens)
-        logits = model(input_ids=ids[:, :-1]).logits
+        logits = module(input_ids=ids[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], ignore_index=PAD)
-        _update(model.parameters(), optimizer, loss)
+        _update(module.parameters(), optimizer, loss)
         schedule.step()
-    model.eval()
+    module.eval()
 
 
 def _examples(language: Language, chance: random.Random, count: int, max_tokens: int) -> Tensor:
@@ -47,63 +47,63 @@ def _examples(language: Language, chance: random.Random, count: int, max_tokens:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
-def reinforced_versions(model: Any, world: World, count: int) -> list[State]:
+def reinforced_versions(module: Any, model: TinyModel, count: int) -> list[State]:
     """The weights before and after each of `count` policy-gradient updates."""
-    chance, generator = _chances(world, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=world.recipe.learning_rate, weight_decay=0.0)
-    versions = [_copy(model.state_dict())]
+    chance, generator = _chances(model, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=model.recipe.learning_rate, weight_decay=0.0)
+    versions = [_copy(module.state_dict())]
     for _ in range(count):
-        batch = _sample(world, versions[-1], chance, generator)
-        _update(model.parameters(), optimizer, _loss(model, *batch))
-        versions.append(_copy(model.state_dict()))
+        batch = _sample(model, versions[-1], chance, generator)
+        _update(module.parameters(), optimizer, _loss(module, *batch))
+        versions.append(_copy(module.state_dict()))
     return versions
 
 
-def low_rank_versions(model: Any, world: World, count: int) -> list[State]:
-    """Merged weights before and after each of `count` updates of a LoRA adapter; the model stays as it is.
+def low_rank_versions(module: Any, model: TinyModel, count: int) -> list[State]:
+    """Merged weights before and after each of `count` updates of a LoRA adapter; the module stays unchanged.
 
     A weight W becomes W + 2 B A with A of rank 4 (Hu et al. 2021, arXiv 2106.09685), on every matrix inside the layers.
     """
-    chance, generator = _chances(world, 3)
-    base = _copy(model.state_dict())
+    chance, generator = _chances(model, 3)
+    base = _copy(module.state_dict())
     adapted = [
-        name for name, value in model.named_parameters()
+        name for name, value in module.named_parameters()
         if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name
         and "wte" not in name and "wpe" not in name
     ]  # fmt: skip
     down = {name: torch.randn(_LOW_RANK, base[name].shape[1], generator=generator) * 0.1 for name in adapted}
     up = {name: torch.zeros(base[name].shape[0], _LOW_RANK) for name in adapted}
     parameters = [value.requires_grad_() for value in (*down.values(), *up.values())]
-    optimizer = torch.optim.AdamW(parameters, lr=_LOW_RANK_RATE * world.recipe.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=_LOW_RANK_RATE * model.recipe.learning_rate, weight_decay=0.0)
 
     def merged() -> State:
         return {name: base[name] + 2.0 * up[name] @ down[name] for name in adapted}
 
     versions = [base]
     for _ in range(count):
-        batch = _sample(world, versions[-1], chance, generator)
+        batch = _sample(model, versions[-1], chance, generator)
         state = merged()
-        loss = _loss(lambda **given: torch.func.functional_call(model, state, kwargs=given), *batch)  # noqa: B023
+        loss = _loss(lambda **given: torch.func.functional_call(module, state, kwargs=given), *batch)  # noqa: B023
         _update(parameters, optimizer, loss)
         versions.append(base | _copy(merged()))
     return versions
 
 
-def _chances(world: World, salt: int) -> tuple[random.Random, torch.Generator]:
-    seed = 1000 * world.recipe.seed + salt
+def _chances(model: TinyModel, salt: int) -> tuple[random.Random, torch.Generator]:
+    seed = 1000 * model.recipe.seed + salt
     return random.Random(seed), torch.Generator().manual_seed(seed)
 
 
 def _sample(
-    world: World, state: State, chance: random.Random, generator: torch.Generator
+    model: TinyModel, state: State, chance: random.Random, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prompts [B, P], responses [B, T], lengths [B] and advantages [B] of one step."""
-    texts, prompts = world.prompts(chance, _GROUPS)
+    texts, prompts = model.prompts(chance, _GROUPS)
     prompts = prompts.repeat_interleave(_GROUP, 0)
-    done = decode(world.side(state), prompts, world.recipe.max_tokens, sampling=Sampling(), generator=generator)
+    done = decode(model.side(state), prompts, model.recipe.max_tokens, sampling=Sampling(), generator=generator)
     rewards = torch.tensor(
         [
-            world.language.reward(texts[row // _GROUP], world.language.decode(ids.tolist()))
+            model.language.reward(texts[row // _GROUP], model.language.decode(ids.tolist()))
             for row, ids in enumerate(done.ids)
         ]
     )
@@ -117,10 +117,10 @@ def advantages(rewards: Tensor, group: int) -> Tensor:
     return ((by_group - by_group.mean(1, keepdim=True)) / (spread + 1e-4)).view(-1)
 
 
-def _loss(model: Any, prompts: Tensor, ids: Tensor, lengths: Tensor, advantage: Tensor) -> Tensor:
+def _loss(module: Any, prompts: Tensor, ids: Tensor, lengths: Tensor, advantage: Tensor) -> Tensor:
     """Mean over the response tokens of -advantage * logprob."""
     width = prompts.shape[1]
-    logits = model(input_ids=torch.cat([prompts, ids], 1)[:, :-1]).logits[:, width - 1 :]
+    logits = module(input_ids=torch.cat([prompts, ids], 1)[:, :-1]).logits[:, width - 1 :]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     counted = torch.arange(ids.shape[1])[None] < lengths[:, None]
     return -(advantage[:, None] * logprobs)[counted].mean()

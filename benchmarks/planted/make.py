@@ -3,8 +3,8 @@
 python benchmarks/planted/make.py --split tuning -o runs/planted/tuning     # about ten minutes on one core
 python benchmarks/planted/score.py runs/planted/tuning
 
-Each trace is a folder with `trace` and `label.json`. The worlds (models that were taught and trained by RL) are kept in
-`--worlds` and made there when they are missing, a few minutes a split.
+Each trace is a folder with `trace` and `label.json`. The tiny models are kept in `--models` and trained when they are
+missing, a few minutes a split.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from acts import perform
 from faults import heads, healthy, records, routers, sequences, tokens, weights
 from faults.fault import Fault
 from heads import Sampling
-from scenes import NUMERICS, Scene
+from models import TinyModel
+from scenarios import NUMERICS, Scenario
 from splits import SPLITS, Split
+from steps import simulate
 from training import load
-from worlds import World
 from writing import Recording, chosen_recording, write
 
 FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
@@ -39,7 +39,7 @@ FAULTS: dict[str, Callable[[Any, int, random.Random], Fault]] = {
         healthy.rounding, healthy.equal,
     )
 }  # fmt: skip
-"""Code -> what plants it: (scene, how many of it came before, chance) -> fault, the scene fitted to it."""
+"""Code -> what plants it: (scenario, index of the trace, chance) -> fault; may change the scenario to fit it."""
 
 HEALTHY = ("rounding", "equal")
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--split", choices=SPLITS, default="tuning")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the traces")
     parser.add_argument(
-        "--worlds", type=Path, default=Path("runs/planted/worlds"), help="folder that keeps the trained models"
+        "--models", type=Path, default=Path("runs/planted/models"), help="folder that keeps the trained models"
     )
     parser.add_argument("--per-fault", type=int, default=12, help="traces of each fault")
     parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), metavar="CODE")
@@ -75,14 +75,14 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="replace traces that lie there")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    make(SPLITS[given.split], given.output, given.worlds, given.per_fault, given.only, given.seed, force=given.force)
+    make(SPLITS[given.split], given.output, given.models, given.per_fault, given.only, given.seed, force=given.force)
 
 
 def make(
-    split: Split, output: Path, worlds: Path, per_fault: int, codes: list[str], seed: int, *, force: bool = False
+    split: Split, output: Path, models: Path, per_fault: int, codes: list[str], seed: int, *, force: bool = False
 ) -> int:
     """Write the traces of a split and return how many there are; those of each fault come in turn."""
-    loaded = {recipe.name: load(recipe, worlds) for recipe in split.recipes}
+    loaded = {recipe.name: load(recipe, models) for recipe in split.recipes}
     count = 0
     for index in range(per_fault * HEALTHY_A_FAULT):
         for code in codes:
@@ -99,43 +99,45 @@ def make(
     return count
 
 
-def one(split: Split, loaded: dict[str, World], folder: Path, code: str, index: int, seed: int) -> None:
+def one(split: Split, loaded: dict[str, TinyModel], folder: Path, code: str, index: int, seed: int) -> None:
     """Write one trace."""
     for attempt in range(_ATTEMPTS):
-        scene, fault, recording, own = planned(split, loaded, code, index, seed + _ATTEMPT * attempt)
-        acts = perform(scene, fault)
+        scenario, fault, recording, own = planned(split, loaded, code, index, seed + _ATTEMPT * attempt)
+        steps = simulate(scenario, fault)
         # Without a fault the two sides choose the same experts; a pair that rounding made differ is no plain rounding.
-        if code not in HEALTHY or not any(bool(act.disagreeing[act.tokens].any()) for act in acts):
+        if code not in HEALTHY or not any(bool(step.disagreeing[step.tokens].any()) for step in steps):
             break
-    write(folder, scene, fault, acts, recording, split.name, own)
+    write(folder, scenario, fault, steps, recording, split.name, own)
 
 
 def planned(
-    split: Split, loaded: dict[str, World], code: str, index: int, seed: int
-) -> tuple[Scene, Fault, Recording, int]:
-    """What a trace will be: its scene, its fault, what is recorded of it, and its own seed."""
+    split: Split, loaded: dict[str, TinyModel], code: str, index: int, seed: int
+) -> tuple[Scenario, Fault, Recording, int]:
+    """A trace before it is made: its scenario, its fault, what is recorded of it, and its seed."""
     own = split.seed + 10_000 * seed + 100 * list(FAULTS).index(code) + index
     chance = random.Random(own)
-    scene = _scene(split, loaded, code, index, own, chance)
-    _fit(scene)
-    fault = FAULTS[code](scene, index, chance)
-    _fit_versions(scene)
-    return scene, fault, chosen_recording(code, fault, random.Random(own + 1)), own
+    scenario = _scenario(split, loaded, code, index, own, chance)
+    _fit(scenario)
+    fault = FAULTS[code](scenario, index, chance)
+    _fit_versions(scenario)
+    return scenario, fault, chosen_recording(code, fault, random.Random(own + 1)), own
 
 
-def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: int, chance: random.Random) -> Scene:
+def _scenario(
+    split: Split, loaded: dict[str, TinyModel], code: str, index: int, seed: int, chance: random.Random
+) -> Scenario:
     recipes = split.mixtures if code == "router_flips" else split.dense
     if code == "retokenised":
         recipes = tuple(recipe for recipe in recipes if recipe.vocabulary >= _LEAST_MERGED)
     if (code == "rounding" and index % 8 == 7) or (code in _ON_MIXTURES_TOO and index % 6 == 5):
         recipes = split.mixtures
-    world = loaded[recipes[(index + seed // 100) % len(recipes)].name]
-    states = world.versions
+    model = loaded[recipes[(index + seed // 100) % len(recipes)].name]
+    states = model.versions
     steps = chance.choice([1, 2, 3, 4, 4, 6, 8, 12])
     numerics = chance.choices(list(NUMERICS), _NUMERICS_WEIGHTS)[0]
-    return Scene(
-        world=world, seed=seed, states=states, num_steps=steps, max_tokens=world.recipe.max_tokens,
-        numerics="fp32" if world.is_mixture else numerics,
+    return Scenario(
+        model=model, seed=seed, states=states, num_steps=steps, max_tokens=model.recipe.max_tokens,
+        numerics="fp32" if model.is_mixture else numerics,
         num_groups=chance.choice([2, 4, 8]), group_size=chance.choice([4, 8, 8]),
         first_version=chance.randrange(max(1, len(states) - steps)),
         sampling=Sampling(temperature=1.0 if chance.random() < 0.65 else round(chance.uniform(0.6, 1.2), 2)),
@@ -144,17 +146,17 @@ def _scene(split: Split, loaded: dict[str, World], code: str, index: int, seed: 
     )  # fmt: skip
 
 
-def _fit(scene: Scene) -> None:
+def _fit(scenario: Scenario) -> None:
     """Keep a trace within the most tokens and the most steps of sampling: long runs have the shorter responses."""
-    while scene.num_steps * scene.num_rows * scene.max_tokens > 2 * _MOST_TOKENS and scene.num_groups > 2:
-        scene.num_groups //= 2
-    scene.max_tokens = min(scene.max_tokens, max(24, _MOST_SAMPLING_STEPS // scene.num_steps))
-    _fit_versions(scene)
+    while scenario.num_steps * scenario.num_rows * scenario.max_tokens > 2 * _MOST_TOKENS and scenario.num_groups > 2:
+        scenario.num_groups //= 2
+    scenario.max_tokens = min(scenario.max_tokens, max(24, _MOST_SAMPLING_STEPS // scenario.num_steps))
+    _fit_versions(scenario)
 
 
-def _fit_versions(scene: Scene) -> None:
-    scene.num_steps = min(scene.num_steps, len(scene.states))
-    scene.first_version = max(0, min(scene.first_version, len(scene.states) - scene.num_steps))
+def _fit_versions(scenario: Scenario) -> None:
+    scenario.num_steps = min(scenario.num_steps, len(scenario.states))
+    scenario.first_version = max(0, min(scenario.first_version, len(scenario.states) - scenario.num_steps))
 
 
 if __name__ == "__main__":

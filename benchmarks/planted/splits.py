@@ -1,4 +1,4 @@
-"""The two splits: what worlds they have, and what strengths their faults have.
+"""The splits: which models each trains.
 
 The held-out split shares no architecture, seed, vocabulary or length with the one for tuning.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worlds import Recipe
+from models import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A named set of worlds."""
+    """A named set of models that traces are made with."""
 
     name: str
     recipes: tuple[Recipe, ...]

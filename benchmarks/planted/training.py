@@ -1,4 +1,4 @@
-"""Worlds from disk, or trained now."""
+"""Load tiny models from disk, and train those that are missing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from language import Language
 from learning import low_rank_versions, reinforced_versions, taught
+from models import Recipe, TinyModel
 from sides import State
 from transformers import AutoConfig, AutoModelForCausalLM
-from worlds import Recipe, World
 
 NUM_VERSIONS = 14
-"""Optimizer updates by RL that a world keeps."""
+"""RL updates whose weights are kept."""
 
 NUM_ADAPTER_VERSIONS = 8
 
 
-def load(recipe: Recipe, folder: Path) -> World:
-    """The world of a recipe, trained now unless the folder has it."""
+def load(recipe: Recipe, folder: Path) -> TinyModel:
+    """The model of a recipe: from the folder, or trained and kept there."""
     language = Language(
         seed=recipe.seed, vocabulary=recipe.vocabulary, words=recipe.words, num_active=recipe.num_active
     )
@@ -32,7 +32,7 @@ def load(recipe: Recipe, folder: Path) -> World:
         torch.save(_train(recipe, language, config), path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
     states = torch.load(path, weights_only=True, mmap=True)
-    return World(recipe=recipe, language=language, config=config, **states)
+    return TinyModel(recipe=recipe, language=language, config=config, **states)
 
 
 def _digest(recipe: Recipe, language: Language) -> str:
@@ -44,15 +44,15 @@ def _digest(recipe: Recipe, language: Language) -> str:
 
 def _train(recipe: Recipe, language: Language, config: Any) -> dict[str, list[State]]:
     torch.manual_seed(recipe.seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    taught(model, language, recipe)
-    world = World(recipe=recipe, language=language, config=config, versions=[_state(model)], adapters=[])
-    adapters = low_rank_versions(model, world, NUM_ADAPTER_VERSIONS)
-    return {"versions": reinforced_versions(model, world, NUM_VERSIONS), "adapters": adapters}
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    taught(module, language, recipe)
+    model = TinyModel(recipe=recipe, language=language, config=config, versions=[_state(module)], adapters=[])
+    adapters = low_rank_versions(module, model, NUM_ADAPTER_VERSIONS)
+    return {"versions": reinforced_versions(module, model, NUM_VERSIONS), "adapters": adapters}
 
 
-def _state(model: Any) -> State:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+def _state(module: Any) -> State:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def _config(recipe: Recipe, size: int) -> Any:

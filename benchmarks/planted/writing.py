@@ -1,4 +1,4 @@
-"""Acts written as a real trace, with what a framework would have recorded of them, and their label."""
+"""Write simulated steps as a real trace, with what a framework would have recorded of them, and their label."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from act import Act
-from acts import ended
 from contracts import NONE, rollout_contract, train_contract
 from faults.fault import Fault
 from faults.weights import replica_of
-from scenes import Scene
+from scenarios import Scenario
+from step import RecordedStep
+from steps import ended
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
 
@@ -48,28 +48,35 @@ class Recording:
 
 
 def write(
-    folder: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording, split: str, seed: int
+    folder: Path,
+    scenario: Scenario,
+    fault: Fault,
+    steps: list[RecordedStep],
+    recording: Recording,
+    split: str,
+    seed: int,
 ) -> None:
     """Write `folder/trace` and `folder/label.json`."""
     folder.mkdir(parents=True)
     imported = recording.imported or any(
-        bool((_known(act, name) > 1e-3).any()) for act in acts for name in ("rollout", "train")
+        bool((_known(step, name) > 1e-3).any()) for step in steps for name in ("rollout", "train")
     )
-    (_import if imported else _record)(folder / "trace", scene, fault, acts, recording)
+    (_import if imported else _record)(folder / "trace", scenario, fault, steps, recording)
     label = {
         "code": fault.code, "variant": fault.variant, "strength": fault.strength, "split": split, "seed": seed,
-        "architecture": scene.world.recipe.architecture, "world": scene.world.recipe.name, "numerics": scene.numerics,
-        "temperature": scene.sampling.temperature, "steps": len(acts),
-        "recording": asdict(recording) | {"imported": imported}, **measure(acts, fault.code),
+        "architecture": scenario.model.recipe.architecture, "model": scenario.model.recipe.name,
+        "numerics": scenario.numerics,
+        "temperature": scenario.sampling.temperature, "steps": len(steps),
+        "recording": asdict(recording) | {"imported": imported}, **measure(steps, fault.code),
     }  # fmt: skip
     (folder / "label.json").write_text(json.dumps(label, indent=1))
 
 
-def _known(act: Act, name: str) -> torch.Tensor:
-    return getattr(act, name)[getattr(act, f"{name}_known")]
+def _known(step: RecordedStep, name: str) -> torch.Tensor:
+    return getattr(step, name)[getattr(step, f"{name}_known")]
 
 
-def measure(acts: list[Act], code: str) -> dict[str, Any]:
+def measure(steps: list[RecordedStep], code: str) -> dict[str, Any]:
     """The noise floor, and the fault's effect over it.
 
     noise_rms: rms of d, nats, over the counted tokens, of the same trace without the fault. d_rms: rms of d with the
@@ -77,12 +84,12 @@ def measure(acts: list[Act], code: str) -> dict[str, Any]:
     the change of d that the fault makes there. detectable: d_rms > 2 noise_rms; a copy is, when the noise is not 0.
     """
     clean, faulty, reached, missing = [], [], [], []
-    for act in acts:
-        counted = act.counted & act.tokens
-        clean.append((act.clean_train - act.clean_rollout)[counted])
-        faulty.append((act.train - act.rollout)[counted])
-        reached.append(act.affected[counted])
-        missing.append(~(act.rollout_known & act.train_known)[counted])
+    for step in steps:
+        counted = step.counted & step.tokens
+        clean.append((step.clean_train - step.clean_rollout)[counted])
+        faulty.append((step.train - step.rollout)[counted])
+        reached.append(step.affected[counted])
+        missing.append(~(step.rollout_known & step.train_known)[counted])
     noise, d, hit = torch.cat(clean).double(), torch.cat(faulty).double(), torch.cat(reached)
     lost = bool((hit & (torch.cat(missing) | ~d.isfinite())).any())
     change = (d - noise)[hit & d.isfinite()]
@@ -98,77 +105,78 @@ def _rms(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt()) if len(values) else 0.0
 
 
-def _rows(act: Act, scene: Scene, fault: Fault, recording: Recording) -> dict[str, Any]:
+def _rows(step: RecordedStep, scenario: Scenario, fault: Fault, recording: Recording) -> dict[str, Any]:
     """The per-sequence columns that both ways of writing share."""
     belief = fault.belief
-    version = act.version + recording.first_version
+    version = step.version + recording.first_version
     rows: dict[str, Any] = {}
     if recording.groups:
-        rows["group_ids"] = act.groups
+        rows["group_ids"] = step.groups
     if recording.finish:
-        rows["finish_reason"] = ["stop" if done else "length" for done in ended(act)]
+        rows["finish_reason"] = ["stop" if done else "length" for done in ended(step)]
     if recording.rewards:
-        rows |= {"reward": act.rewards.astype(np.float64), "advantage": act.advantages.astype(np.float64)}
+        rows |= {"reward": step.rewards.astype(np.float64), "advantage": step.advantages.astype(np.float64)}
     if recording.versions and belief.get("policy_version", 0) is not None:
-        rows["policy_version"] = np.full(len(act.ids), version - belief.get("sampling_version_behind", 0))
+        rows["policy_version"] = np.full(len(step.ids), version - belief.get("sampling_version_behind", 0))
     if recording.settings:
-        sampling = scene.sampling
+        sampling = scenario.sampling
         rows |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return rows
 
 
-def _record(path: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording) -> None:
+def _record(path: Path, scenario: Scenario, fault: Fault, steps: list[RecordedStep], recording: Recording) -> None:
     replicas = fault.belief.get("replicas", 1)
     recorded_replicas = range(replicas) if recording.level != NONE else range(1)
     with Recorder(path) as recorder:
-        for act in acts:
-            step = recording.first_step + act.index
-            tokens = act.tokens.numpy()
+        for step in steps:
+            number = recording.first_step + step.index
+            tokens = step.tokens.numpy()
             batch = recorder.add_sequences(
-                step=step,
-                prompt_ids=act.prompts.numpy(),
-                response_ids=act.ids.numpy(),
+                step=number,
+                prompt_ids=step.prompts.numpy(),
+                response_ids=step.ids.numpy(),
                 response_attention_mask=tokens,
-                response_mask=None if bool(act.counted[act.tokens].all()) else act.counted.numpy(),
-                min_p=scene.sampling.min_p or None,
-                max_tokens=scene.max_tokens if recording.settings else None,
-                **_rows(act, scene, fault, recording),
+                response_mask=None if bool(step.counted[step.tokens].all()) else step.counted.numpy(),
+                min_p=scenario.sampling.min_p or None,
+                max_tokens=scenario.max_tokens if recording.settings else None,
+                **_rows(step, scenario, fault, recording),
             )
             for replica in recorded_replicas:
-                mine = np.flatnonzero(replica_of(len(act.ids), len(recorded_replicas)) == replica)
-                contract = rollout_contract(scene, fault.belief, recording.level, replica if replicas > 1 else None)
+                mine = np.flatnonzero(replica_of(len(step.ids), len(recorded_replicas)) == replica)
+                contract = rollout_contract(scenario, fault.belief, recording.level, replica if replicas > 1 else None)
                 if contract is not None:
                     recorder.add_contract("rollout", contract)
                 recorder.add_scores(
-                    "rollout", batch, rows=mine, logprobs=act.rollout.numpy()[mine],
-                    scored_mask=act.rollout_known.numpy()[mine],
+                    "rollout", batch, rows=mine, logprobs=step.rollout.numpy()[mine],
+                    scored_mask=step.rollout_known.numpy()[mine],
                 )  # fmt: skip
-            contract = train_contract(scene, fault.belief, recording.level)
+            contract = train_contract(scenario, fault.belief, recording.level)
             if contract is not None:
                 recorder.add_contract("train", contract)
             behind = "sampling_version_behind" in fault.belief and recording.versions
             recorder.add_scores(
-                "train", batch, logprobs=act.train.numpy(), scored_mask=act.train_known.numpy(),
-                entropy=act.entropy.numpy() if recording.entropy else None,
-                policy_version=np.full(len(act.ids), act.version + recording.first_version) if behind else None,
+                "train", batch, logprobs=step.train.numpy(), scored_mask=step.train_known.numpy(),
+                entropy=step.entropy.numpy() if recording.entropy else None,
+                policy_version=np.full(len(step.ids), step.version + recording.first_version) if behind else None,
             )  # fmt: skip
             if recording.rewards:
-                recorder.add_metrics(step, {"reward": float(act.rewards.mean()), "num_tokens": int(act.lengths.sum())})
+                metrics = {"reward": float(step.rewards.mean()), "num_tokens": int(step.lengths.sum())}
+                recorder.add_metrics(number, metrics)
 
 
-def _import(path: Path, scene: Scene, fault: Fault, acts: list[Act], recording: Recording) -> None:
+def _import(path: Path, scenario: Scenario, fault: Fault, steps: list[RecordedStep], recording: Recording) -> None:
     """Through Parquet in the neutral form, as a dump of other people's comes."""
-    parts = [_table(act, scene, fault, recording) for act in acts]
+    parts = [_table(step, scenario, fault, recording) for step in steps]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dump.parquet"
         pq.write_table(pa.concat_tables(parts, promote_options="default"), file)
         import_parquet(file, output=path)
 
 
-def _table(act: Act, scene: Scene, fault: Fault, recording: Recording) -> pa.Table:
-    rows = _rows(act, scene, fault, recording)
-    count = len(act.ids)
-    lengths = act.lengths.tolist()
+def _table(step: RecordedStep, scenario: Scenario, fault: Fault, recording: Recording) -> pa.Table:
+    rows = _rows(step, scenario, fault, recording)
+    count = len(step.ids)
+    lengths = step.lengths.tolist()
 
     def lists(values: torch.Tensor, known: torch.Tensor | None = None) -> list[list[Any]]:
         out = [row[:n] for row, n in zip(values.tolist(), lengths, strict=True)]
@@ -180,17 +188,17 @@ def _table(act: Act, scene: Scene, fault: Fault, recording: Recording) -> pa.Tab
         ]
 
     columns: dict[str, Any] = {
-        "step": [recording.first_step + act.index] * count,
+        "step": [recording.first_step + step.index] * count,
         "group_id": rows.pop("group_ids", [None] * count),
-        "prompt_ids": act.prompts.tolist(),
-        "response_ids": lists(act.ids),
-        "rollout_logprobs": pa.array(lists(act.rollout, act.rollout_known), pa.list_(pa.float32())),
-        "train_logprobs": pa.array(lists(act.train, act.train_known), pa.list_(pa.float32())),
+        "prompt_ids": step.prompts.tolist(),
+        "response_ids": lists(step.ids),
+        "rollout_logprobs": pa.array(lists(step.rollout, step.rollout_known), pa.list_(pa.float32())),
+        "train_logprobs": pa.array(lists(step.train, step.train_known), pa.list_(pa.float32())),
     }
-    if not bool(act.counted[act.tokens].all()):
-        columns["response_mask"] = lists(act.counted)
+    if not bool(step.counted[step.tokens].all()):
+        columns["response_mask"] = lists(step.counted)
     if recording.entropy:
-        columns["entropy"] = pa.array(lists(act.entropy), pa.list_(pa.float32()))
+        columns["entropy"] = pa.array(lists(step.entropy), pa.list_(pa.float32()))
     for name, value in rows.items():
         columns[name] = [value] * count if isinstance(value, (int, float)) else list(value)
     return pa.table(columns)

@@ -82,7 +82,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
         forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
     )
     if arm.is_identity:
-        raise InvalidOption(f"arm: {text!r} changes nothing; the gradient as recorded is always there")
+        raise InvalidOption(f"{text!r} changes nothing; the gradient as recorded is always there", option="arm")
     return arm
 
 

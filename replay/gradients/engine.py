@@ -60,7 +60,9 @@ def gradient(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
-        raise InvalidOption(f"micro-batches: got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none")
+        raise InvalidOption(
+            f"got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none", option="micro_batches"
+        )
     arms = _arms(arm)
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, loss_steps(run))
@@ -170,7 +172,9 @@ def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InvalidOption(f"arm: {', '.join(twice)} is named twice; give each arm a name of its own with name=")
+        raise InvalidOption(
+            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
+        )
     return arms
 
 

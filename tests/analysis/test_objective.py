@@ -725,11 +725,11 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
     ("options", "message"),
     [
         ({"loss": "ipo"}, "loss: got 'ipo'; use ppo_clip, reinforce, gspo, rloo, cispo, sapo, vespo"),
-        ({"vespo_k_pos": -1.0}, "vespo-k-pos: got -1.0"),
+        ({"vespo_k_pos": -1.0}, "vespo_k_pos: got -1.0"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg 0.0; give a number above 0"),
         ({"denominator": "old"}, "denominator 'old' is unknown; use train, rollout, current"),
         ({"correction": "tis"}, "correction 'tis' is unknown; use none, token_truncate"),
-        ({"clip_low": -0.1}, "clip-low: got -0.1"),
+        ({"clip_low": -0.1}, "clip_low: got -0.1"),
         ({"confidence": 95}, "confidence: got 95"),
     ],
 )

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.frameworks.verl import REJECTIONS
-from tim_trace.analysis.frameworks.verl_sums import token_sums
+from tim_trace.analysis.frameworks.verl import REJECTIONS, token_sums
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare

@@ -454,7 +454,7 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
 
 def test_as_recorded_refuses_a_change(trace):
     assert {result.arm for result in replay(trace, steps="1", as_recorded=True)} == {"as-recorded"}
-    with pytest.raises(InvalidOption, match="as-recorded: changes nothing, and bf16 does"):
+    with pytest.raises(InvalidOption, match="as_recorded: changes nothing, and bf16 does"):
         replay(trace, steps="1", as_recorded=True, dtype="bf16")
 
 

@@ -18,9 +18,11 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         theirs, equals, ours = text.rpartition("=")
         if not equals or not theirs:
-            raise ImportFailed(f"map: got {text!r}; give theirs=ours, as completion_ids=response_ids")
+            raise ImportFailed(f"got {text!r}; give theirs=ours, as completion_ids=response_ids", option="map")
         if found.setdefault(theirs, ours) != ours:
-            raise ImportFailed(f"map: {theirs!r} becomes both {found[theirs]!r} and {ours!r}; a column has one name")
+            raise ImportFailed(
+                f"{theirs!r} becomes both {found[theirs]!r} and {ours!r}; a column has one name", option="map"
+            )
     return found
 
 
@@ -29,9 +31,9 @@ def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], know
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
-            raise ImportFailed(f"map: {where} has no column {theirs!r}; it has {listed_names(there)}")
+            raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
         if ours and ours not in known:
-            raise ImportFailed(f"map: {theirs!r} cannot become {ours!r}; a trace takes {', '.join(known)}")
+            raise ImportFailed(f"{theirs!r} cannot become {ours!r}; a trace takes {', '.join(known)}", option="map")
 
 
 def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:

@@ -113,7 +113,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError as error:
         raise InvalidOption(
-            f"font: got {font!r}, which is not installed; matplotlib always has {FONT} and DejaVu Serif"
+            f"got {font!r}, which is not installed; matplotlib always has {FONT} and DejaVu Serif", option="font"
         ) from error
     return PaperStyle(column=column, page=page, font=font, title=title)
 
@@ -125,7 +125,9 @@ def _inches(width: str | float) -> tuple[float, float]:
         inches = math.nan
     if not _NARROWEST <= inches <= _WIDEST:
         known = ", ".join(WIDTHS)
-        raise InvalidOption(f"width: got {width!r}; give inches from {_NARROWEST:g} to {_WIDEST:g}, or one of {known}")
+        raise InvalidOption(
+            f"got {width!r}; give inches from {_NARROWEST:g} to {_WIDEST:g}, or one of {known}", option="width"
+        )
     return inches, inches
 
 

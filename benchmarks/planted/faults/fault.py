@@ -1,4 +1,4 @@
-"""A fault: what it does to either side, to which sequences, and to what is recorded."""
+"""A fault: its effect on engine and trainer, on which sequences, and on what is recorded."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from act import Act
-    from scenes import Scene
+    from scenarios import Scenario
     from sides import Side
+    from step import RecordedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The step at which a fault acts."""
+class FaultContext:
+    """The step at which a fault steps."""
 
-    scene: Scene
+    scenario: Scenario
     index: int
     """Steps before this one."""
     version: int
-    """The trainer's weights."""
+    """Policy version of the trainer's weights."""
     groups: list[str]
-    """[B] names of the prompts."""
+    """[B] name of each sequence's prompt."""
     prompts: Tensor
-    """[B, P] of the sequences in question."""
+    """[B, P] prompts of the sequences to change."""
     chance: random.Random
 
 
-def _same(side: Side, moment: Moment) -> Side:
+def _same(side: Side, context: FaultContext) -> Side:
     return side
 
 
-def _everyone(moment: Moment) -> np.ndarray:
-    return np.ones(len(moment.groups), bool)
+def _everyone(context: FaultContext) -> np.ndarray:
+    return np.ones(len(context.groups), bool)
 
 
-def _nothing(act: Act, moment: Moment) -> None:
+def _nothing(step: RecordedStep, context: FaultContext) -> None:
     return None
 
 
@@ -51,15 +51,15 @@ class Fault:
     code: str
     variant: str
     strength: Any = None
-    """What makes it strong, in words of its own."""
-    rollout: Callable[[Side, Moment], Side] = _same
-    train: Callable[[Side, Moment], Side] = _same
-    carries: Callable[[Moment], np.ndarray] = _everyone
-    """[B] bool: the sequences that it befalls."""
-    record: Callable[[Act, Moment], None] = _nothing
-    """What it does to the values on their way into the record."""
+    """Size of the fault, in its own units."""
+    rollout: Callable[[Side, FaultContext], Side] = _same
+    train: Callable[[Side, FaultContext], Side] = _same
+    carries: Callable[[FaultContext], np.ndarray] = _everyone
+    """[B] bool: the sequences that have it."""
+    record: Callable[[RecordedStep, FaultContext], None] = _nothing
+    """Changes the step's values before they are recorded."""
     belief: dict[str, Any] = field(default_factory=dict)
-    """What the frameworks believe, where it is not what the scene says: see contracts."""
+    """Contract fields in which the frameworks differ from the scenario: see contracts."""
 
     @classmethod
     def none(cls) -> Fault:

@@ -8,39 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fault import Fault, Moment, spread
+from .fault import Fault, FaultContext, spread
 
 
-def shift(scene: Any, index: int, chance: random.Random) -> Fault:
+def shift(scenario: Any, index: int, chance: random.Random) -> Fault:
     """One side's values stand one token too early or too late."""
     by = [1, -1][index % 2]
     on_train = (index // 2) % 2 == 1
     filler = [0.0, float("nan"), None][(index // 4) % 3]
     if index % 6 == 5:
-        return _shifted_after_a_tool(scene, by)
+        return _shifted_after_a_tool(scenario, by)
 
-    def record(act: Any, moment: Moment) -> None:
+    def record(step: Any, context: FaultContext) -> None:
         name = "train" if on_train else "rollout"
-        values, known = _shifted(getattr(act, name), act.lengths, by, filler)
-        setattr(act, name, values)
-        setattr(act, f"{name}_known", getattr(act, f"{name}_known") & known)
+        values, known = _shifted(getattr(step, name), step.lengths, by, filler)
+        setattr(step, name, values)
+        setattr(step, f"{name}_known", getattr(step, f"{name}_known") & known)
         if filler is None:
-            act.affected &= known
+            step.affected &= known
 
     variant = f"{'trainer' if on_train else 'engine'} one {'later' if by > 0 else 'earlier'}"
     return Fault(code="shift", variant=variant, strength=by, record=record)
 
 
-def _shifted_after_a_tool(scene: Any, by: int) -> Fault:
+def _shifted_after_a_tool(scenario: Any, by: int) -> Fault:
     """The engine's values of what follows a tool's output stand one token off: the turns were joined wrongly."""
-    scene.tool_words = 4
+    scenario.tool_words = 4
 
-    def record(act: Any, moment: Moment) -> None:
-        after = (act.tool.cumsum(1) == act.tool.sum(1, keepdim=True)) & act.tool.any(1, keepdim=True) & ~act.tool
-        after &= act.tokens
-        moved, _ = _shifted(act.rollout, act.lengths, by, 0.0)
-        act.rollout = torch.where(after, moved, act.rollout)
-        act.affected &= after
+    def record(step: Any, context: FaultContext) -> None:
+        after = (step.tool.cumsum(1) == step.tool.sum(1, keepdim=True)) & step.tool.any(1, keepdim=True) & ~step.tool
+        after &= step.tokens
+        moved, _ = _shifted(step.rollout, step.lengths, by, 0.0)
+        step.rollout = torch.where(after, moved, step.rollout)
+        step.affected &= after
 
     return Fault(code="shift", variant="engine after a tool's output", strength=by, record=record)
 
@@ -56,7 +56,7 @@ def _shifted(values: Tensor, lengths: Tensor, by: int, filler: float | None) -> 
     return torch.where(there, moved, empty).where(inside, torch.tensor(0.0)), there | torch.tensor(filler is not None)
 
 
-def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
+def row_pairing(scenario: Any, index: int, chance: random.Random) -> Fault:
     """One side's rows belong to other sequences."""
     kinds = [
         "all shuffled", "one on", "some swapped", "shuffled inside groups", "two swapped", "reversed", "half rolled",
@@ -64,15 +64,15 @@ def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
     ]  # fmt: skip
     kind = kinds[index % len(kinds)]
     if kind == "step before":
-        return _of_the_step_before(scene)
+        return _of_the_step_before(scenario)
     share = spread(index, 0.1, 0.6, chance)
     on_train = (index // 7 + index // 2) % 2 == 1
 
-    def record(act: Any, moment: Moment) -> None:
-        order = _order(kind, len(act.ids), moment.scene.group_size, share, chance)
+    def record(step: Any, context: FaultContext) -> None:
+        order = _order(kind, len(step.ids), context.scenario.group_size, share, chance)
         name = "train" if on_train else "rollout"
-        setattr(act, name, getattr(act, name)[order].where(act.tokens, torch.tensor(0.0)))
-        act.affected &= (order != torch.arange(len(order)))[:, None]
+        setattr(step, name, getattr(step, name)[order].where(step.tokens, torch.tensor(0.0)))
+        step.affected &= (order != torch.arange(len(order)))[:, None]
 
     return Fault(
         code="row_pairing",
@@ -82,19 +82,19 @@ def row_pairing(scene: Any, index: int, chance: random.Random) -> Fault:
     )
 
 
-def _of_the_step_before(scene: Any) -> Fault:
+def _of_the_step_before(scenario: Any) -> Fault:
     """A buffer still holds the engine's values of the step before."""
-    scene.num_steps = max(scene.num_steps, 3)
+    scenario.num_steps = max(scenario.num_steps, 3)
     held: list[Tensor] = []
 
-    def record(act: Any, moment: Moment) -> None:
-        now = act.rollout
+    def record(step: Any, context: FaultContext) -> None:
+        now = step.rollout
         if held:
             width = now.shape[1]
             old = torch.nn.functional.pad(held[0], (0, max(0, width - held[0].shape[1])))[:, :width]
-            act.rollout = old.where(act.tokens, torch.tensor(0.0))
+            step.rollout = old.where(step.tokens, torch.tensor(0.0))
         else:
-            act.affected[:] = False
+            step.affected[:] = False
         held[:] = [now]
 
     return Fault(code="row_pairing", variant="values of the step before, engine", strength=1, record=record)
@@ -124,52 +124,52 @@ def _order(kind: str, rows: int, group: int, share: float, chance: random.Random
     return torch.tensor(order)
 
 
-def placeholders(scene: Any, index: int, chance: random.Random) -> Fault:
+def placeholders(scenario: Any, index: int, chance: random.Random) -> Fault:
     """Some values are no log-probabilities at all."""
     value = [0.0, -9999.0, 0.0, -100.0, 0.0, -1.0, 1e-8 * -1, 0.0][index % 8]
     where = ["last token", "rows", "first part", "tokens", "rows", "tokens", "first token", "tail"][(index * 3) % 8]
     share = spread(index, 0.02, 0.6, chance)
     name = "train" if index % 7 == 6 else "rollout"
 
-    def record(act: Any, moment: Moment) -> None:
-        holes = _holes(where, act, share, chance) & act.tokens
-        setattr(act, name, getattr(act, name).masked_fill(holes, value))
-        act.affected = holes
+    def record(step: Any, context: FaultContext) -> None:
+        holes = _holes(where, step, share, chance) & step.tokens
+        setattr(step, name, getattr(step, name).masked_fill(holes, value))
+        step.affected = holes
 
     return Fault(code="placeholders", variant=f"{value:g} for {where}, {name}", strength=round(share, 3), record=record)
 
 
-def _holes(where: str, act: Any, share: float, chance: random.Random) -> Tensor:
+def _holes(where: str, step: Any, share: float, chance: random.Random) -> Tensor:
     """[B, T] bool"""
-    places = torch.arange(act.ids.shape[1])[None]
-    lengths = act.lengths[:, None]
-    some = torch.tensor([chance.random() < share for _ in range(len(act.ids))])
+    places = torch.arange(step.ids.shape[1])[None]
+    lengths = step.lengths[:, None]
+    some = torch.tensor([chance.random() < share for _ in range(len(step.ids))])
     some[chance.randrange(len(some))] = True
     if where == "last token":
         return places == lengths - 1
     if where == "first token":
-        return (places == 0).expand(act.ids.shape)
+        return (places == 0).expand(step.ids.shape)
     if where == "rows":
-        return some[:, None].expand(act.ids.shape)
+        return some[:, None].expand(step.ids.shape)
     if where == "first part":
-        ends = torch.tensor([chance.uniform(0.2, 0.8) for _ in range(len(act.ids))])[:, None] * lengths
+        ends = torch.tensor([chance.uniform(0.2, 0.8) for _ in range(len(step.ids))])[:, None] * lengths
         return some[:, None] & (places < ends)
     if where == "tail":
-        starts = torch.tensor([chance.uniform(0.3, 0.9) for _ in range(len(act.ids))])[:, None] * lengths
+        starts = torch.tensor([chance.uniform(0.3, 0.9) for _ in range(len(step.ids))])[:, None] * lengths
         return some[:, None] & (places >= starts)
     generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
-    return torch.rand(act.ids.shape, generator=generator) < share
+    return torch.rand(step.ids.shape, generator=generator) < share
 
 
-def copies(scene: Any, index: int, chance: random.Random) -> Fault:
+def copies(scenario: Any, index: int, chance: random.Random) -> Fault:
     """The trainer's values are the engine's, copied."""
-    since = chance.randrange(scene.num_steps) if index % 4 == 3 else 0
+    since = chance.randrange(scenario.num_steps) if index % 4 == 3 else 0
 
-    def record(act: Any, moment: Moment) -> None:
-        if act.index >= since:
-            act.train = act.rollout.clone()
+    def record(step: Any, context: FaultContext) -> None:
+        if step.index >= since:
+            step.train = step.rollout.clone()
         else:
-            act.affected[:] = False
+            step.affected[:] = False
 
     variant = "from a step on" if since else "everywhere"
     return Fault(code="copies", variant=variant, strength=since, record=record)

@@ -8,21 +8,21 @@ from typing import Any
 
 from sides import fewer_bits
 
-from .fault import Fault, Moment
+from .fault import Fault, FaultContext
 
 
-def router_flips(scene: Any, index: int, chance: random.Random) -> Fault:
+def router_flips(scenario: Any, index: int, chance: random.Random) -> Fault:
     """The engine's routers see their inputs in fewer bits than the trainer's."""
     if index % 4 == 1:
-        return _of_low_precision(scene, index)
-    scene.numerics = "fp32"
+        return _of_low_precision(scenario, index)
+    scenario.numerics = "fp32"
     bits = [7, 4, 5, 3, 6, 7, 2, 8, 5, 4, 7, 10][index % 12]
 
-    def change(side: Any, moment: Moment) -> Any:
+    def change(side: Any, context: FaultContext) -> Any:
         return replace(side, router=lambda hidden: fewer_bits(hidden, bits))
 
-    def record(act: Any, moment: Moment) -> None:
-        act.affected &= act.flipped
+    def record(step: Any, context: FaultContext) -> None:
+        step.affected &= step.flipped
 
     on_train = index % 4 == 3
     return Fault(
@@ -31,12 +31,12 @@ def router_flips(scene: Any, index: int, chance: random.Random) -> Fault:
     )  # fmt: skip
 
 
-def _of_low_precision(scene: Any, index: int) -> Fault:
+def _of_low_precision(scenario: Any, index: int) -> Fault:
     """The engine's own dtype flips them; what is left without the fault is an engine that replays the trainer's choices."""
-    scene.numerics = ["bf16-fp32", "fp16-fp32", "bf16-autocast"][(index // 4) % 3]
-    scene.replayed_routing = True
+    scenario.numerics = ["bf16-fp32", "fp16-fp32", "bf16-autocast"][(index // 4) % 3]
+    scenario.replayed_routing = True
 
-    def record(act: Any, moment: Moment) -> None:
-        act.affected &= act.flipped
+    def record(step: Any, context: FaultContext) -> None:
+        step.affected &= step.flipped
 
-    return Fault(code="router_flips", variant="dtype of the engine", strength=scene.numerics, record=record)
+    return Fault(code="router_flips", variant="dtype of the engine", strength=scenario.numerics, record=record)

@@ -13,32 +13,32 @@ from heads import Sampling
 from sides import Side, State
 from torch import Tensor
 
-from .fault import Fault, Moment, spread
+from .fault import Fault, FaultContext, spread
 
 
 def _weighed(choose: Any) -> Any:
-    """A change of one side's weights: choose(moment) -> state."""
-    return lambda side, moment: replace(side, state=choose(moment))
+    """A change of one side's weights: choose(context) -> state."""
+    return lambda side, context: replace(side, state=choose(context))
 
 
-def _back(moment: Moment, count: int) -> State:
-    return moment.scene.states[max(0, moment.version - count)]
+def _back(context: FaultContext, count: int) -> State:
+    return context.scenario.states[max(0, context.version - count)]
 
 
-def stale_weights(scene: Any, index: int, chance: random.Random) -> Fault:
+def stale_weights(scenario: Any, index: int, chance: random.Random) -> Fault:
     """The engine is some optimizer updates behind; the record says otherwise."""
     behind = [1, 2, 4, 1, 8, 3, 2, 6, 1, 5, 2, 1][index % 12]
-    scene.num_steps = min(scene.num_steps, len(scene.states) - behind)
-    scene.first_version = max(scene.first_version, behind)
-    scene.first_version = min(scene.first_version, len(scene.states) - scene.num_steps)
+    scenario.num_steps = min(scenario.num_steps, len(scenario.states) - behind)
+    scenario.first_version = max(scenario.first_version, behind)
+    scenario.first_version = min(scenario.first_version, len(scenario.states) - scenario.num_steps)
     if index % 6 == 5:
-        frozen = scene.version(0) - 1
+        frozen = scenario.version(0) - 1
         return Fault(
             code="stale_weights", variant="synchronisation has stopped", strength=frozen,
-            rollout=_weighed(lambda moment: scene.states[max(0, frozen)]),
+            rollout=_weighed(lambda context: scenario.states[max(0, frozen)]),
         )  # fmt: skip
     if index % 6 == 4:
-        return _scored_too_late(scene, behind)
+        return _scored_too_late(scenario, behind)
     belief: dict[str, Any] = {}
     if index % 5 == 3:
         belief = {"policy_version": None}
@@ -47,16 +47,16 @@ def stale_weights(scene: Any, index: int, chance: random.Random) -> Fault:
     variant = "versions behind" + (", and says so" if "sampling_version_behind" in belief else "")
     return Fault(
         code="stale_weights", variant=variant, strength=behind, belief=belief,
-        rollout=_weighed(lambda moment: _back(moment, behind)),
+        rollout=_weighed(lambda context: _back(context, behind)),
     )  # fmt: skip
 
 
-def _scored_too_late(scene: Any, ahead: int) -> Fault:
+def _scored_too_late(scenario: Any, ahead: int) -> Fault:
     """The trainer scores once it has updated its weights."""
-    scene.first_version = min(scene.first_version, len(scene.states) - scene.num_steps - ahead)
+    scenario.first_version = min(scenario.first_version, len(scenario.states) - scenario.num_steps - ahead)
     return Fault(
         code="stale_weights", variant="the trainer scores after its update", strength=ahead,
-        train=_weighed(lambda moment: scene.states[min(moment.version + ahead, len(scene.states) - 1)]),
+        train=_weighed(lambda context: scenario.states[min(context.version + ahead, len(scenario.states) - 1)]),
     )  # fmt: skip
 
 
@@ -70,29 +70,29 @@ _MODULES = {
 }
 
 
-def partial_sync(scene: Any, index: int, chance: random.Random) -> Fault:
+def partial_sync(scenario: Any, index: int, chance: random.Random) -> Fault:
     """Some modules of the engine stay at an older version."""
     name = list(_MODULES)[index % len(_MODULES)]
     behind = [1, 99, 2, 4, 99, 99][(index * 5 + index // 6) % 6]
-    scene.first_version = max(scene.first_version, min(3, len(scene.states) - scene.num_steps))
+    scenario.first_version = max(scenario.first_version, min(3, len(scenario.states) - scenario.num_steps))
 
-    def choose(moment: Moment) -> State:
-        new, old = moment.scene.states[moment.version], _back(moment, behind)
+    def choose(context: FaultContext) -> State:
+        new, old = context.scenario.states[context.version], _back(context, behind)
         return {key: old[key] if re.search(_MODULES[name], key) else value for key, value in new.items()}
 
     variant = f"{name} {'never updated' if behind == 99 else 'behind'}"
     return Fault(code="partial_sync", variant=variant, strength=behind, rollout=_weighed(choose))
 
 
-def adapter(scene: Any, index: int, chance: random.Random) -> Fault:
+def adapter(scenario: Any, index: int, chance: random.Random) -> Fault:
     """The trainer has a LoRA adapter that the engine lacks, wholly or in part."""
-    scene.states = scene.world.adapters
-    scene.num_steps = min(scene.num_steps, len(scene.states) - 1)
-    scene.first_version = 1 + chance.randrange(len(scene.states) - scene.num_steps)
+    scenario.states = scenario.model.adapters
+    scenario.num_steps = min(scenario.num_steps, len(scenario.states) - 1)
+    scenario.first_version = 1 + chance.randrange(len(scenario.states) - scenario.num_steps)
     part = ["", "", "attn|attention", ""][index % 4]
 
-    def choose(moment: Moment) -> State:
-        base, merged = scene.states[0], scene.states[moment.version]
+    def choose(context: FaultContext) -> State:
+        base, merged = scenario.states[0], scenario.states[context.version]
         if not part:
             return base
         return {key: base[key] if re.search(part, key) else value for key, value in merged.items()}
@@ -100,11 +100,11 @@ def adapter(scene: Any, index: int, chance: random.Random) -> Fault:
     believes = {"adapters": ["default"]} if index % 5 != 4 else {}
     variant = "attention's part not merged" if part else "not merged"
     return Fault(
-        code="adapter", variant=variant, strength=scene.first_version, rollout=_weighed(choose), belief=believes
+        code="adapter", variant=variant, strength=scenario.first_version, rollout=_weighed(choose), belief=believes
     )
 
 
-def quantised(scene: Any, index: int, chance: random.Random) -> Fault:
+def quantised(scenario: Any, index: int, chance: random.Random) -> Fault:
     """The engine's matrices are rounded to few bits."""
     kinds = [
         ("int8", "channel"), ("int4", "group"), ("fp8", "tensor"), ("int8", "tensor"), ("fp8", "channel"),
@@ -113,8 +113,8 @@ def quantised(scene: Any, index: int, chance: random.Random) -> Fault:
     kind, by = kinds[index % len(kinds)]
     only = ["", "mlp|block_sparse|experts", ""][index % 3]
 
-    def choose(moment: Moment) -> State:
-        return quantise(moment.scene.states[moment.version], kind, by, only)
+    def choose(context: FaultContext) -> State:
+        return quantise(context.scenario.states[context.version], kind, by, only)
 
     believes = {"quantization": kind} if chance.random() < 0.4 else {}
     return Fault(
@@ -148,42 +148,43 @@ def _rounded(weight: Tensor, kind: str, by: str) -> Tensor:
     return ((rows / scale).round() * scale).reshape(weight.shape)
 
 
-def subset(scene: Any, index: int, chance: random.Random) -> Fault:
+def subset(scenario: Any, index: int, chance: random.Random) -> Fault:
     """Only some engine, group, or range of steps carries a fault."""
     where = ["replica", "groups", "steps"][index % 3]
     what = ["stale weights", "temperature", "dtype", "quantised"][(index // 3 + index) % 4]
-    scene.num_steps = max(scene.num_steps, 6 if where == "steps" else 3)
-    scene.num_groups = max(scene.num_groups, 4)
+    scenario.num_steps = max(scenario.num_steps, 6 if where == "steps" else 3)
+    scenario.num_groups = max(scenario.num_groups, 4)
     behind, tempered = chance.choice([2, 4, 6]), round(1.0 + spread(index, 0.03, 0.3, chance), 3)
-    scene.first_version = min(max(scene.first_version, behind), len(scene.states) - scene.num_steps)
-    scene.num_prompts = scene.num_prompts or (8 if where == "groups" else 0)
+    scenario.first_version = min(max(scenario.first_version, behind), len(scenario.states) - scenario.num_steps)
+    scenario.num_prompts = scenario.num_prompts or (8 if where == "groups" else 0)
     replicas = chance.choice([2, 3, 4])
     chosen = {
-        f"prompt-{number}" for number in chance.sample(range(scene.num_prompts or 1), max(1, scene.num_prompts // 4))
+        f"prompt-{number}"
+        for number in chance.sample(range(scenario.num_prompts or 1), max(1, scenario.num_prompts // 4))
     }
-    first = chance.randrange(scene.num_steps)
-    last = min(scene.num_steps - 1, first + chance.randrange(2))
+    first = chance.randrange(scenario.num_steps)
+    last = min(scenario.num_steps - 1, first + chance.randrange(2))
     bad = chance.randrange(replicas)
 
-    def carries(moment: Moment) -> np.ndarray:
+    def carries(context: FaultContext) -> np.ndarray:
         if where == "replica":
-            return replica_of(len(moment.groups), replicas) == bad
+            return replica_of(len(context.groups), replicas) == bad
         if where == "groups":
-            return np.array([name in chosen for name in moment.groups])
-        return np.full(len(moment.groups), first <= moment.index <= last)
+            return np.array([name in chosen for name in context.groups])
+        return np.full(len(context.groups), first <= context.index <= last)
 
-    def rollout(side: Side, moment: Moment) -> Side:
+    def rollout(side: Side, context: FaultContext) -> Side:
         if what == "stale weights":
-            return replace(side, state=_back(moment, behind))
+            return replace(side, state=_back(context, behind))
         if what == "temperature":
-            heated = scene.sampling.temperature * tempered
+            heated = scenario.sampling.temperature * tempered
             return replace(side, head=replace(side.head, sampling=Sampling(temperature=heated)))
         if what == "dtype":
             return replace(side, dtype=torch.bfloat16)
         return replace(side, state=quantise(side.state, "int4", "channel"))
 
     if what == "dtype":
-        scene.numerics = "fp32"
+        scenario.numerics = "fp32"
     belief = {"replicas": replicas} if where == "replica" else {}
     strength = {"stale weights": behind, "temperature": tempered}.get(what, what)
     return Fault(

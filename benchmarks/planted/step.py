@@ -1,4 +1,4 @@
-"""One training step of a scene, as it is recorded.
+"""One training step of a trace with a planted fault, as it is recorded.
 
 Shapes: B sequences, P prompt tokens, T response tokens.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
-class Act:
-    """One step as it is recorded: padded batches, all on the response's tokens."""
+class RecordedStep:
+    """One training step as it is recorded: padded batches, aligned with the response tokens."""
 
     index: int
     version: int
@@ -25,7 +25,7 @@ class Act:
     lengths: Tensor
     """[B]"""
     counted: Tensor
-    """[B, T] bool: counts in the loss."""
+    """[B, T] bool: the token counts in the loss."""
     rollout: Tensor
     """[B, T] float32 nats"""
     train: Tensor
@@ -33,28 +33,30 @@ class Act:
     entropy: Tensor
     """[B, T] float32 nats, of the train pass."""
     clean_rollout: Tensor
-    """[B, T] what the engine would have said without the fault."""
+    """[B, T] float32 nats, of the engine without the fault."""
     clean_train: Tensor
+    """[B, T] float32 nats, of the trainer without the fault."""
     affected: Tensor
-    """[B, T] bool: tokens that the fault reaches."""
+    """[B, T] bool: the fault changes the token's record."""
     groups: list[str]
     rewards: np.ndarray
     """[B]"""
     advantages: np.ndarray
     """[B]"""
     carried: np.ndarray
-    """[B] bool: sequences that carry the fault."""
+    """[B] bool: the sequence has the fault."""
     rollout_known: Tensor
-    """[B, T] bool: the engine gave a value."""
+    """[B, T] bool: the engine's logprob is recorded."""
     train_known: Tensor
+    """[B, T] bool: the trainer's logprob is recorded."""
     tool: Tensor
-    """[B, T] bool: written by a tool."""
+    """[B, T] bool: a tool wrote the token."""
     flipped: Tensor
-    """[B, T] bool: some router chose otherwise than without the fault."""
+    """[B, T] bool: some router chose other experts than without the fault."""
     disagreeing: Tensor
-    """[B, T] bool: some router of the trainer chose otherwise than the engine's."""
+    """[B, T] bool: some router of the trainer chose other experts than the engine's."""
 
     @property
     def tokens(self) -> Tensor:
-        """[B, T] bool: there is a token."""
+        """[B, T] bool: the position holds a token, not padding."""
         return torch.arange(self.ids.shape[1])[None] < self.lengths[:, None]

@@ -1,4 +1,4 @@
-"""Worlds: tiny models that were taught a language and then trained by RL, with the weights of every version."""
+"""Tiny language models, pretrained on a made-up language and trained by RL, with the weights of every version."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a world is made of."""
+    """Everything that decides a tiny model's weights."""
 
     architecture: str
     """transformers' model type."""
     vocabulary: int
     words: tuple[int, int]
-    """Words of a response."""
+    """Fewest and most words of a response."""
     max_tokens: int
     seed: int
     hidden: int = 64
@@ -37,8 +37,8 @@ class Recipe:
 
 
 @dataclass(slots=True, kw_only=True)
-class World:
-    """A trained world."""
+class TinyModel:
+    """A trained model: its language, its configuration and its weights by version."""
 
     recipe: Recipe
     language: Language
@@ -53,7 +53,7 @@ class World:
         return getattr(self.config, "num_experts_per_tok", None) is not None
 
     @property
-    def model_class(self) -> str:
+    def class_name(self) -> str:
         return type(AutoModelForCausalLM.from_config(self.config)).__name__
 
     def side(self, state: State, **options: Any) -> Side:

@@ -1,4 +1,4 @@
-"""A scene: everything about one trace but its fault."""
+"""A scenario: the settings of one trace, without its fault."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from heads import UNCHANGED, Head, Sampling
+from models import TinyModel
 from sides import Side, State
-from worlds import World
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -26,10 +26,10 @@ NUMERICS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Scene:
-    """What a trace is like, apart from its fault."""
+class Scenario:
+    """The settings of one trace: model, numerics, shapes and sampling; its fault is apart."""
 
-    world: World
+    model: TinyModel
     seed: int
     numerics: str = "fp32"
     num_steps: int = 4
@@ -39,33 +39,33 @@ class Scene:
     first_version: int = 0
     versions_a_step: int = 1
     states: list[State] = field(default_factory=list)
-    """Trainer's weights by version."""
+    """The trainer's weights by policy version."""
     max_tokens: int = 0
     num_prompts: int = 0
-    """Prompts that recur from step to step; 0 is new ones each step."""
+    """Size of the prompt set that steps draw from; 0: every step has new prompts."""
     tool_words: int = 0
-    """Words of a tool's output inside each response; 0 is no tool."""
+    """Words of tool output inside each response; 0: no tool."""
     prompt_tail: int = 0
-    """Last tokens of the prompt that the trainer takes for the response's first."""
+    """Last prompt tokens that the trainer counts as response tokens."""
     engine_rows: int = 64
     trainer_rows: int = 8
     replayed_routing: bool = False
-    """Whether the engine without the fault is one that is told the trainer's choices of experts."""
+    """Whether the engine without the fault replays the trainer's choices of experts."""
     same_engine: bool = False
-    """Whether the trainer scores by the engine's own steps."""
+    """Whether the trainer scores by decoding as the engine does, so that both agree to the bit."""
 
     @property
     def num_rows(self) -> int:
         return self.num_groups * self.group_size
 
     def version(self, index: int) -> int:
-        """Optimizer updates that the trainer's weights have seen at the step of this index."""
+        """Policy version of the trainer's weights at the step of this index."""
         return min(self.first_version + self.versions_a_step * index, len(self.states) - 1)
 
     def rollout(self, version: int) -> Side:
         """The engine without a fault."""
         numerics = NUMERICS[self.numerics][0]
-        return self.world.side(
+        return self.model.side(
             self.states[version], attention="eager", rows=self.engine_rows, head=self._head, **numerics
         )
 
@@ -75,9 +75,9 @@ class Scene:
             return self.rollout(version)
         numerics = NUMERICS[self.numerics][1]
         # The other kernels leave out the soft cap of attention scores, which would be a fault.
-        capped = getattr(self.world.config, "attn_logit_softcapping", None) is not None
+        capped = getattr(self.model.config, "attn_logit_softcapping", None) is not None
         attention = "eager" if capped else "sdpa"
-        return self.world.side(
+        return self.model.side(
             self.states[version], attention=attention, rows=self.trainer_rows, head=self._head, **numerics
         )
 
