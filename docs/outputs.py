@@ -79,9 +79,11 @@ def filled(page: str, text: str, run: Callable[[str], str]) -> str:
 
 
 def _broken(line: str) -> str:
-    """A line in several where it is too long for the page."""
-    indent = line[: len(line) - len(line.lstrip())]
-    return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False)) if line else line
+    """A line in several where it is too long for the page, below its second column where it begins with a name."""
+    named = re.match(r"\s*(\w+\s{2,})?", line)
+    indent = " " * len(named[0]) if named else ""
+    broken = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(broken) if line else line
 
 
 def _run(command: str, folder: Path) -> str:
