@@ -1,0 +1,59 @@
+"""Which recorded steps are meant, as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import InvalidOption
+
+ALL_STEPS = "all"
+
+FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas"
+
+
+def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:
+    """The recorded steps that a text names: `3`, `2:8` (both ends included), `2:8:2`, `all`, or several with commas.
+
+    A negative number counts recorded steps from the end: `-1` is the last one, `-10:` the last ten.
+
+    Raises InvalidOption for a text that names none; `of` is the run that the error names.
+
+    >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
+    [1, 3, 4, 5]
+    >>> parse_steps("-2:", [1, 2, 3, 10, 20])
+    [10, 20]
+    """
+    chosen = select_steps(text, recorded)
+    if not chosen:
+        span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
+        raise InvalidOption(f"steps: {text!r} names no recorded step{f' of {of}' if of else ''}; recorded: {span}")
+    return chosen
+
+
+def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
+    """The same, and empty where none is recorded. Raises InvalidOption for a text that cannot be read."""
+    return sorted(set().union(*(_part(part.strip(), text, recorded) for part in text.split(","))))
+
+
+def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
+    if part == ALL_STEPS:
+        return set(recorded)
+    try:
+        bounds = [int(number) if number else None for number in part.split(":")]
+    except ValueError:
+        bounds = []
+    if not 1 <= len(bounds) <= 3 or (len(bounds) == 1 and bounds[0] is None):
+        raise InvalidOption(f"steps: got {text!r}; write {FORMS}")
+    if not recorded:
+        return set()
+    ends = [_from_end(bound, recorded) for bound in bounds[:2]]
+    if len(ends) == 1:
+        return {step for step in recorded if step == ends[0]}
+    first = recorded[0] if ends[0] is None else ends[0]
+    last = recorded[-1] if ends[1] is None else ends[1]
+    stride = bounds[2] if len(bounds) == 3 and bounds[2] else 1
+    return {step for step in recorded if first <= step <= last and (step - first) % stride == 0}
+
+
+def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
+    return bound if bound is None or bound >= 0 else recorded[max(bound, -len(recorded))]
