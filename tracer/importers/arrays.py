@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .pickles import Budget, Known, Stateful
+from .pickles import Budget, Known, NotPlain, Stateful
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -30,7 +30,7 @@ class Held:
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """The array; a view where one is possible. Raises ValueError for bytes that are no array of its shape."""
+        """The array; a view where one is possible. Raises NotPlain for bytes that are no array of its shape."""
         raise NotImplementedError
 
 
@@ -44,14 +44,14 @@ class NumpyDtype(Stateful):
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise ValueError("a NumPy dtype has a state of another form")
+            raise NotPlain("a NumPy dtype has a state of another form")
         self.order = state[1]
 
     @property
     def dtype(self) -> np.dtype:
-        """NumPy's own. Raises ValueError for any but numbers, flags, text and objects."""
+        """NumPy's own. Raises NotPlain for any but numbers, flags, text and objects."""
         if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
-            raise ValueError(f"a NumPy array of dtype {self.text!r}")
+            raise NotPlain(f"a NumPy array of dtype {self.text!r}")
         if self.text[0] == "O":
             return np.dtype(object)
         return np.dtype(("" if self.order in "|=" else self.order) + self.text)
@@ -63,21 +63,23 @@ class NumpyArray(Stateful, Held):
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
 
     def __init__(self, *_: Any):
-        self._shape, self._dtype, self._fortran, self._bytes = (0,), NumpyDtype("f4"), False, b""
+        self._shape: tuple[int, ...] = (0,)
+        self._dtype, self._fortran = NumpyDtype("f4"), False
+        self._bytes: bytes | list[Any] = b""
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
-            raise ValueError("a NumPy array has a state of another form")
+            raise NotPlain("a NumPy array has a state of another form")
         shape, dtype, fortran, content = state[-4:]
         if not isinstance(dtype, NumpyDtype) or not isinstance(content, (bytes, str, list)):
-            raise ValueError("a NumPy array has a state of another form")
+            raise NotPlain("a NumPy array has a state of another form")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise ValueError("a NumPy array has another number of objects than its shape")
+                raise NotPlain("a NumPy array has another number of objects than its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -101,23 +103,23 @@ class Tensor(Held):
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
         if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
-            raise ValueError("a tensor of another form")
+            raise NotPlain("a tensor of another form")
         self._storage, self._offset, self._budget = storage, offset, budget
         self._shape, self._strides = checked_shape(shape), checked_shape(strides)
         self._dtype = dtype
         if len(self._shape) != len(self._strides):
-            raise ValueError("a tensor has other strides than its shape")
+            raise NotPlain("a tensor has other strides than its shape")
 
     def array(self) -> np.ndarray:
         name = self._dtype or self._storage.dtype
         if self._storage.content is None or name not in TORCH_DTYPES:
-            raise ValueError(f"a tensor of dtype {name}" if self._storage.content else "a tensor without its bytes")
+            raise NotPlain(f"a tensor of dtype {name}" if self._storage.content else "a tensor without its bytes")
         dtype = np.dtype("<u2" if name == "bfloat16" else TORCH_DTYPES[name])
         flat = np.frombuffer(self._storage.content, dtype, len(self._storage.content) // dtype.itemsize)
         count = math.prod(self._shape)
         last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(flat):
-            raise ValueError("a tensor reaches beyond its bytes")
+            raise NotPlain("a tensor reaches beyond its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -144,28 +146,28 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape, or strides. Raises ValueError for what is neither."""
+    """A shape, or strides. Raises NotPlain for what is neither."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError("an array of another shape")
+        raise NotPlain("an array of another shape")
     if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
-        raise ValueError("an array of another shape")
+        raise NotPlain("an array of another shape")
     return tuple(shape)
 
 
 def shaped(content: bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
-    """Bytes as an array. Raises ValueError unless they are as many as its shape says."""
+    """Bytes as an array. Raises NotPlain unless they are as many as its shape says."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"an array of shape {shape} has {len(content)} bytes")
+        raise NotPlain(f"an array of shape {shape} has {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """A tensor that was written as the name of its dtype, its shape and its bytes. Raises ValueError."""
+    """A tensor that was written as the name of its dtype, its shape and its bytes. Raises NotPlain."""
     if isinstance(content, Held):
         content = content.array().tobytes()
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name not in TORCH_DTYPES or not isinstance(content, bytes):
-        raise ValueError(f"a tensor of dtype {dtype!r}")
+        raise NotPlain(f"a tensor of dtype {dtype!r}")
     is_bfloat16 = name == "bfloat16"
     found = shaped(content, np.dtype("<u2" if is_bfloat16 else TORCH_DTYPES[name]), checked_shape(shape))
     return from_bfloat16(found) if is_bfloat16 else found
@@ -178,14 +180,14 @@ def settled(value: Any) -> Any:
 
 def _sequence(value: Any = ()) -> list[Any]:
     if not isinstance(value, (list, tuple, bytes)):
-        raise ValueError("a list of another form")
+        raise NotPlain("a list of another form")
     return list(value)
 
 
 def _dictionary(items: Any = ()) -> dict[Any, Any]:
     if isinstance(items, (list, tuple)) and not items:
         return {}
-    raise ValueError("a dictionary of another form")
+    raise NotPlain("a dictionary of another form")
 
 
 def _default_dictionary(*_: Any) -> dict[Any, Any]:
@@ -194,7 +196,7 @@ def _default_dictionary(*_: Any) -> dict[Any, Any]:
 
 def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes of another form")
+        raise NotPlain("bytes of another form")
     return text.encode("latin1")
 
 
@@ -204,7 +206,7 @@ def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:
 
 def _scalar(dtype: Any, content: Any) -> Any:
     if not isinstance(dtype, NumpyDtype) or not isinstance(content, bytes):
-        raise ValueError("a NumPy number of another form")
+        raise NotPlain("a NumPy number of another form")
     return shaped(content, dtype.dtype, ()).item()
 
 
@@ -219,7 +221,7 @@ def _text(*parts: Any) -> str:
 
 
 def _refused(*_: Any) -> Any:
-    raise ValueError("it calls a class that is only named")
+    raise NotPlain("it calls a class that is only named")
 
 
 def _size(shape: Any = ()) -> tuple[int, ...]:

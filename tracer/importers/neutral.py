@@ -125,5 +125,3 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
             f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, as "
             f"theirs={next(iter(PASSES))}"
         )
-
-

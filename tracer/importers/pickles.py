@@ -21,6 +21,10 @@ CONTAINER_BYTES = 64
 """What an empty list, dictionary or tuple takes in memory, and no byte of the file stands for."""
 
 
+class NotPlain(ValueError):
+    """What a file holds is no array and no plain value, or not of the form that they are written in."""
+
+
 class Budget:
     """What one file may take in memory: some times its own bytes, whatever it claims."""
 
@@ -54,7 +58,7 @@ class Stateful:
     __slots__ = ()
 
     def give_state(self, state: Any) -> None:
-        """Take the state. Raises ValueError for one of another form."""
+        """Take the state. Raises NotPlain for one of another form."""
         raise NotImplementedError
 
 
@@ -80,7 +84,16 @@ def load(
             f"{where}: is no whole pickle: it ends before its last instruction, or takes what is not there; copy it again, or "
             "wait until it is written"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnicodeError, RecursionError, MemoryError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        UnicodeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ImportFailed(f"{where}: is no pickle of arrays and plain values ({reason})") from error
 
@@ -113,7 +126,7 @@ class _Machine:
                 position = self._floats(position)
             elif code == 0x2E:  # STOP
                 if self._marked or len(self._stack) != 1:
-                    raise ValueError("it leaves values behind")
+                    raise NotPlain("it leaves values behind")
                 return self._stack.pop(), position
             elif code in _SIZED:
                 kind, width = _SIZED[code]
@@ -144,7 +157,9 @@ class _Machine:
         data = self._data
         far = position + 9 * FLOAT_RUN
         if far <= len(data) and data[far - 10] == 0x47:
-            instructions = np.frombuffer(data, np.uint8, (len(data) - position + 1) // 9 * 9, position - 1).reshape(-1, 9)
+            instructions = np.frombuffer(data, np.uint8, (len(data) - position + 1) // 9 * 9, position - 1).reshape(
+                -1, 9
+            )
             others = np.flatnonzero(instructions[:, 0] != 0x47)
             count = int(others[0]) if len(others) else len(instructions)
             self._stack += np.ascontiguousarray(instructions[:count, 1:]).view(">f8")[:, 0].tolist()
@@ -158,10 +173,10 @@ class _Machine:
             self._memo[argument] = self._stack[-1]
         elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
             if argument not in self._memo:
-                raise ValueError("it takes what it never kept")
+                raise NotPlain("it takes what it never kept")
             self._stack.append(self._memo[argument])
         elif code == 0x80 and argument > 5:  # PROTO
-            raise ValueError(f"it is of protocol {argument}")
+            raise NotPlain(f"it is of protocol {argument}")
 
     def _plain(self, code: int) -> None:
         """An instruction without an argument in the file."""
@@ -180,7 +195,7 @@ class _Machine:
         elif code in (0x61, 0x65, 0x90):  # APPEND, APPENDS, ADDITEMS
             items = [stack.pop()] if code == 0x61 else self._to_mark()
             if type(self._stack[-1]) is not list:
-                raise ValueError("it appends to what is no list")
+                raise NotPlain("it appends to what is no list")
             self._stack[-1].extend(items)
         elif code in (0x73, 0x75):  # SETITEM, SETITEMS
             items = [stack.pop(-2), stack.pop()] if code == 0x73 else self._to_mark()
@@ -198,12 +213,12 @@ class _Machine:
         elif code == 0x93:  # STACK_GLOBAL
             name, module = stack.pop(), stack.pop()
             if type(name) is not str or type(module) is not str:
-                raise ValueError("it names something by what is no text")
+                raise NotPlain("it names something by what is no text")
             self._name(module, name)
         elif code in (0x52, 0x81):  # REDUCE, NEWOBJ
             arguments, known = stack.pop(), stack.pop()
             if type(known) is not Known or type(arguments) is not tuple:
-                raise ValueError("it calls what is no name of the list")
+                raise NotPlain("it calls what is no name of the list")
             self._budget.take(CONTAINER_BYTES)
             self._stack.append(known.make(*arguments))
         elif code == 0x62:  # BUILD
@@ -211,7 +226,7 @@ class _Machine:
             if isinstance(made, Stateful):
                 made.give_state(state)
             elif type(made) is not dict:
-                raise ValueError("it gives a state to what has none")
+                raise NotPlain("it gives a state to what has none")
         elif code == 0x51 and self._persistent is not None:  # BINPERSID
             stack.append(self._persistent(stack.pop()))
         elif code == 0x30:  # POP
@@ -230,10 +245,10 @@ class _Machine:
 
     def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
         if type(target) is not dict or len(items) % 2:
-            raise ValueError("it sets items of what is no dictionary")
+            raise NotPlain("it sets items of what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise ValueError(f"it has a key of type {type(key).__name__}")
+                raise NotPlain(f"it has a key of type {type(key).__name__}")
             target[key] = value
         return target
 
@@ -269,7 +284,7 @@ def _value(kind: str, content: bytes) -> Any:
         return content
     if kind == "integer":
         if len(content) > _LONGEST_INTEGER:
-            raise ValueError("it holds an integer of more than 512 bits")
+            raise NotPlain("it holds an integer of more than 512 bits")
         return int.from_bytes(content, "little", signed=True)
     return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")
 

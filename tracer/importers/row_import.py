@@ -14,7 +14,7 @@ import numpy as np
 
 from ...schemas.capture import Capture
 from ...schemas.errors import ImportFailed, InvalidRecord
-from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
+from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, STANDARD, TRAIN
 from ..batch import Batch
 from ..ragged import Ragged
 from ..recorder import Recorder
@@ -101,6 +101,10 @@ class RowImport:
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = 0
         self._unowned_entropy = False
+        self.scored: set[str] = set()
+        """Passes that have a logprob of some token."""
+        self.lacks: Mapping[str, str] = {}
+        """Pass -> what is said of it where no row has a logprob of it."""
         self._where = path
 
     @property
@@ -115,6 +119,7 @@ class RowImport:
         try:
             if error is None:
                 self._finish()
+                self._tell_lacking()
             self._recorder.close()
         except InvalidRecord as wrong:
             raise ImportFailed(f"{self._where}: {wrong}") from wrong
@@ -138,7 +143,9 @@ class RowImport:
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
-        given = columns.list("seq_id") or [str(number) for number in range(self._num_read, self._num_read + columns.num_rows)]
+        given = columns.list("seq_id") or [
+            str(number) for number in range(self._num_read, self._num_read + columns.num_rows)
+        ]
         self._num_read += columns.num_rows
         kept = np.flatnonzero(self._selection.keeps(columns.list("step") or (), given))
         columns = columns if len(kept) == columns.num_rows else columns.take(kept)
@@ -163,6 +170,13 @@ class RowImport:
         """Record values of a step."""
         self._recorder.add_metrics(step, values)
         self.result.num_metrics += len(values)
+
+    def _tell_lacking(self) -> None:
+        """Say of passes without a logprob why they have none, where somebody might look for them."""
+        for name, note in self.lacks.items():
+            if name not in self.scored:
+                self.add_pass(name, logprobs_note=note)
+                self.result.missing += (f"{name}: {note}",)
 
     def _finish(self) -> None:
         """Decide what was left open until everything was read."""
@@ -200,12 +214,12 @@ class RowImport:
             if columns.has(column).any()
         }
         owner = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in named.values()), None)
-        verdicts = self._zero_lists.verdicts(passes, lengths)
+        verdicts = self._zero_lists.verdicts({name: part for name, part in passes.items() if name in STANDARD}, lengths)
         for name, part in passes.items():
             if name in self._open and self._zero_lists.is_filled(name):
                 self._settle(name, KEPT)
             for verdict in (KEPT, HOLES, OPEN):
-                some = np.flatnonzero(verdicts[name] == verdict)
+                some = np.flatnonzero(verdicts.get(name, np.full(len(part.rows), KEPT)) == verdict)
                 if len(some):
                     scores = _Scores(batch, columns, part.rows[some], part.logprobs.take(some), name == owner)
                     if name == ROLLOUT and versions is not None:
@@ -246,6 +260,8 @@ class RowImport:
             self._add(name, scores, verdict)
 
     def _record(self, name: str, scores: _Scores) -> None:
+        if scores.logprobs.num_known:
+            self.scored.add(name)
         has_entropy = scores.columns.has("entropy")[scores.rows] & scores.owns_entropy
         for with_entropy in (True, False):
             some = np.flatnonzero(has_entropy == with_entropy)

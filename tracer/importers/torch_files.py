@@ -12,7 +12,7 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, raw_tensor
-from .pickles import Budget, Known, Names, Stateful, load
+from .pickles import Budget, Known, Names, NotPlain, Stateful, load
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """What a file of torch.save begins with that is no zip file."""
@@ -37,7 +37,7 @@ def is_cut(path: Path) -> bool:
     """Whether a file begins as a zip file of torch.save and does not end as one: it is being written, or was cut."""
     with path.open("rb") as file:
         begins = file.read(4)
-    return begins == b"PK\x03\x04" and not zipfile.is_zipfile(path) or not begins
+    return (begins == b"PK\x03\x04" and not zipfile.is_zipfile(path)) or not begins
 
 
 def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
@@ -47,7 +47,9 @@ def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth:
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
-        raise ImportFailed(f"{where}: is in torch's old tar format, which is not read; save it again with a newer torch")
+        raise ImportFailed(
+            f"{where}: is in torch's old tar format, which is not read; save it again with a newer torch"
+        )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a file of torch.save")
     names = _names(where, shells, budget, depth)
@@ -61,7 +63,9 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
             entries = {entry.filename: entry for entry in archive.infolist()}
             odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
             if odd is not None:
-                raise ImportFailed(f"{where}: its part {odd.filename!r} is compressed or encrypted; torch.save writes none so")
+                raise ImportFailed(
+                    f"{where}: its part {odd.filename!r} is compressed or encrypted; torch.save writes none so"
+                )
             pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ImportFailed(f"{where}: is a zip file without the data.pkl of torch.save")
@@ -76,7 +80,7 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
                 if key not in storages:
                     entry = entries.get(f"{root}data/{key}")
                     if entry is None:
-                        raise ValueError(f"its storage {key!r} is missing")
+                        raise NotPlain(f"its storage {key!r} is missing")
                     budget.take(entry.file_size)
                     storages[key] = Storage(dtype, _sized(archive.read(entry), dtype, numel))
                 return storages[key]
@@ -120,12 +124,12 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     """dtype, key and number of elements of a storage."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
-        raise ValueError("a storage of another form")
+        raise NotPlain("a storage of another form")
     _, kind, key, _, numel, *view = identity
     if not isinstance(kind, _StorageKind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise ValueError("a storage of another form")
+        raise NotPlain("a storage of another form")
     if view and view[0] is not None:
-        raise ValueError("a storage that is a part of another one")
+        raise NotPlain("a storage that is a part of another one")
     return kind.dtype, key, numel
 
 
@@ -150,7 +154,7 @@ class _DtypeName(Known):
 
 
 def _not_called(*_: Any) -> Any:
-    raise ValueError("it calls what is only named")
+    raise NotPlain("it calls what is only named")
 
 
 def _item_size(dtype: str | None) -> int:
@@ -160,21 +164,21 @@ def _item_size(dtype: str | None) -> int:
 
 def _sized(content: bytes, dtype: str | None, numel: int) -> bytes:
     if len(content) < numel * _item_size(dtype):
-        raise ValueError("a storage is shorter than it says")
+        raise NotPlain("a storage is shorter than it says")
     return content
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     """The tensors of a TensorDict that was written as one storage: name -> tensor."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
-        raise ValueError("a TensorDict of another form")
+        raise NotPlain("a TensorDict of another form")
     content, found = np.ascontiguousarray(storage.array()).tobytes(), {}
     for name, leaf in metadata["leaves"].items():
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
-            raise ValueError(f"a TensorDict whose {name!r} is no plain tensor")
+            raise NotPlain(f"a TensorDict whose {name!r} is no plain tensor")
         dtype, shape, start, stop, padding = leaf
         if not 0 <= start <= stop - padding <= stop <= len(content):
-            raise ValueError(f"a TensorDict whose {name!r} lies outside of its bytes")
+            raise NotPlain(f"a TensorDict whose {name!r} lies outside of its bytes")
         found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
     return found
 
@@ -183,7 +187,7 @@ def _tensors_of(state: Any) -> dict[str, Any]:
     """The tensors of a TensorDict that was written as its state."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
-        raise ValueError("a TensorDict of another form")
+        raise NotPlain("a TensorDict of another form")
     return tensors
 
 
@@ -200,10 +204,10 @@ class _TensorDict(Stateful):
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Name -> tensor, of a TensorDict in whatever form it was written. Raises ValueError."""
+    """Name -> tensor, of a TensorDict in whatever form it was written. Raises NotPlain."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
-        raise ValueError("no TensorDict where one was expected")
+        raise NotPlain("no TensorDict where one was expected")
     return found
 
 
@@ -212,12 +216,12 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
 
     def nested(content: Any) -> Any:
         if not isinstance(content, bytes):
-            raise ValueError("a storage of another form")
+            raise NotPlain("a storage of another form")
         return read_bytes(content, where, shells, budget, depth + 1)
 
     def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
         if not isinstance(dtype, _DtypeName):
-            raise ValueError("a tensor of another form")
+            raise NotPlain("a tensor of another form")
         return Tensor(storage, offset, shape, strides, budget, dtype.name)
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
@@ -234,6 +238,9 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
         ("torch._utils", "_rebuild_parameter"): Known(lambda data, *_: data),
         ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"): Known(_consolidated),
         ("tensordict._reductions", "_make_td"): Known(lambda _, state: _tensors_of(state)),
-        **{(module, "TensorDict"): Known(_TensorDict) for module in ("tensordict", "tensordict._td", "tensordict.tensordict")},
+        **{
+            (module, "TensorDict"): Known(_TensorDict)
+            for module in ("tensordict", "tensordict._td", "tensordict.tensordict")
+        },
         **shells,
     }
