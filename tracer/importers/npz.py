@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from .line_files import read_lines
 from .pickles import Budget
 from .row_import import LOGPROBS
 from .rowbatch import ROWS_AT_ONCE, RowBatch
+from .torch_files import BAD_ZIP
 
 _VIEW, _SAMPLES = r"([^/]+)\.npz", r"samples[^/]*\.jsonl"
 _STEP = 1
@@ -79,7 +79,7 @@ def read_npz(path: Path, budget: Budget) -> dict[str, np.ndarray]:
                     with archive.open(entry) as file:
                         content = file.read(entry.file_size + 1)
                     found[entry.filename.removesuffix(".npy")] = _array(content)
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+    except BAD_ZIP as error:
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(

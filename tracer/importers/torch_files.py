@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ from .pickles import Budget, Known, Names, NotPlain, Stateful, load
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """What a file of torch.save begins with that is no zip file."""
+BAD_ZIP = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
+    OverflowError, MemoryError,
+)  # fmt: skip
+"""What zipfile raises for a file that is damaged in one place or another."""
 _MAX_INSIDE = 4
 """Files inside of each other: a pickle may hold what torch.save wrote."""
 
@@ -37,7 +44,12 @@ def is_cut(path: Path) -> bool:
     """Whether a file begins as a zip file of torch.save and does not end as one: it is being written, or was cut."""
     with path.open("rb") as file:
         begins = file.read(4)
-    return (begins == b"PK\x03\x04" and not zipfile.is_zipfile(path)) or not begins
+        if begins != b"PK\x03\x04":
+            return not begins
+        try:
+            return not zipfile.is_zipfile(file)
+        except BAD_ZIP:
+            return True
 
 
 def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
@@ -88,7 +100,7 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
             found = archive.read(pickles[0])
             budget.take(len(found))
             return load(found, _names(where, shells, budget, depth), where, budget, persistent=storage)[0]
-    except (zipfile.BadZipFile, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+    except BAD_ZIP as error:
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
