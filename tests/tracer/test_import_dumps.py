@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
+import sys
 
 import dumps
 import numpy as np
 import pytest
 import torch
-from builders import tim_trace
+from builders import run, tim_trace
 from dumps import WRITERS, expected, make_samples, make_steps
 from tim_trace import check, connect, import_dump, info, stats, verify
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
@@ -380,8 +381,45 @@ def test_fields_of_other_names_are_mapped(tmp_path):
     assert without.passes == ("rollout",)
     with pytest.raises(ImportFailed, match="cannot become 'moon'"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "x", map={"rewards": "moon"})
-    imported = import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "y", map={"moon": "train_logprobs"})
-    assert any("moon" in sentence for sentence in imported.held_back)
+    with pytest.raises(ImportFailed, match="no file has the field moon"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "y", map={"moon": "train_logprobs"})
+
+
+@pytest.mark.parametrize("format", ["slime", "miles"])
+def test_dumps_that_lie_under_other_names_are_recognised(tmp_path, format):
+    WRITERS[format](tmp_path / "dump", make_steps(1))
+    for place, path in (("rollout_data", "debug"), ("train_data", "debug/train")):
+        shutil.copytree(tmp_path / "dump" / place, tmp_path / "other" / path, dirs_exist_ok=True)
+    assert import_dump("auto", tmp_path / "other", output=tmp_path / "run").format == format
+    check_stats(tmp_path / "run", make_samples(1))
+    (tmp_path / "weights").mkdir()
+    torch.save({"layer.weight": torch.ones(2)}, tmp_path / "weights" / "1.pt")
+    with pytest.raises(ImportFailed, match=r"\.parquet"):
+        import_dump("auto", tmp_path / "weights", output=tmp_path / "x")
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from tim_trace import import_dump
+
+@contextmanager
+def progress(what, total):
+    yield lambda units: os.kill(os.getpid(), signal.SIGKILL)
+
+import_dump("nemo-rl", sys.argv[1], output=sys.argv[2], progress=progress)
+"""
+
+
+def test_an_addition_that_is_killed_leaves_the_trace_as_it_was(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(2))
+    assert run(sys.executable, "-c", KILLED, tmp_path / "dump", tmp_path / "run").code == -9
+    check_stats(tmp_path / "run", make_samples(1))
+    assert import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+    check_stats(tmp_path / "run", everyone(make_steps(1, 2)))
+    assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
 def test_a_file_that_is_half_written_is_named_and_left(tmp_path):

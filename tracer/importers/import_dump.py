@@ -55,43 +55,34 @@ def import_dump(
 
     Raises ImportFailed, naming file, field and row. A new trace is left unmade then, and one that was there as it was.
     """
-    if format == PARQUET:
+    if format not in (AUTO, PARQUET, *FORMATS):
+        raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+    folder = _local_folder(format, path)
+    if format == AUTO:
+        format = (folder and recognised(folder)) or PARQUET
+    if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed("partial: the format parquet has no incomplete steps; leave the option out")
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
-    check_sample(sample)
-    if format not in (AUTO, *FORMATS):
-        raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
-    folder = DumpFolder.of(path)
-    if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty; name the folder that the framework wrote to")
-    if format == AUTO:
-        found = recognised(folder)
-        if found is None:
-            return import_parquet(
-                path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress
-            )
-        format = found
+    given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
-    columns = _mapped(chosen, dict(map or {}))
-    before = None if force else _Before.of(output, chosen, sample, dict(map or {}))
+    columns = _mapped(chosen, given)
+    options = _options(share, given, steps if chosen.lines else "")
+    before = None if force else _Before.of(output, chosen, options)
     parts, held_back = _ready(chosen.parts(folder), partial)
     source = f"import {chosen.name} {folder.url}"
-    selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=sample)
+    selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
         parts = before.new(folder, parts)
-    job = _Job(chosen, folder, columns, selection, partial, before, _options(sample, map or {}))
+    job = _Job(chosen, folder, columns, selection, partial, before, options, given)
     if not parts:
         if before is None:
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or f'holds no {chosen.files}'}")
         result = Imported(folder=Path(), format=chosen.name)
     else:
         result = _written(job, parts, output, source, force=force, progress=progress)
-    unread = [name for name in (map or {}) if name not in job.seen]
-    if unread and parts:
-        held_back.append(f"no file has the field {listed_names(unread)} that was mapped")
     result.folder = Path(os.path.abspath(os.path.expanduser(output)))
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
@@ -129,8 +120,9 @@ class _Job:
         partial: bool,
         before: _Before | None,
         options: dict[str, str],
+        given: Mapping[str, str],
     ):
-        self.options = options
+        self.options, self._given = options, given
         self.format, self.folder, self.columns, self.selection = format, folder, columns, selection
         self.partial, self.before = partial, before
         self.seen: set[str] = set()
@@ -145,6 +137,9 @@ class _Job:
                 advance(self.folder.num_bytes(part.files))
         if not num_read and self.before is None:
             raise ImportFailed(f"{self.folder.url}: its files hold no rows; each is one sequence")
+        unread = [name for name, ours in self._given.items() if ours and name not in self.seen]
+        if unread:
+            raise ImportFailed(f"map: no file has the field {listed_names(unread)}")
         before = set() if self.before is None else self.before.passes
         told = {ROLLOUT: _LACKS, TRAIN: _LACKS, **self.format.lacks}
         rows.lacks = {name: note for name, note in told.items() if name not in before}
@@ -196,15 +191,12 @@ def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = 
 class _Before:
     """What earlier imports brought into a trace."""
 
-    def __init__(
-        self, url: str, format: Format, sources: dict[str, SealedFile], options: dict[str, str], passes: set[str]
-    ):
-        self._url, self._format = url, format
-        self.sources, self.options, self.passes = sources, options, passes
+    def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
+        self._url, self.sources, self.passes = url, sources, passes
         self.num_known = 0
 
     @classmethod
-    def of(cls, output: str | os.PathLike[str], format: Format, sample: float, given: dict[str, str]) -> _Before | None:
+    def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
         """Of the trace at a path; None where there is none, or one that no import of this format made."""
         store = Store(output)
         try:
@@ -214,16 +206,16 @@ class _Before:
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
             return None
-        options, found = _options(sample, given), states[0].import_options
+        found = states[0].import_options
         if found != options:
             raise ImportFailed(
                 f"{output}: was imported with {_told(found)}, and now with {_told(options)}; give the same options, or name "
                 "another folder"
             )
         passes = {name for name in store.folders("passes")}
-        return cls(
-            os.fspath(output), format, {k: v for state in states for k, v in state.sources.items()}, options, passes
-        )
+        # Of a file that grew, every import says how far it read.
+        known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
+        return cls(os.fspath(output), dict(known), passes)
 
     def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
         """The parts that are not in the trace yet. Raises ImportFailed where a file is not what it was."""
@@ -262,12 +254,20 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _options(sample: float, given: Mapping[str, str]) -> dict[str, str]:
+def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, str]:
     """What an import was asked for, as far as a later one has to be asked for the same."""
-    return {
-        "sample": repr(float(sample)),
-        "map": ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items())),
-    }
+    told = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
+    return {"sample": repr(float(sample)), "map": told, "steps": steps}
+
+
+def _local_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
+    """The files at a path; None for what only the neutral way in reads. Raises ImportFailed."""
+    if format == PARQUET or (format == AUTO and any(sign in os.fspath(path) for sign in ("://", "*"))):
+        return None
+    folder = DumpFolder.of(path)
+    if not folder.files:
+        raise ImportFailed(f"{folder.url}: is empty; name the folder that the framework wrote to")
+    return folder
 
 
 def _told(options: Mapping[str, str]) -> str:

@@ -13,31 +13,24 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Format, Reading
+from .dump import Format, Reading
 from .fields import Fields, Values
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (
     COLUMNS,
     PER_TOKEN,
-    ROLLOUT_FILE,
-    TRAIN_FILE,
     StepSamples,
     add_rollout,
     dump_parts,
     emit,
+    framework_of,
     named,
     response_of,
     sample_cells,
     top_level,
 )
-from .slime import is_of_miles
 from .torch_files import read_pickled
-
-
-def _recognises(folder: DumpFolder) -> bool:
-    there = any(True for pattern in (TRAIN_FILE, ROLLOUT_FILE) for _ in folder.matching(pattern))
-    return there and is_of_miles(folder)
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
@@ -192,7 +185,7 @@ MILES = Format(
     columns=COLUMNS,
     alignment="as slime's; with context parallelism each rank has its zig-zag part of the response, and ranks of tensor "
     "parallelism hold the same",
-    recognises=_recognises,
+    recognises=lambda folder: framework_of(folder) == "miles",
     parts=dump_parts,
     read=_read,
     lacks={

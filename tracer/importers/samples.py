@@ -16,10 +16,10 @@ from .dump_rows import DumpRows
 from .fields import Fields, Values
 from .pickles import Budget
 from .rowbatch import RowBatch
-from .torch_files import is_cut
+from .torch_files import is_cut, read_pickled
 
-ROLLOUT_FILE = r"(?:rollout_data|rollout)[/_]?(\d+)\.pt"
-TRAIN_FILE = r"(?:train_data|train)[/_]?(\d+)(?:_(\d+))?\.pt"
+_ROLLOUT_FILE = r"(?:rollout_(?:data_)?)?(\d+)\.pt"
+_TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)(?:_(\d+))?|(\d+)_(\d+))\.pt"
 FINISHED = {"completed": "stop", "truncated": "length"}
 
 COLUMNS = {
@@ -54,10 +54,10 @@ KEPT_TOKENS = "rollout/top_p_kept_tokens"
 def dump_parts(folder: DumpFolder) -> list[Part]:
     """Rollout files and the trainers' files of the same rollout, together. Those of evaluations are passed over."""
     by_step: dict[int, list[str]] = {}
-    for pattern in (ROLLOUT_FILE, TRAIN_FILE):
-        for name, found in folder.matching(pattern):
-            by_step.setdefault(int(found[1]), []).append(name)
-    trained = {int(found[1]) for _, found in folder.matching(TRAIN_FILE)}
+    rollouts, trains = dump_files(folder)
+    for name, step in (*rollouts.items(), *trains.items()):
+        by_step.setdefault(step, []).append(name)
+    trained = set(trains.values())
     last = max(trained, default=-1)
     parts = []
     for step, names in sorted(by_step.items()):
@@ -67,6 +67,31 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
             waits = f"step {step} has no train file yet; it was left for a later import (--partial imports its rollout)"
         parts.append(Part(files=tuple(names), step=step, waits_for=waits))
     return parts
+
+
+def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
+    """File -> rollout, of the files of rollouts and of the trainers'."""
+    trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
+    rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
+    return rollouts, trains
+
+
+def framework_of(folder: DumpFolder) -> str | None:
+    """Whose dumps these are, by the first file that can be read; None where they are neither's.
+
+    Train files of miles are one a rank; its rollout files have `metadata`, and slime's have not.
+    """
+    for names in reversed(dump_files(folder)):
+        for name in names:
+            try:
+                found = read_pickled(folder.path(name))
+            except ImportFailed:
+                continue
+            if not isinstance(found, dict) or not found.keys() & {"samples", "rollout_data"}:
+                return None
+            is_miles = "rollout_data" in found or ("metadata" in found and "format_version" not in found)
+            return "miles" if is_miles else "slime"
+    return None
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Format, Reading
+from .dump import Format, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (
     COLUMNS,
-    ROLLOUT_FILE,
-    TRAIN_FILE,
     StepSamples,
     add_rollout,
     dump_parts,
     emit,
+    framework_of,
     named,
     sample_cells,
     samples_of,
@@ -27,24 +26,6 @@ from .samples import (
 from .torch_files import read_pickled
 
 _VERSION = 2
-
-
-def _recognises(folder: DumpFolder) -> bool:
-    trained = [found for _, found in folder.matching(TRAIN_FILE)]
-    rolled = any(True for _ in folder.matching(ROLLOUT_FILE))
-    return (rolled or bool(trained)) and not is_of_miles(folder)
-
-
-def is_of_miles(folder: DumpFolder) -> bool:
-    """Whether dumps are miles': its train files are one a rank, and its rollout files have `metadata`."""
-    for pattern in (TRAIN_FILE, ROLLOUT_FILE):
-        for name, _ in folder.matching(pattern):
-            try:
-                found = top_level(read_pickled(folder.path(name)), name)
-            except ImportFailed:
-                continue
-            return "rollout_data" in found or ("metadata" in found and "format_version" not in found)
-    return False
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -106,7 +87,7 @@ SLIME = Format(
     files="rollout_data/<id>.pt and train_data/<id>.pt",
     columns=COLUMNS,
     alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 is no logprob",
-    recognises=_recognises,
+    recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
     read=_read,
     lacks={
