@@ -1257,6 +1257,10 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     parts += [f"held back: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
     of = "" if imported.format == "parquet" else f" of {imported.format}"
+    if imported.num_known_files and not imported.num_files:
+        return "\n".join(
+            ["nothing new was found", *parts, f"next: tim-trace info {output}{_stats_command(output, pair)}"]
+        )
     lines = [
         f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
         f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes) or 'none'}",

@@ -10,6 +10,8 @@ from functools import partial
 from io import BytesIO
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 
@@ -430,3 +432,108 @@ WRITERS = {
 
 def make_steps(*steps, **options):
     return {step: make_samples(step, **options) for step in steps}
+
+
+# one side, or text
+
+
+def write_npz(folder, steps):
+    (samples,) = steps.values()
+    keys = {"prompt_ids": "prompt", "completion_ids": "response", "sampler_logprobs": "rollout"}
+    records = [
+        {"id": place, **{key: getattr(s, name).tolist() for key, name in keys.items()}}
+        for place, s in enumerate(samples)
+    ]
+    write_lines(folder / "samples.jsonl", records)
+    offsets = np.concatenate([[0], np.cumsum([len(s.response) for s in samples])])
+    view = {"logp": np.concatenate([s.train for s in samples]), "offsets": offsets, "ids": np.arange(len(samples))}
+    np.savez(folder / "plain.npz", **view)
+    np.savez_compressed(folder / "packed.npz", **view)
+
+
+def write_vllm(folder, steps):
+    (samples,) = steps.values()
+    choices = [
+        {"token_ids": s.response.tolist(), "logprobs": {"token_logprobs": s.rollout.tolist()}, "finish_reason": "stop"}
+        for s in samples
+    ]
+    write_lines(folder / "saved.jsonl", [{"choices": [choice]} for choice in choices])
+
+
+def write_sglang(folder, steps):
+    (samples,) = steps.values()
+    triples = [
+        [[float(lp), int(token), None] for token, lp in zip(s.response, s.rollout, strict=True)] for s in samples
+    ]
+    write_lines(folder / "saved.jsonl", [{"meta_info": {"output_token_logprobs": each}} for each in triples])
+
+
+def write_trl(folder, steps):
+    (step,) = steps
+    columns = {
+        "step": [step] * 2,
+        "prompt": ["p"] * 2,
+        "completion": ["c"] * 2,
+        "good": [1.0, 0.0],
+        "advantage": [1.0, -1.0],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), folder / f"completions_{step:05d}.parquet")
+
+
+def write_areal(folder, steps):
+    (step,) = steps
+    record = {"task_id": 5, "head_version": step, "tail_version": step, "reward": 1.0, "prompt": "p", "completion": "c"}
+    write_lines(folder / str(step) / "5.jsonl", [record, record])
+
+
+def write_open_instruct(folder, steps):
+    keys = {"prompt_tokens": "prompt", "response_tokens": "response", "logprobs": "rollout"}
+    records = [
+        {"step": step, "reward": s.reward, **{key: getattr(s, name).tolist() for key, name in keys.items()}}
+        for step, samples in steps.items()
+        for s in samples
+    ]
+    write_lines(folder / "run_rollouts_000000.jsonl", records)
+
+
+def write_torchtitan(folder, steps):
+    turns = [
+        {
+            "max_policy_version": 1,
+            "prompt_token_ids": [1, 2],
+            "completion_token_ids": [3],
+            "completion_logprobs": [-1.0],
+        },
+        {
+            "max_policy_version": 1,
+            "prompt_token_ids": [1, 2, 3, 4],
+            "completion_token_ids": [5],
+            "completion_logprobs": [-1.0],
+        },
+    ]
+    write_lines(
+        folder / "rollout_samples.jsonl", [{"group_id": "g", "status": "done", "reward": 1.0, "turns": turns}] * 2
+    )
+
+
+def write_ms_swift(folder, steps):
+    line = {
+        "step": 1,
+        "prompt": ["p", "q"],
+        "completion": ["a", "b"],
+        "Accuracy": [1.0, 0.0],
+        "advantages": [1.0, -1.0],
+    }
+    write_lines(folder / "completions.jsonl", [line])
+
+
+def write_verl_text(folder, steps):
+    write_lines(folder / "1.jsonl", [{"input": "a", "output": "b", "score": 1.0, "step": 1, "uid": "g"}] * 3)
+
+
+ONE_SIDED = {
+    "npz": write_npz, "vllm": write_vllm, "sglang": write_sglang, "trl": write_trl, "areal": write_areal,
+    "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
+}  # fmt: skip
+"""The other formats, and what writes them."""

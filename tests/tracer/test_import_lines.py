@@ -253,6 +253,21 @@ def test_completions_of_ms_swift_are_rows_of_lists(tmp_path):
         import_dump("ms-swift", tmp_path, output=tmp_path / "x")
 
 
+@pytest.mark.parametrize("format", list(dumps.ONE_SIDED))
+def test_auto_knows_every_format_and_adds_nothing_twice(tmp_path, format):
+    dumps.ONE_SIDED[format](tmp_path / "dump", dumps.make_steps(1))
+    imported = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    assert imported.format == format
+    again = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    assert (again.num_sequences, again.num_known_files) == (0, imported.num_files)
+
+
+def test_the_text_of_verl_adds_nothing_twice(tmp_path):
+    dumps.write_verl_text(tmp_path / "dump", {})
+    assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 3
+    assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 0
+
+
 def test_a_trace_without_tokens_is_told_as_what_it_is(tmp_path):
     line = {"step": 3, "prompt": "p", "completion": "a", "Accuracy": 1.0, "advantages": 1.0}
     dumps.write_lines(tmp_path / "completions.jsonl", [line])

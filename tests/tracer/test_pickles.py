@@ -15,12 +15,13 @@ import dumps
 import numpy as np
 import pytest
 import torch
-from dumps import WRITERS, make_steps
+from dumps import ONE_SIDED, WRITERS, make_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tim_trace import import_dump
 from tim_trace.schemas.errors import ImportFailed, TimTraceError
 from tim_trace.tracer.importers.arrays import settled
+from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.torch_files import read_pickled
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -281,9 +282,12 @@ def error_of(format, folder, run):
     return ""
 
 
-@pytest.mark.parametrize("format", list(WRITERS))
+EVERY = {**WRITERS, **ONE_SIDED}
+
+
+@pytest.mark.parametrize("format", list(EVERY))
 def test_random_damage_is_an_error_or_an_import_and_nothing_else(tmp_path, format):
-    WRITERS[format](tmp_path / "dump", make_steps(1, num=3))
+    EVERY[format](tmp_path / "dump", make_steps(1, num=3))
     files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file() and path.stat().st_size]
     draw = np.random.default_rng(0)
     outside = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -304,6 +308,10 @@ def test_random_damage_is_an_error_or_an_import_and_nothing_else(tmp_path, forma
         if path.is_file() and tmp_path / "run" not in path.parents
     }
     assert there == outside
+
+
+def test_every_format_has_a_dump_to_damage():
+    assert set(EVERY) == set(FORMATS)
 
 
 def test_a_hostile_dump_of_each_pickled_format_is_refused(tmp_path):

@@ -59,4 +59,5 @@ AREAL = Format(
         ("rollout", "train"),
         "AReaL dumps texts; write input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or as Parquet",
     ),
+    lines=True,
 )

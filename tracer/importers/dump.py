@@ -24,6 +24,8 @@ class DumpFolder:
     root: Path
     files: tuple[str, ...]
     """Paths below the root, those with numbers in the order of the numbers."""
+    is_file: bool = False
+    """Whether the path is that of the one file, which may be a link then."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
@@ -36,7 +38,7 @@ class DumpFolder:
             raise ImportFailed(f"{url}: dumps are read from a local folder; copy it here first")
         given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
-            return cls(url=url, root=given.parent, files=(given.name,))
+            return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
             raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
         root, found = Path(os.path.realpath(given)), []
@@ -56,7 +58,7 @@ class DumpFolder:
         """Where a file lies. Raises ImportFailed for a link out of the folder, and for what is no regular file."""
         path = self.root / name
         real = os.path.realpath(path)
-        if len(self.files) > 1 and not real.startswith(f"{self.root}{os.sep}"):
+        if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
                 f"{path}: is a link that leads out of the folder; it is not followed: import what it leads to"
             )
