@@ -243,9 +243,9 @@ def write_slime_train(folder, steps, *, shards=2):
         torch.save(record, folder / "train_data" / f"{step}.pt")
 
 
-def context_part(values, total, rank, size):
+def context_part(values, total, rank, size, width=None):
     """A rank's zig-zag share of a response, by walking every position: what a reader must put together again."""
-    chunk = -(-total // (2 * size))
+    chunk = -(-(width or total) // (2 * size))
     first = total - len(values) - 1
     owners = [position // chunk for position in range(first, total - 1)]
     kept = [place for place, owner in enumerate(owners) if owner == rank]
@@ -253,18 +253,18 @@ def context_part(values, total, rank, size):
     return torch.from_numpy(np.ascontiguousarray(values[kept]))
 
 
-def write_miles_train(folder, steps, *, data=2, context=2, tensor=2):
+def write_miles_train(folder, steps, *, data=2, context=2, tensor=2, padded=False):
     """One file a rank: ranks of tensor parallelism hold the same, those of context parallelism other tokens."""
     (folder / "train_data").mkdir(parents=True, exist_ok=True)
     for step, samples in steps.items():
-        rank = 0
+        rank, width = 0, max(len(s.tokens) for s in samples) + 3 if padded else None
         for data_rank in range(data):
             own = samples[data_rank::data]
             for context_rank in range(context):
                 for _ in range(tensor):
 
-                    def part(values, s, context_rank=context_rank):
-                        return context_part(values, len(s.tokens), context_rank, context)
+                    def part(values, s, context_rank=context_rank, width=width):
+                        return context_part(values, len(s.tokens), context_rank, context, width)
 
                     rows = {
                         "tokens": [torch.from_numpy(s.tokens) for s in own], "response_lengths": [len(s.response) for s in own],
@@ -275,9 +275,10 @@ def write_miles_train(folder, steps, *, data=2, context=2, tensor=2):
                         "rollout_log_probs": [part(np.where(s.mask, s.rollout, 0).astype(np.float32), s) for s in own],
                         "advantages": [part(np.full(len(s.response), s.advantage, np.float32), s) for s in own],
                     }  # fmt: skip
+                    rows |= {"max_seq_lens": [width] * len(own)} if padded else {}
                     record = {
                         "rollout_id": step, "rank": rank, "rollout_data": rows, "cp_rank": context_rank, "cp_size": context,
-                        "qkv_format": "thd",
+                        "qkv_format": "bshd" if padded else "thd",
                     }  # fmt: skip
                     torch.save(record, folder / "train_data" / f"{step}_{rank}.pt")
                     rank += 1

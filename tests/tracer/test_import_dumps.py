@@ -183,14 +183,16 @@ def test_a_removed_sample_counts_nowhere(tmp_path):
 
 def test_evaluations_of_slime_are_passed_over(tmp_path):
     dumps.write_rollouts(tmp_path / "dump", make_steps(1))
-    shutil.copy(tmp_path / "dump" / "rollout_data" / "1.pt", tmp_path / "dump" / "rollout_data" / "eval_1.pt")
+    for name in ("eval_1.pt", "debug_eval_2.pt"):
+        shutil.copy(tmp_path / "dump" / "rollout_data" / "1.pt", tmp_path / "dump" / "rollout_data" / name)
     assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("context", [1, 2, 3])
-def test_miles_puts_context_parallel_parts_together(tmp_path, context):
+def test_miles_puts_context_parallel_parts_together(tmp_path, context, padded):
     steps = make_steps(1, 2)
-    dumps.write_miles_train(tmp_path / "dump", steps, context=context)
+    dumps.write_miles_train(tmp_path / "dump", steps, context=context, padded=padded)
     import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
     check_stats(tmp_path / "run", everyone(steps))
     query = "SELECT seq_id, entropy FROM scores WHERE \"pass\" = 'train' AND step = 1"

@@ -159,7 +159,7 @@ def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], wher
     widths = listed.get("max_seq_lens") if record.get("qkv_format") == "bshd" else None
     for place, (name, each) in enumerate(zip(named(each.text("seq_id") for each in fields), fields, strict=True)):
         prompt, response = response_of(each)
-        chunk = widths[place] // (2 * size) if widths is not None and type(widths[place]) is int else None
+        chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
         cells = sample_cells(each.without(PER_TOKEN), shards.step)
         shards.add(name, cells, _parts(each), len(prompt) + len(response), rank, size, chunk)
 

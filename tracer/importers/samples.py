@@ -18,7 +18,7 @@ from .pickles import Budget
 from .rowbatch import RowBatch
 from .torch_files import is_cut, read_pickled
 
-_ROLLOUT_FILE = r"(?:rollout_(?:data_)?)?(\d+)\.pt"
+_ROLLOUT_FILE = r"(?!(?:.*_)?eval_)(?:[A-Za-z-]+_)*(\d+)\.pt"
 _TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)(?:_(\d+))?|(\d+)_(\d+))\.pt"
 FINISHED = {"completed": "stop", "truncated": "length"}
 
