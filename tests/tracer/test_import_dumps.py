@@ -370,6 +370,8 @@ def test_steps_and_samples_are_chosen(tmp_path, format):
     assert names[0] == names[1]
     with pytest.raises(InvalidOption, match="sample"):
         import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=0.0)
+    with pytest.raises(ImportFailed, match="none of its 120 sequences was chosen"):
+        import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=1e-12)
 
 
 def test_fields_of_other_names_are_mapped(tmp_path):

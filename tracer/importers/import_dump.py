@@ -137,6 +137,10 @@ class _Job:
                 advance(self.folder.num_bytes(part.files))
         if not num_read and self.before is None:
             raise ImportFailed(f"{self.folder.url}: its files hold no rows; each is one sequence")
+        if not rows.result.num_sequences and self.before is None:
+            raise ImportFailed(
+                f"{self.folder.url}: none of its {num_read} sequences was chosen; take a larger --sample"
+            )
         unread = [name for name, ours in self._given.items() if ours and name not in self.seen]
         if unread:
             raise ImportFailed(f"map: no file has the field {listed_names(unread)}")

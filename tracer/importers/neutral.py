@@ -91,6 +91,8 @@ def _add_all(source: RowFiles, names: Mapping[str, Mapping[str, str]], rows: Row
             advance(batch.num_bytes)
     if not num_rows:
         raise ImportFailed(f"{source.url}: holds no rows; each is one sequence")
+    if not rows.result.num_sequences:
+        raise ImportFailed(f"{source.url}: none of its {num_rows} sequences was chosen; take a larger --sample")
     for batch in source.metrics(METRIC_KINDS):
         rows.add_metrics(batch)
 
