@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tim_trace.replay.engine import replay
     from tim_trace.replay.gradients.engine import gradient
     from tim_trace.schemas.loss import Loss
+    from tim_trace.tracer.importers.import_dump import import_dump
     from tim_trace.tracer.importers.neutral import import_parquet
     from tim_trace.tracer.launch import record
     from tim_trace.tracer.recorder import Recorder
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Loss", "Recorder", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate",
-    "gradient", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
+    "gradient", "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
     "triangulate", "verify", "watch", "weights",
 ]  # fmt: skip
 

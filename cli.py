@@ -347,29 +347,47 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     sys.exit(recording.exit_code)
 
 
-@_example("tim-trace import parquet dump.parquet -o runs/imported")
+@_example("""
+tim-trace import parquet dump.parquet -o runs/imported
+tim-trace import auto outputs/token_exports -o runs/mine
+""")
 @main.command("import")
-@click.argument("format", type=click.Choice(["parquet"]))
+@click.argument("format", metavar="FORMAT")
 @click.argument("path")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
-    help="Read the column THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
+    help="Read the column or field THEIRS as OURS; may be repeated. THEIRS= leaves it out.",
 )  # fmt: skip
+@_steps
+@click.option(
+    "--sample", default=1.0, show_default=True, type=float, metavar="F",
+    help="Share of the sequences, by a hash of their names.",
+)  # fmt: skip
+@click.option(
+    "--partial",
+    is_flag=True,
+    default=False,
+    help="Read steps and files that are not complete yet, as far as they are there.",
+)
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
-def import_(format: str, path: str, output: str, map: Sequence[str], force: bool) -> None:
-    """Make a trace of another tool's files.
+def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
+    """Make a trace of another tool's files, or add what is new to it.
+
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
+    torchtitan or ms-swift; docs/importing.md says what each reads. A further import of a folder that has grown adds what
+    is new. Nothing in the files is executed.
 
     FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
-    PATH is a file, a folder (save_to_disk of Hugging Face datasets, too) or a pattern.
+    PATH is a file or a folder; of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
     """
-    from .analysis import import_parquet
+    from .analysis import import_dump
     from .analysis.stats import comparable_pair
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
 
-    imported = import_parquet(path, output=output, map=parse_map(map), force=force, progress=_progress)
+    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
@@ -1194,9 +1212,18 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         parts.append(f"{imported.num_above_zero:,} logprobs lie above 0 and were kept: they are no log-probabilities")
     if imported.ignored_columns:
         parts.append(f"columns passed over: {listed_names(imported.ignored_columns)}")
+    if imported.num_known_files:
+        parts.append(f"{imported.num_known_files:,} files were in the trace before, and were not read again")
+    parts += [f"held back: {sentence}" for sentence in imported.held_back]
+    parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
+    of = "" if imported.format == "parquet" else f" of {imported.format}"
+    if imported.num_known_files and not imported.num_files:
+        return "\n".join(
+            ["nothing new was found", *parts, f"next: tim-trace info {output}{_stats_command(output, pair)}"]
+        )
     lines = [
-        f"imported {imported.num_sequences:,} sequences, {imported.num_tokens:,} response tokens, "
-        f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes)}",
+        f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
+        f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes) or 'none'}",
         *parts,
         f"next: tim-trace info {output}{_stats_command(output, pair)}",
     ]

@@ -10,6 +10,7 @@ from ..schemas.lazy import make_lazy
 if TYPE_CHECKING:
     from ..replay.engine import replay
     from ..replay.gradients.engine import gradient
+    from ..tracer.importers.import_dump import import_dump
     from ..tracer.importers.neutral import import_parquet
     from ..tracer.launch import record
     from .attribution.attribute import attribute
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LengthDecayLR", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate", "gradient",
-    "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -52,6 +53,7 @@ make_lazy(
         "export": ".weights",
         "gate": ".gate.gate",
         "gradient": "..replay.gradients.engine",
+        "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral",
         "info": ".info",
         "objective": ".objective.objective",

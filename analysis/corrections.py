@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from ..replay.steps import ALL_STEPS
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
+from ..schemas.steps import ALL_STEPS
 from .correction import Correction, published
 from .rows import Rows
 from .trace.database import Database, Traces, opened

@@ -20,10 +20,10 @@ import numpy as np
 from ..replay.arms import Arm, parse_arm
 from ..replay.engine import replay
 from ..replay.recorded import RecordedRun
-from ..replay.steps import parse_steps
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
+from ..schemas.steps import parse_steps
 from ..tracer.progress import Progress, no_progress
 from .rows import Rows
 from .statistics.correlations import pearson

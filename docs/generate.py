@@ -19,6 +19,7 @@ from tim_trace import cli
 from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
+from tim_trace.tracer.importers.formats import FORMATS
 
 DOCS = Path(__file__).parent
 
@@ -137,6 +138,25 @@ def public_names():
                     yield f"#### Recorder.{key}\n\n{first_line(method)}\n\n```\n{called}\n```"
 
 
+def formats():
+    """Every format of `tim-trace import`: its files, its fields as columns, and what they cannot answer."""
+    for format in FORMATS.values():
+        lines = [
+            f"### {format.name}",
+            "",
+            f"Written by {format.writes}: {format.files}. {format.alignment[0].upper()}{format.alignment[1:]}.",
+            "",
+            "| column | field |",
+            "|---|---|",
+        ]
+        lines += [
+            f"| `{ours}` | {', '.join(f'`{name}`' for name in theirs)} |" for ours, theirs in format.columns.items()
+        ]
+        if format.lacks:
+            lines += ["", *(f"- No pass `{name}`: {note}." for name, note in format.lacks.items())]
+        yield "\n".join(lines)
+
+
 def pages():
     """Page -> marker -> generated text."""
     return {
@@ -145,6 +165,7 @@ def pages():
             "evidence": evidence(),
             "thresholds": thresholds("dynamics/fall.py", "attribution/thresholds.py"),
         },
+        "importing.md": {"formats": "\n\n".join(formats())},
         "python.md": {"names": "\n\n".join(public_names())},
         "faults.md": {"thresholds": thresholds("check/thresholds.py")},
         "trace-format.md": {

@@ -14,6 +14,7 @@ from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
+from ..schemas.steps import parse_steps
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, parse_arm, read_arms
@@ -25,7 +26,6 @@ from .recorded import RecordedRow, RecordedRun
 from .results import ReplayedStep, ReplayedSteps
 from .scored import Scored
 from .scorers import Scorer, scorer_of
-from .steps import parse_steps
 
 
 @dataclass(slots=True)

@@ -49,6 +49,10 @@ class WriterState:
     """Paths of the journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
     """Path of a journal that was sealed after its process died -> bytes at its end that were no whole record."""
+    sources: dict[str, SealedFile] = field(default_factory=dict)
+    """File that was imported, as its folder calls it -> what it held then; `num_rows` are the lines that were read."""
+    import_options: dict[str, str] = field(default_factory=dict)
+    """Options of the import that a later one into the same trace has to repeat."""
     is_removed: bool = False
     """Whether its files are being removed, so that none of them counts."""
     program: tuple[str, ...] = ()

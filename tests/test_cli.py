@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from builders import ROOT, make_trace, run, tim_trace
+from dumps import make_samples, write_prime_rl
 from runs import train
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
@@ -32,7 +33,7 @@ from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
-from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
@@ -41,7 +42,7 @@ PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported
 
 TWINS = {
     "record": record,
-    "import": import_parquet,
+    "import": import_dump,
     "info": info,
     "sql": sql,
     "query": query,
@@ -175,6 +176,7 @@ def filled(folder):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist([row | logprobs]), folder / "dump.parquet")
+    write_prime_rl(folder / "outputs", {1: make_samples(1)})
     return folder
 
 
@@ -239,7 +241,7 @@ def test_a_thing_has_one_option_name():
     assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
     assert {name for name, options in every.items() if "--steps" in options} == {
         "replay", "triangulate", "gradient", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
-        "attribute", "report", "compare",
+        "attribute", "report", "compare", "import",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())
     assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")
@@ -335,7 +337,7 @@ def test_control_characters_of_the_data_do_not_reach_the_terminal(trace):
         (["stats"], "Missing argument"),
         (["stats", "x", "--by", "moon"], "'moon' is not one of"),
         (["sql", "x", "SELECT 1", "--json", "--csv"], "exclude each other"),
-        (["import", "csv", "x", "-o", "y"], "'csv' is not"),
+        (["import", "csv", "x", "-o", "y"], "csv: is no format"),
         (["fly"], "No such command 'fly'"),
     ],
 )

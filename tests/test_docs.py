@@ -9,6 +9,7 @@ import pytest
 from builders import ROOT, run
 from tim_trace import cli
 from tim_trace.schemas.layout import FOLDERS
+from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.neutral import KNOWN
 
 README = (ROOT / "README.md").read_text()
@@ -31,6 +32,13 @@ def test_every_folder_of_a_trace_and_every_column_to_import_is_documented():
         assert re.search(rf"^  {name}/", FORMAT, re.MULTILINE), name
     for name in KNOWN:
         assert f"`{name}`" in FORMAT, name
+
+
+def test_every_format_to_import_is_documented():
+    page = (ROOT / "docs" / "importing.md").read_text()
+    for name in FORMATS:
+        assert f"### {name}\n" in page
+        assert name in cli.main.commands["import"].help
 
 
 def test_links_between_pages_lead_somewhere():

@@ -129,6 +129,7 @@ def check_sentence(error, kind):
 GIVEN = {
     "export": {"version": 1, "folder": "/proc/nowhere"},
     "gate": {"fail_on": ["check"]},
+    "import_dump": {"format": "auto", "path": "/proc/nowhere", "output": "/proc/nowhere"},
     "import_parquet": {"path": "/proc/nowhere", "output": "/proc/nowhere"},
     "query": {"name": "ess"},
     "record": {"command": ["true"], "output": "/proc/nowhere"},
@@ -137,7 +138,7 @@ GIVEN = {
 }
 """What a verb needs beside a trace."""
 
-WRITES = {("record", "output"), ("import_parquet", "output"), ("export", "folder")} | {
+WRITES = {("record", "output"), ("import_dump", "output"), ("import_parquet", "output"), ("export", "folder")} | {
     ("report", name) for name in ("output", "png", "pdf")
 }
 """Arguments that are written to: a str is no mistake there."""

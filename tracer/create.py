@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
-from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
+from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, WRITERS, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
 from .lock import alone, is_held
@@ -27,7 +27,7 @@ from .replaced import (
     tokenizer_files,
 )
 from .store import Store
-from .whole_file import write_once, write_part
+from .whole_file import check_inside, check_no_links, write_once, write_part
 
 _NAMED = 3
 """Foreign files that an error names."""
@@ -82,6 +82,48 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
             move_all(building, folder)
             if aside is not None:
                 remove_replaced(aside)
+
+
+@contextmanager
+def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a folder to write a further part of a finished trace to; its files take their places in the trace at the end.
+
+    A part counts once its writers' states are there, which come last: however this process ends, the trace holds all of it or
+    none. Raises TraceExists when the trace is being written, and StorageError.
+    """
+    with ExitStack() as stack:
+        with claimed(path) as folder, _explained(path):
+            manifest = _growing(folder, path, building=None)
+            building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
+            building.mkdir()
+            stack.enter_context(alone(building))
+        stack.callback(shutil.rmtree, building, ignore_errors=True)
+        with _explained(path):
+            write_part(building, MANIFEST, manifest.to_json().encode())
+        yield building
+        with claimed(path), _explained(path):
+            _growing(folder, path, building=building)
+            (building / MANIFEST).unlink()
+            parts = [
+                part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)
+            ]
+            for part in sorted(parts, key=lambda part: part.parent.name == WRITERS):
+                relative = part.relative_to(building)
+                check_inside(folder, relative.as_posix())
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(part, folder / relative)
+
+
+def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) -> Manifest:
+    """The manifest of a trace that nobody writes to. Raises TraceExists."""
+    if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
+        raise TraceExists(f"{path}: another process is writing to it; wait for its end")
+    if building is None:
+        remove_unfinished(folder)
+    check_no_links(folder)
+    store = Store(folder)
+    refuse_live(store, path, "takes no import")
+    return store.manifest()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from ...replay.steps import ALL_STEPS
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
 from ..statement import Statement

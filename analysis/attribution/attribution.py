@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.results import Result
+from ...schemas.steps import ALL_STEPS
 from ..dynamics.fall import Fall
 from ..dynamics.recorded import RecordedChange
 from ..statement import Statement, sentences

@@ -7,9 +7,9 @@ import os
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..info import attempts
 from ..trace.cache import cached

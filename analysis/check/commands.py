@@ -6,7 +6,7 @@ import shlex
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
+from ...schemas.steps import ALL_STEPS
 from ..advice import Advice
 from .pair_data import PairData
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.contract import Contract
+from ...schemas.steps import ALL_STEPS
 from ..advice import NOTHING, Advice
 from ..info import AttemptInfo
 from .finding import Finding, Number

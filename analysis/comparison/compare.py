@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import NothingToCompare
 from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..attribution.rollouts import read_rollouts
 from ..dynamics.series import Series, read_series

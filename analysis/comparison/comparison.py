@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.results import Result
+from ...schemas.steps import ALL_STEPS
 from ..statement import Measured, Statement
 
 KINDS = (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ...replay.steps import ALL_STEPS
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..alarms.read import read_alarms

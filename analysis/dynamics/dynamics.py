@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import NothingToCompare, option
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..statement import Statement
 from ..trace.database import Database, opened

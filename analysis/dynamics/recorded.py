@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from ...replay.steps import ALL_STEPS
+from ...schemas.steps import ALL_STEPS
 from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair, Source

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.loss import Loss
 from ...schemas.results import Result
+from ...schemas.steps import ALL_STEPS
 from ..rows import Rows
 from ..statement import Statement, sentences
 from .concentration import Concentration

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.loss import SAPO, TOKEN, VESPO, Loss
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows
 from ..statement import Statement

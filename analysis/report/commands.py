@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from ...replay.steps import ALL_STEPS
+from ...schemas.steps import ALL_STEPS
 from ..trace.database import quoted
 from ..trace.pairs import quoted_pair
 from .subject import Subject

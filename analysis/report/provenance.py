@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import option
 from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.steps import ALL_STEPS
 from ..trace.contracts import field_text, flat_contract
 from .subject import Subject
 

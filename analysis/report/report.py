@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...replay.steps import ALL_STEPS
 from ...schemas.errors import InvalidOption
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..trace.database import Traces

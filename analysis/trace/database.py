@@ -13,9 +13,9 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...replay.steps import ALL_STEPS, parse_steps
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, TABLES
+from ...schemas.steps import ALL_STEPS, parse_steps
 from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table

@@ -34,7 +34,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
     if lacking:
         problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
     else:
-        problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}"
+        problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)
     if len(others) > 1:
         return (
@@ -48,10 +48,10 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """What the contract says of a pass that has no scores."""
+    """What a contract says of a pass that has no scores, or none with a logprob."""
     for name in passes:
         rows = database.connection.execute(
-            "SELECT json_extract_string(contract_json, '$.logprobs_note') FROM passes WHERE \"pass\" = ?", [name]
+            "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
         ).fetchall()
         if rows and rows[0][0]:
             return f" ({rows[0][0]})"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...replay.steps import select_steps
 from ...schemas.results import Result
+from ...schemas.steps import select_steps
 from ..alarms.reading import AlarmReading, AlarmReadings
 from ..alarms.text import reading_json
 from ..dynamics.changes import ChangePoint

@@ -7,8 +7,8 @@ import shlex
 import socket
 import time
 
-from ...replay.steps import select_steps
 from ...schemas.errors import DamagedTrace, TraceNotFound, option
+from ...schemas.steps import select_steps
 from ...tracer.snapshot import Examined
 from ..alarms.reading import judge_alarms
 from ..dynamics.changes import change_points

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
+from ...schemas.steps import parse_steps
 from ...tracer.progress import Progress, no_progress
 from ..batching import check_tokens
 from ..meter import Meter
 from ..recorded import RecordedRun
-from ..steps import parse_steps
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .divisors import divisors
 from .held import HeldModel

@@ -1,7 +1,7 @@
 import pytest
 from tim_trace.replay.arms import Arm, parse_arm, read_arms
-from tim_trace.replay.steps import parse_steps
 from tim_trace.schemas.errors import InvalidOption
+from tim_trace.schemas.steps import parse_steps
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tim_trace.replay.meter import FORWARD_TOKENS, Meter, work
-from tim_trace.replay.steps import parse_steps, select_steps
 from tim_trace.schemas.errors import InvalidOption
+from tim_trace.schemas.steps import parse_steps, select_steps
 
 
 def rows(*lengths):

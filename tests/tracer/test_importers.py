@@ -119,6 +119,22 @@ def test_rows_may_come_in_any_order_of_steps(tmp_path):
     ]  # fmt: skip
 
 
+def test_steps_and_a_sample_of_parquet_are_chosen(tmp_path):
+    write_parquet(tmp_path / "dump.parquet", rows_of(steps=5, rows=20))
+    query = "SELECT step, seq_id FROM sequences ORDER BY ALL"
+    import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
+    whole = connect(tmp_path / "run").execute(query).fetchall()
+    assert import_parquet(tmp_path / "dump.parquet", output=tmp_path / "part", steps="-2:").num_sequences == 40
+    assert connect(tmp_path / "part").execute(query).fetchall() == [row for row in whole if row[0] > 3]
+    sampled = [import_parquet(tmp_path / "dump.parquet", output=tmp_path / name, sample=0.3) for name in "ab"]
+    assert 10 < sampled[0].num_sequences < 60
+    found = [connect(tmp_path / name).execute(query).fetchall() for name in "ab"]
+    assert found[0] == found[1]
+    assert set(found[0]) < set(whole)
+    with pytest.raises(ImportFailed, match="none of its 100 sequences"):
+        import_parquet(tmp_path / "dump.parquet", output=tmp_path / "c", sample=1e-12)
+
+
 def test_placeholders_become_null_and_are_counted(tmp_path):
     base = {"step": 1, "prompt_ids": [1], "response_ids": [1, 2, 3], "train_logprobs": [-1.0, -1.0, -1.0]}
     rows = [

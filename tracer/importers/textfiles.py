@@ -106,7 +106,7 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
             if not line.strip():
                 continue
             where = f"{name}, line {number}"
-            rows.append(_object(_parsed(line, where, _LINES), where, "each line is one sequence"))
+            rows.append(as_object(parsed(line, where, _LINES), where, "each line is one sequence"))
             numbers.append(number)
             if len(rows) == ROWS_AT_ONCE:
                 yield rows, numbers, "line", num_bytes
@@ -133,21 +133,21 @@ def _first_character(file: Any) -> bytes:
 
 
 def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
-    values = _parsed(text, name, "a .json file that begins with [ is one array of objects")
-    rows = [_object(value, f"{name}, row {row}", "each is one sequence") for row, value in enumerate(values, start=1)]
+    values = parsed(text, name, "a .json file that begins with [ is one array of objects")
+    rows = [as_object(value, f"{name}, row {row}", "each is one sequence") for row, value in enumerate(values, start=1)]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         part = rows[first : first + ROWS_AT_ONCE]
         yield part, list(range(first + 1, first + 1 + len(part))), "row", len(text) * len(part) // len(rows)
 
 
-def _parsed(text: bytes, where: str, remedy: str) -> Any:
+def parsed(text: bytes, where: str, remedy: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Object.of)
     except (ValueError, RecursionError) as error:
         raise ImportFailed(f"{where}: not JSON ({error}); {remedy}") from error
 
 
-def _object(value: Any, where: str, what: str) -> dict[str, Any]:
+def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(value, _Object):
         raise ImportFailed(f'{where}: is no object; {what}, as {{"step": 1}}')
     if value.repeated is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schemas.errors import InvalidOption
+from .errors import InvalidOption
 
 ALL_STEPS = "all"
 

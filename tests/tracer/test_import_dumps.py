@@ -1,0 +1,495 @@
+"""Dumps of frameworks: what comes in equals what the arrays say, and each trap of a format is stepped around."""
+
+import json
+import os
+import shutil
+import sys
+
+import dumps
+import numpy as np
+import pytest
+import torch
+from builders import run, tim_trace
+from dumps import WRITERS, expected, make_samples, make_steps
+from tim_trace import check, connect, import_dump, info, stats, verify
+from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
+from tim_trace.tracer.importers.formats import FORMATS
+from tim_trace.tracer.importers.miles import zig_zag
+
+
+def everyone(steps):
+    return [sample for samples in steps.values() for sample in samples]
+
+
+def check_stats(run, samples, tolerance=1e-12):
+    found, wanted = stats(run).dicts()[0], expected(samples)
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=tolerance, abs=0), name
+
+
+@pytest.mark.parametrize("format", list(WRITERS))
+def test_stats_of_an_import_are_those_of_the_arrays(tmp_path, format):
+    steps = make_steps(3, 4)
+    WRITERS[format](tmp_path / "dump", steps)
+    imported = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    assert imported.format == format
+    assert imported.num_sequences == len(everyone(steps))
+    assert imported.num_tokens == sum(len(s.response) for s in everyone(steps))
+    check_stats(tmp_path / "run", everyone(steps))
+    for step, samples in steps.items():
+        row = next(row for row in stats(tmp_path / "run", by="step").dicts() if row["step"] == step)
+        assert row["k3"] == pytest.approx(expected(samples)["k3"], rel=1e-12)
+
+
+@pytest.mark.parametrize("format", list(WRITERS))
+def test_tokens_masks_rewards_and_advantages_come_in(tmp_path, format):
+    steps = make_steps(3)
+    WRITERS[format](tmp_path / "dump", steps)
+    import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    query = "SELECT prompt_ids, response_ids, response_mask, reward, advantage FROM sequences"
+    found = {tuple(row[0] + row[1]): row for row in connect(tmp_path / "run").execute(query).fetchall()}
+    for sample in steps[3]:
+        prompt, response, mask, reward, advantage = found[tuple(sample.tokens.tolist())]
+        assert (prompt, response, mask) == (sample.prompt.tolist(), sample.response.tolist(), sample.mask.tolist())
+        assert reward == (None if format == "skyrl" else sample.reward)  # SkyRL takes rewards out before it dumps
+        assert advantage == pytest.approx(sample.advantage, rel=1e-6)
+
+
+@pytest.mark.parametrize("format", list(WRITERS))
+def test_what_is_masked_has_no_rollout_logprob(tmp_path, format):
+    steps = make_steps(3)
+    WRITERS[format](tmp_path / "dump", steps)
+    import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    query = """
+        SELECT response_mask, logprobs FROM scores JOIN sequences USING (step, seq_id) WHERE "pass" = 'rollout'
+    """
+    for mask, logprobs in connect(tmp_path / "run").execute(query).fetchall():
+        assert [value is not None for value in logprobs] == mask
+
+
+@pytest.mark.parametrize("method", ["consolidated", "plain", "numpy"])
+def test_verl_batches_are_read_however_they_were_written(tmp_path, method):
+    steps = make_steps(5, 6)
+    dumps.write_verl(tmp_path / "dump", steps, method=method)
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    check_stats(tmp_path / "run", everyone(steps))
+    row = connect(tmp_path / "run").execute(
+        "SELECT group_id, temperature FROM sequences WHERE step = 5 AND seq_id = '3'"
+    )
+    assert row.fetchall() == [("g1", 0.7)]
+
+
+def test_a_batch_of_verl_of_before_the_trainer_says_what_it_lacks(tmp_path):
+    dumps.write_verl(tmp_path / "dump", make_steps(5), train=False)
+    imported = import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    assert imported.passes == ("rollout",)
+    with pytest.raises(NothingToCompare, match=r"no old_log_probs.*batch.save_to_disk"):
+        check(tmp_path / "run")
+    (note,) = [each.note for each in info(str(tmp_path / "run")).passes if each.name == "train"]
+    assert "save_to_disk" in note
+
+
+def test_a_batch_of_verl_with_another_mask_is_refused(tmp_path):
+    tensors = dumps.verl_tensors(make_samples(1))
+    with pytest.raises(ImportFailed, match="attention_mask is not"):
+        import_verl(tmp_path, {**tensors, "attention_mask": tensors["attention_mask"][:, 1:]})
+    with pytest.raises(ImportFailed, match="train_logprobs has the shape"):
+        import_verl(tmp_path, {**tensors, "old_log_probs": tensors["old_log_probs"][:, 1:]})
+
+
+def import_verl(tmp_path, tensors):
+    folder = tmp_path / "other"
+    shutil.rmtree(folder, ignore_errors=True)
+    original = dumps.verl_tensors
+    dumps.verl_tensors = lambda samples, train: tensors
+    try:
+        dumps.write_verl(folder, {1: make_samples(1)})
+    finally:
+        dumps.verl_tensors = original
+    return import_dump("verl", folder, output=tmp_path / "other-run")
+
+
+def test_the_text_of_verl_is_sequences_without_tokens(tmp_path):
+    rows = [{"input": "a", "output": "b", "gts": "c", "score": 1.0, "step": 7, "acc": True, "uid": "g"}] * 3
+    dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    imported = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    assert (imported.format, imported.num_sequences, imported.passes) == ("verl", 3, ())
+    query = "SELECT step, reward, group_id, rewards, response_ids FROM sequences LIMIT 1"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(7, 1.0, "g", {"acc": 1.0}, [])]
+    with pytest.raises(NothingToCompare, match="rollout_data_dir"):
+        check(tmp_path / "run")
+
+
+def test_slime_joins_rollouts_and_what_the_trainer_made_of_them(tmp_path):
+    steps = make_steps(0)
+    dumps.write_rollouts(tmp_path / "dump", steps)
+    dumps.write_slime_train(tmp_path / "dump", {0: steps[0][:4]})
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    assert connect(tmp_path / "run").execute("SELECT count(*) FROM sequences").fetchall() == [(6,)]
+    check_stats(tmp_path / "run", steps[0][:4])
+    query = "SELECT DISTINCT policy_version, finish_reason FROM sequences"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(4, "stop")]
+    versions = (
+        connect(tmp_path / "run").execute('SELECT DISTINCT "pass", policy_version FROM scores ORDER BY 1').fetchall()
+    )
+    assert versions == [("reference", None), ("rollout", 4), ("train", None)]  # nothing says the trainer's version
+
+
+def test_slime_without_all_shards_is_refused(tmp_path):
+    steps = make_steps(1)
+    dumps.write_slime_train(tmp_path / "dump", steps)
+    path = tmp_path / "dump" / "train_data" / "1.pt"
+    record = torch.load(path, weights_only=True)
+    record["samples"] = record["samples"][:4]
+    torch.save(record, path)
+    with pytest.raises(ImportFailed, match="has 4 samples, and its 2 data-parallel shards list 6"):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+
+
+def test_top_p_sets_become_the_mass_that_they_kept(tmp_path):
+    sample = make_samples(1, num=1, masked=False)[0]
+    length = len(sample.response)
+    sizes = [2] * (length - 1) + [0]
+    probabilities = np.log([0.5, 0.25])
+    kept = {
+        "rollout_top_p_token_ids": [1, 2] * (length - 1),
+        "rollout_top_p_token_offsets": np.concatenate([[0], np.cumsum(sizes)]).tolist(),
+        "rollout_top_p_log_probs": probabilities.tolist() * (length - 1),
+    }
+    (tmp_path / "dump" / "rollout_data").mkdir(parents=True)
+    record = {"rollout_id": 1, "samples": [dumps.rollout_sample(sample, **kept)]}
+    torch.save(record, tmp_path / "dump" / "rollout_data" / "1.pt")
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    connection = connect(tmp_path / "run")
+    ((masses,),) = connection.execute("SELECT logprobs FROM scores WHERE \"pass\" = 'rollout/kept_mass'").fetchall()
+    assert masses[:-1] == pytest.approx([np.log(0.75)] * (length - 1), rel=1e-6)
+    assert masses[-1] is None
+    assert connection.execute("SELECT name, value FROM metrics").fetchall() == [("rollout/top_p_kept_tokens", 2.0)]
+    record["samples"][0]["rollout_top_p_token_offsets"][-1] -= 1
+    torch.save(record, tmp_path / "dump" / "rollout_data" / "1.pt")
+    with pytest.raises(ImportFailed, match="offsets"):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "other")
+
+
+def test_a_removed_sample_counts_nowhere(tmp_path):
+    samples = make_samples(1)
+    (tmp_path / "dump" / "rollout_data").mkdir(parents=True)
+    rows = [dumps.rollout_sample(s, remove_sample=place == 0) for place, s in enumerate(samples)]
+    torch.save({"rollout_id": 1, "samples": rows}, tmp_path / "dump" / "rollout_data" / "1.pt")
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    query = "SELECT seq_id FROM sequences WHERE NOT list_bool_or(response_mask)"
+    assert connect(tmp_path / "run").execute(query).fetchall() == [(str(samples[0].index),)]
+
+
+def test_evaluations_of_slime_are_passed_over(tmp_path):
+    dumps.write_rollouts(tmp_path / "dump", make_steps(1))
+    for name in ("eval_1.pt", "debug_eval_2.pt"):
+        shutil.copy(tmp_path / "dump" / "rollout_data" / "1.pt", tmp_path / "dump" / "rollout_data" / name)
+    assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_miles_puts_context_parallel_parts_together(tmp_path, context, padded):
+    steps = make_steps(1, 2)
+    dumps.write_miles_train(tmp_path / "dump", steps, context=context, padded=padded)
+    import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    check_stats(tmp_path / "run", everyone(steps))
+    query = "SELECT seq_id, entropy FROM scores WHERE \"pass\" = 'train' AND step = 1"
+    found = dict(connect(tmp_path / "run").execute(query).fetchall())
+    assert found == {str(s.index): s.entropy.tolist() for s in steps[1]}
+
+
+@pytest.mark.parametrize("total", range(2, 30))
+def test_zig_zag_parts_are_every_token_once(total):
+    for length in range(1, total):
+        for size in (1, 2, 4):
+            spans = [span for rank in range(size) for span in zig_zag(total, length, rank, size)]
+            places = sorted(place for start, end in spans for place in range(start, end))
+            assert places == list(range(length))
+
+
+def test_miles_without_a_context_parallel_rank_is_refused(tmp_path):
+    dumps.write_miles_train(tmp_path / "dump", make_steps(1), tensor=1)
+    (tmp_path / "dump" / "train_data" / "1_1.pt").unlink()
+    with pytest.raises(ImportFailed, match="lacks the context-parallel rank 1 of 2"):
+        import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
+    import_dump("miles", tmp_path / "dump", output=tmp_path / "run", partial=True)
+
+
+def test_an_old_dump_of_miles_with_context_parallelism_is_refused(tmp_path):
+    dumps.write_miles_train(tmp_path / "dump", make_steps(1), tensor=1)
+    for path in (tmp_path / "dump" / "train_data").iterdir():
+        record = torch.load(path, weights_only=True)
+        del record["cp_rank"], record["cp_size"]
+        torch.save(record, path)
+    with pytest.raises(ImportFailed, match=r"without cp_rank|of other lengths"):
+        import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
+
+
+def test_dumps_of_one_framework_are_not_read_as_the_other_s(tmp_path):
+    steps = make_steps(1)
+    dumps.write_miles_train(tmp_path / "miles", steps)
+    dumps.write_slime_train(tmp_path / "slime", steps)
+    with pytest.raises(ImportFailed, match="import miles"):
+        import_dump("slime", tmp_path / "miles", output=tmp_path / "run")
+    with pytest.raises(ImportFailed, match="import slime"):
+        import_dump("miles", tmp_path / "slime", output=tmp_path / "run")
+
+
+@pytest.mark.parametrize("left_padded", [True, False])
+def test_skyrl_is_read_however_it_pads(tmp_path, left_padded):
+    steps = make_steps(1)
+    dumps.write_skyrl(tmp_path / "dump", steps, left_padded=left_padded)
+    imported = import_dump("skyrl", tmp_path / "dump", output=tmp_path / "run")
+    check_stats(tmp_path / "run", steps[1])
+    assert imported.placeholders.clamped == sum((~s.mask).sum() for s in steps[1])
+
+
+def test_skyrl_keeps_the_bits_of_bfloat16(tmp_path):
+    steps = make_steps(1)
+    dumps.write_skyrl(tmp_path / "dump", steps, bfloat16=True)
+    import_dump("skyrl", tmp_path / "dump", output=tmp_path / "run")
+    for sample in steps[1]:
+        sample.train = torch.from_numpy(sample.train).bfloat16().float().numpy()
+    check_stats(tmp_path / "run", steps[1])
+
+
+def test_packed_sequences_of_prime_rl_are_split(tmp_path):
+    steps = make_steps(1)
+    dumps.write_prime_rl(tmp_path / "dump", steps, packed=True)
+    assert import_dump("prime-rl", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+    check_stats(tmp_path / "run", steps[1])
+
+
+def test_the_first_token_of_a_sequence_and_nulls_of_prime_rl_are_not_recorded(tmp_path):
+    sample = make_samples(1, masked=False)[0]
+    record = dumps.prime_rl_record(sample, 1, 0)
+    cut = len(sample.prompt)
+    record = {key: value[cut:] if isinstance(value, list) else value for key, value in record.items()}
+    record["position_ids"] = list(range(len(sample.response)))
+    record["trainer_logprobs"][1] = None
+    dumps.write_lines(tmp_path / "step_1" / "rank_0.jsonl", [record])
+    (tmp_path / "step_1" / "STABLE").touch()
+    import_dump("prime-rl", tmp_path, output=tmp_path / "run")
+    found = dict(connect(tmp_path / "run").execute('SELECT "pass", logprobs FROM scores').fetchall())
+    assert [value is None for value in found["train"]] == [True, True] + [False] * (len(sample.response) - 2)
+    assert [value is None for value in found["rollout"]] == [True] + [False] * (len(sample.response) - 1)
+
+
+def test_steps_of_prime_rl_without_their_marker_are_held_back(tmp_path):
+    dumps.write_prime_rl(tmp_path / "dump", make_steps(1))
+    dumps.write_prime_rl(tmp_path / "dump", make_steps(2), stable=False)
+    imported = import_dump("prime-rl", tmp_path / "dump", output=tmp_path / "run")
+    assert (imported.num_sequences, len(imported.held_back)) == (6, 1)
+    assert "step 2 has no STABLE" in imported.held_back[0]
+    assert import_dump("prime-rl", tmp_path / "dump", output=tmp_path / "all", partial=True).num_sequences == 12
+    dumps.write_prime_rl(tmp_path / "young", make_steps(2), stable=False)
+    with pytest.raises(ImportFailed, match="step 2 has no STABLE"):
+        import_dump("prime-rl", tmp_path / "young", output=tmp_path / "x")
+
+
+def test_prev_logprobs_of_nothing_but_zeros_are_not_recorded(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1, 2), prev=False)
+    imported = import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    assert imported.placeholders.all_zero
+    query = "SELECT list_count(logprobs) FROM scores WHERE \"pass\" = 'train'"
+    assert {count for (count,) in connect(tmp_path / "run").execute(query).fetchall()} == {0}
+    with pytest.raises(NothingToCompare, match="force_on_policy_ratio"):
+        stats(tmp_path / "run")
+
+
+@pytest.mark.parametrize("format", list(WRITERS))
+def test_a_folder_that_has_grown_adds_what_is_new_and_nothing_twice(tmp_path, format):
+    WRITERS[format](tmp_path / "dump", make_steps(3))
+    first = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    again = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
+    assert (first.num_sequences, again.num_sequences, again.num_known_files) == (6, 0, first.num_files)
+    WRITERS[format](tmp_path / "dump", make_steps(4))
+    assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+    check_stats(tmp_path / "run", everyone(make_steps(3, 4)))
+    assert verify(tmp_path / "run").is_whole
+    assert not [sentence for sentence in info(str(tmp_path / "run")).missing if "twice" in sentence]
+
+
+def test_a_step_that_the_trainer_has_not_dumped_yet_waits_for_it(tmp_path):
+    steps = make_steps(1, 2)
+    dumps.write_rollouts(tmp_path / "dump", steps)
+    dumps.write_slime_train(tmp_path / "dump", {1: steps[1]})
+    first = import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    assert (first.num_sequences, len(first.held_back)) == (6, 1)
+    dumps.write_slime_train(tmp_path / "dump", {2: steps[2]})
+    assert import_dump("slime", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+    check_stats(tmp_path / "run", everyone(steps))
+
+
+def test_files_that_changed_since_they_were_imported_are_refused(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    before = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
+    path = tmp_path / "dump" / "train_data_step1.jsonl"
+    path.write_text(path.read_text().replace('"rewards": [1.0]', '"rewards": [2.0]'))
+    with pytest.raises(ImportFailed, match="is not what it was"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_another_folder_or_other_options_do_not_add_to_a_trace(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
+    dumps.write_nemo_rl(tmp_path / "other", make_steps(9))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    with pytest.raises(ImportFailed, match="import of another folder"):
+        import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run")
+    with pytest.raises(ImportFailed, match=r"was imported with --sample 1.0, and now with --sample 0.5"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run", sample=0.5)
+    assert import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run", force=True).num_sequences == 6
+
+
+def test_an_addition_that_fails_leaves_the_trace_as_it_was(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    tree = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    (tmp_path / "dump" / "train_data_step2.jsonl").write_text("{}\n")
+    with pytest.raises(ImportFailed, match="no token_ids"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == tree
+
+
+@pytest.mark.parametrize("format", list(WRITERS))
+def test_steps_and_samples_are_chosen(tmp_path, format):
+    steps = make_steps(3, 4, 5, num=40)
+    WRITERS[format](tmp_path / "dump", steps)
+    import_dump(format, tmp_path / "dump", output=tmp_path / "part", steps="4:")
+    check_stats(tmp_path / "part", everyone({step: steps[step] for step in (4, 5)}))
+    half = [import_dump(format, tmp_path / "dump", output=tmp_path / name, sample=0.5) for name in ("a", "b")]
+    assert half[0].num_sequences == half[1].num_sequences
+    assert 30 < half[0].num_sequences < 90
+    names = [
+        connect(tmp_path / run).execute("SELECT step, seq_id FROM sequences ORDER BY ALL").fetchall() for run in "ab"
+    ]
+    assert names[0] == names[1]
+    with pytest.raises(InvalidOption, match="sample"):
+        import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=0.0)
+    with pytest.raises(ImportFailed, match="none of its 120 sequences was chosen"):
+        import_dump(format, tmp_path / "dump", output=tmp_path / "x", sample=1e-12)
+
+
+def test_fields_of_other_names_are_mapped(tmp_path):
+    samples = make_samples(1)
+    dumps.write_nemo_rl(tmp_path / "dump", {1: samples})
+    path = tmp_path / "dump" / "train_data_step1.jsonl"
+    path.write_text(path.read_text().replace("prev_logprobs", "policy_logprobs"))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run", map={"policy_logprobs": "train_logprobs"})
+    check_stats(tmp_path / "run", samples)
+    without = import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "one", map={"policy_logprobs": ""})
+    assert without.passes == ("rollout",)
+    with pytest.raises(ImportFailed, match="cannot become 'moon'"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "x", map={"rewards": "moon"})
+    with pytest.raises(ImportFailed, match="no file has the field moon"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "y", map={"moon": "train_logprobs"})
+
+
+@pytest.mark.parametrize("format", ["slime", "miles"])
+def test_dumps_that_lie_under_other_names_are_recognised(tmp_path, format):
+    WRITERS[format](tmp_path / "dump", make_steps(1))
+    for place, path in (("rollout_data", "debug"), ("train_data", "debug/train")):
+        shutil.copytree(tmp_path / "dump" / place, tmp_path / "other" / path, dirs_exist_ok=True)
+    assert import_dump("auto", tmp_path / "other", output=tmp_path / "run").format == format
+    check_stats(tmp_path / "run", make_samples(1))
+    (tmp_path / "weights").mkdir()
+    torch.save({"layer.weight": torch.ones(2)}, tmp_path / "weights" / "1.pt")
+    with pytest.raises(ImportFailed, match=r"\.parquet"):
+        import_dump("auto", tmp_path / "weights", output=tmp_path / "x")
+
+
+KILLED = """
+import os, signal, sys
+from contextlib import contextmanager
+from tim_trace import import_dump
+
+@contextmanager
+def progress(what, total):
+    yield lambda units: os.kill(os.getpid(), signal.SIGKILL)
+
+import_dump("nemo-rl", sys.argv[1], output=sys.argv[2], progress=progress)
+"""
+
+
+def test_an_addition_that_is_killed_leaves_the_trace_as_it_was(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
+    import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(2))
+    assert run(sys.executable, "-c", KILLED, tmp_path / "dump", tmp_path / "run").code == -9
+    check_stats(tmp_path / "run", make_samples(1))
+    assert import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
+    check_stats(tmp_path / "run", everyone(make_steps(1, 2)))
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+def test_a_file_that_is_half_written_is_named_and_left(tmp_path):
+    steps = make_steps(1, 2)
+    dumps.write_rollouts(tmp_path / "dump", steps)
+    path = tmp_path / "dump" / "rollout_data" / "2.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    imported = import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    assert imported.num_sequences == 6
+    assert "2.pt is half-written" in imported.held_back[0]
+    with pytest.raises(ImportFailed, match="half-written or damaged"):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "x", partial=True)
+
+
+def test_nothing_and_several_formats_are_no_guess(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ImportFailed, match="is empty"):
+        import_dump("auto", tmp_path / "empty", output=tmp_path / "run")
+    dumps.write_nemo_rl(tmp_path / "two", make_steps(1))
+    dumps.write_skyrl(tmp_path / "two", make_steps(1))
+    with pytest.raises(ImportFailed, match="skyrl and of nemo-rl"):
+        import_dump("auto", tmp_path / "two", output=tmp_path / "run")
+    with pytest.raises(ImportFailed, match="moon: is no format"):
+        import_dump("moon", tmp_path / "two", output=tmp_path / "run")
+
+
+def test_links_out_of_the_folder_and_special_files_are_not_read(tmp_path):
+    dumps.write_nemo_rl(tmp_path / "elsewhere", make_steps(1))
+    (tmp_path / "dump").mkdir()
+    dumps.write_nemo_rl(tmp_path / "dump", make_steps(2))
+    (tmp_path / "dump" / "train_data_step1.jsonl").symlink_to(tmp_path / "elsewhere" / "train_data_step1.jsonl")
+    with pytest.raises(ImportFailed, match="link that leads out"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+    (tmp_path / "dump" / "train_data_step1.jsonl").unlink()
+    os.mkfifo(tmp_path / "dump" / "train_data_step1.jsonl")
+    with pytest.raises(ImportFailed, match="no regular file"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
+
+
+def test_the_command_says_what_came_and_what_did_not(tmp_path):
+    dumps.write_verl(tmp_path / "dump", make_steps(5), train=False)
+    done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
+    assert done.code == 0
+    assert "imported 6 sequences of verl" in done.stderr
+    assert "no logprobs of pass train: no old_log_probs" in done.stderr
+    done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
+    assert "1 files were in the trace before" in done.stderr
+
+
+def test_every_format_says_what_it_is():
+    for name, format in FORMATS.items():
+        assert name == format.name
+        assert format.writes
+        assert format.files
+        assert format.alignment
+        assert format.columns
+
+
+def test_json_of_the_wrong_form_is_one_sentence(tmp_path):
+    for number, line in enumerate(
+        ("[]", "1", "{", json.dumps({"token_ids": [[{}]], "token_loss_mask": [[1]]}), "\x00")
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "train_data_step1.jsonl").write_text(line + "\n")
+        with pytest.raises(ImportFailed) as raised:
+            import_dump("nemo-rl", folder, output=tmp_path / "run")
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,344 @@
+"""Pickles of strangers: read as data, and nothing in them is called, whatever they name."""
+
+import builtins
+import collections
+import io
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import zipfile
+
+import dumps
+import numpy as np
+import pytest
+import torch
+from dumps import ONE_SIDED, WRITERS, make_steps
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tim_trace import import_dump
+from tim_trace.schemas.errors import ImportFailed, TimTraceError
+from tim_trace.tracer.importers.arrays import settled
+from tim_trace.tracer.importers.formats import FORMATS
+from tim_trace.tracer.importers.torch_files import read_pickled
+
+PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
+
+
+def read(tmp_path, content):
+    path = tmp_path / "file.pkl"
+    path.write_bytes(content)
+    return read_pickled(path)
+
+
+def plain(value):
+    value = settled(value)
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    return value
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=40,
+)
+
+
+@given(VALUES, st.sampled_from(PROTOCOLS))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_plain_values_are_what_pickle_makes_of_them(tmp_path, value, protocol):
+    assert read(tmp_path, pickle.dumps(value, protocol)) == value
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array([1, 2], ">i4"), np.zeros((0, 3)),
+    np.array(["a", None, 3], dtype=object), np.array(["ab", "c"]), np.array(True), np.arange(8, dtype=np.float16)[::2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_numpy_arrays_and_numbers_are_what_pickle_makes_of_them(tmp_path, protocol):
+    for array in ARRAYS:
+        found = settled(read(tmp_path, pickle.dumps(array, protocol)))
+        assert found.dtype.kind == array.dtype.kind
+        assert found.shape == array.shape
+        assert found.tolist() == array.tolist()
+    assert read(tmp_path, pickle.dumps(np.float32(0.1), protocol)) == np.float32(0.1)
+
+
+TENSORS = {
+    name: torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_tensors_are_what_torch_makes_of_them(tmp_path, form):
+    base = torch.randn(4, 5)
+    given_tensors = {
+        **TENSORS, "transposed": base.T, "part": base[1:, ::2], "shared": base, "expanded": torch.ones(3, 1).expand(3, 4),
+        "empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "parameter": torch.nn.Parameter(base),
+    }  # fmt: skip
+    path = tmp_path / "file.pt"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(given_tensors))
+    else:
+        torch.save(given_tensors, path, _use_new_zipfile_serialization=form == "zip")
+    found = read_pickled(path)
+    for name, tensor in given_tensors.items():
+        array = settled(found[name])
+        wanted = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach()
+        assert array.dtype == wanted.numpy().dtype, name
+        assert np.array_equal(array, wanted.numpy()), name
+
+
+class Calls:
+    """Pickled as a call of a function of the machine."""
+
+    def __init__(self, function, *arguments):
+        self._call = function, arguments
+
+    def __reduce__(self):
+        return self._call
+
+
+def hostile(tmp_path):
+    """Name -> a value whose pickle would leave a file, or read one."""
+    mark = f"touch {tmp_path}/was-run"
+    calls = {
+        "os.system": Calls(os.system, mark),
+        "eval": Calls(eval, f"__import__('os').system({mark!r})"),
+        "exec": Calls(exec, f"__import__('os').system({mark!r})"),
+        "subprocess": Calls(subprocess.Popen, mark, 0, None, None, None, None, None, True, True),
+        "getattr": Calls(getattr, Calls(__import__, "os"), "system"),
+        "open": Calls(open, f"{tmp_path}/was-run", "w"),
+        "partial": Calls(builtins.map, Calls(eval, "1"), [1]),
+        "torch.load": Calls(torch.load, f"{tmp_path}/other"),
+        "np.load": Calls(np.load, f"{tmp_path}/other"),
+        "numpy.memmap": Calls(np.memmap, f"{tmp_path}/was-run", "uint8", "w+", 0, (4,)),
+        "code": Calls(type(lambda: 0), (lambda: 0).__globals__),
+    }
+    del calls["code"]
+    calls["nested"] = [1, {"a": (2, calls["os.system"])}]
+    calls["default"] = collections.defaultdict(os.getcwd)
+    return calls
+
+
+@pytest.mark.parametrize("form", ["pickle", "zip", "legacy", "inside", "array"])
+def test_nothing_that_a_pickle_names_is_called(tmp_path, form):
+    for name, value in hostile(tmp_path).items():
+        path = tmp_path / "file.pt"
+        if form == "pickle":
+            path.write_bytes(pickle.dumps(value))
+        elif form == "inside":
+            path.write_bytes(pickle.dumps(Calls(torch.storage._load_from_bytes, pickle.dumps(value))))
+        elif form == "array":
+            path.write_bytes(pickle.dumps(np.array([value, 1], dtype=object)))
+        else:
+            torch.save({"samples": value}, path, _use_new_zipfile_serialization=form == "zip")
+        with pytest.raises(ImportFailed) as raised:
+            read_pickled(path)
+        message = str(raised.value)
+        assert "names" in message, name
+        assert "\n" not in message
+        assert not (tmp_path / "was-run").exists(), name
+
+
+def test_a_refused_class_is_named(tmp_path):
+    with pytest.raises(ImportFailed, match=r"names posix.system, which is none of the classes"):
+        read(tmp_path, pickle.dumps(Calls(os.system, "true")))
+    with pytest.raises(ImportFailed, match=r"names 'a\\x1bb.c'"):
+        read(tmp_path, b"\x80\x02ca\x1bb\nc\n.")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "neither a pickle"),
+        (b"\x80\x04", "no whole pickle"),
+        (b"\x80\x04N", "no whole pickle"),
+        (b"\x80\x09N.", "protocol 9"),
+        (b"(dp0\n.", "neither a pickle"),
+        (b"\x80\x02\x82\x01.", "instruction 0x82"),
+        (b"\x80\x02(i__main__\nX\n.", "instruction 0x69"),
+        (b"\x80\x02}]Ns.", "key of type list"),
+        (b"\x80\x02Nb.", "no whole pickle"),
+        (b"\x80\x02h\x07.", "never kept"),
+        (b"\x80\x02Q.", "no whole pickle|instruction"),
+        (b"\x80\x02NN.", "leaves values behind"),
+        (b"\x80\x02(N.", "leaves values behind"),
+        (b"\x80\x02Na.", "no whole pickle"),
+        (b"\x80\x02\x8aA" + b"\xff" * 65 + b".", "512 bits"),
+        (b"\x80\x02cbuiltins\nint\n(K\x01tR.", "only named"),
+        (b"\x80\x02ctorch\nFloatStorage\n(K\x01tR.", "no name of the list"),
+        (b"\x80\x02cnumpy\ndtype\n(X\x02\x00\x00\x00V8tR.", None),
+        (b"\x80\x02ccollections\nOrderedDict\n(]NatR.", "another form"),
+        (b"\x80\x04\x8c\x02" + b"\xff\xff" + b".", "no pickle of arrays"),
+    ],
+)
+def test_what_is_no_pickle_of_plain_data_is_one_sentence(tmp_path, content, message):
+    if message is None:
+        read(tmp_path, content)
+        return
+    with pytest.raises(ImportFailed, match=message) as raised:
+        read(tmp_path, content)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_legacy_tar_and_a_compressed_zip_are_refused(tmp_path):
+    with pytest.raises(ImportFailed, match="old tar format"):
+        read(tmp_path, b"pickle".ljust(257, b"\0") + b"ustar" + b"\0" * 300)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps([0] * 1000))
+    with pytest.raises(ImportFailed, match="is compressed or encrypted"):
+        read(tmp_path, buffer.getvalue())
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("../../climbs/data.pkl", b"x")
+    with pytest.raises(ImportFailed, match=r"without the data.pkl"):
+        read(tmp_path, buffer.getvalue())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pkl"]
+
+
+def lists_in_lists():
+    """A billion numbers in 200 bytes: each list holds the one before twice."""
+    return (
+        b"\x80\x02]K\x01aq\x00"
+        + b"".join(b"]h" + bytes([n]) + b"ah" + bytes([n]) + b"aq" + bytes([n + 1]) for n in range(40))
+        + b"0" * 40
+        + b"."
+    )
+
+
+BOMBS = {
+    "memo": b"\x80\x02N" + b"r\xff\xff\xff\xff" + b".",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.",
+    "text": b"\x80\x04\x8d" + struct.pack("<Q", (1 << 63) - 1) + b"x.",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 50) + b"N.",
+    "buffer": b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
+    "deep": b"\x80\x02" + b"K\x01" + b"\x85" * 2_000_000 + b".",
+    "deep key": b"\x80\x02}K\x01" + b"\x85" * 2_000_000 + b"Ns.",
+    "marks": b"\x80\x02" + b"(" * 5_000_000 + b".",
+    "shared": lists_in_lists(),
+    "array": pickle.dumps(np.zeros(2)).replace(b"K\x02\x85", b"\x8a\x06\xff\xff\xff\xff\xff\x7f\x85"),
+}
+
+
+@pytest.mark.parametrize("name", list(BOMBS))
+def test_a_bomb_takes_no_memory(tmp_path, name):
+    path = tmp_path / "bomb.pkl"
+    path.write_bytes(BOMBS[name])
+    program = f"""
+import resource
+from pathlib import Path
+from tim_trace.schemas.errors import ImportFailed
+from tim_trace.tracer.importers.torch_files import read_pickled
+from tim_trace.tracer.importers.arrays import settled
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    settled(read_pickled(Path({str(path)!r})))
+except (ImportFailed, ValueError) as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 600 << 10  # KiB
+
+
+def test_tensors_that_claim_more_than_they_have_are_refused(tmp_path):
+    path = tmp_path / "file.pt"
+    for tensor in (torch.ones(1).expand(200_000, 200_000), torch.ones(1).expand(1 << 40)):
+        torch.save(tensor, path)
+        found = read_pickled(path)
+        with pytest.raises(ImportFailed, match="64 times its own size"):
+            found.array()
+
+
+def test_samples_that_share_one_long_list_are_refused(tmp_path):
+    tokens = list(range(200_000))
+    logprobs = [-0.5] * len(tokens)
+    sample = {"tokens": tokens, "response_length": len(tokens), "rollout_log_probs": logprobs, "index": None}
+    (tmp_path / "rollout_data").mkdir()
+    torch.save({"samples": [dict(sample) for _ in range(2000)]}, tmp_path / "rollout_data" / "1.pt")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ImportFailed, match="64 times its own size"):
+        import_dump("slime", tmp_path, output=tmp_path / "run")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20
+
+
+def error_of(format, folder, run):
+    try:
+        import_dump(format, folder, output=run, force=True)
+    except TimTraceError as error:
+        return str(error)
+    return ""
+
+
+EVERY = {**WRITERS, **ONE_SIDED}
+
+
+@pytest.mark.parametrize("format", list(EVERY))
+def test_random_damage_is_an_error_or_an_import_and_nothing_else(tmp_path, format):
+    EVERY[format](tmp_path / "dump", make_steps(1, num=3))
+    files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file() and path.stat().st_size]
+    draw = np.random.default_rng(0)
+    outside = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for round in range(60):
+        path = files[round % len(files)]
+        content = bytearray(outside[path])
+        if round % 3 == 0:
+            content = content[: draw.integers(0, len(content))]
+        else:
+            for place in draw.integers(0, len(content), 1 + round % 4):
+                content[place] = draw.integers(0, 256)
+        path.write_bytes(content)
+        assert "\n" not in error_of(format, tmp_path / "dump", tmp_path / "run")
+        path.write_bytes(outside[path])
+    there = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and tmp_path / "run" not in path.parents
+    }
+    assert there == outside
+
+
+def test_every_format_has_a_dump_to_damage():
+    assert set(EVERY) == set(FORMATS)
+
+
+def test_a_hostile_dump_of_each_pickled_format_is_refused(tmp_path):
+    evil = Calls(os.system, f"touch {tmp_path}/was-run")
+    places = {
+        "verl": "7/gen_batch.dp", "slime": "rollout_data/1.pt", "miles": "train_data/1_0.pt",
+        "skyrl": "dumped_data/global_step_1_training_input.pkl",
+    }  # fmt: skip
+    for format, name in places.items():
+        path = tmp_path / format / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(pickle.dumps({"samples": [evil], "rollout_data": evil}))
+        with pytest.raises(ImportFailed, match=r"posix.system"):
+            import_dump(format, tmp_path / format, output=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_reading_a_dump_needs_no_torch(tmp_path):
+    dumps.write_verl(tmp_path / "verl", make_steps(1))
+    dumps.write_rollouts(tmp_path / "slime", make_steps(1))
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from tim_trace import import_dump
+for name in ("verl", "slime"):
+    assert import_dump(name, {str(tmp_path)!r} + "/" + name, output={str(tmp_path)!r} + "/run-" + name).num_sequences == 6
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,146 @@
+"""The files of a framework's dump, and the shape that every reader of one has."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...schemas.errors import ImportFailed
+from .fields import Fields
+from .pickles import Budget
+from .rowbatch import RowBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpFolder:
+    """The files at a path."""
+
+    url: str
+    root: Path
+    files: tuple[str, ...]
+    """Paths below the root, those with numbers in the order of the numbers."""
+    is_file: bool = False
+    """Whether the path is that of the one file, which may be a link then."""
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
+        """List the files below a folder, or take the one file. Raises ImportFailed.
+
+        No link that leads out of the folder is followed, and nothing but regular files is opened.
+        """
+        url = os.fspath(path)
+        if "://" in url:
+            raise ImportFailed(f"{url}: dumps are read from a local folder; copy it here first")
+        given = Path(os.path.abspath(os.path.expanduser(url)))
+        if given.is_file():
+            return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
+        if not given.is_dir():
+            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+        root, found = Path(os.path.realpath(given)), []
+        for base, folders, names in os.walk(root):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            found += [os.path.relpath(os.path.join(base, name), root) for name in names if not name.startswith(".")]
+        return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
+
+    def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
+        """The files whose path ends in what a pattern says."""
+        wanted = re.compile(rf"(?:.*/)?{pattern}")
+        for name in self.files:
+            if found := wanted.fullmatch(name):
+                yield name, found
+
+    def path(self, name: str) -> Path:
+        """Where a file lies. Raises ImportFailed for a link out of the folder, and for what is no regular file."""
+        path = self.root / name
+        real = os.path.realpath(path)
+        if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
+            raise ImportFailed(
+                f"{path}: is a link that leads out of the folder; it is not followed: import what it leads to"
+            )
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise ImportFailed(f"{path}: is no regular file, and is not read; remove it")
+        except OSError as error:
+            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+        return path
+
+    def num_bytes(self, names: Sequence[str]) -> int:
+        """Bytes of some files."""
+        return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
+
+
+def _in_order(name: str) -> list[Any]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Files that are read together: those of one step, or one file with the rows of many."""
+
+    files: tuple[str, ...]
+    step: int | None = None
+    """None where the rows say it themselves."""
+    waits_for: str | None = None
+    """Why it is not complete yet; None for one that is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What a reader is told of the part that it reads."""
+
+    folder: DumpFolder
+    part: Part
+    columns: Mapping[str, tuple[str, ...]]
+    """Column of the trace -> names of the fields that it may be read from, the first that is there."""
+    seen: set[str]
+    """Names of fields that were read."""
+    first_line: Mapping[str, int] = field(default_factory=dict)
+    """File of lines -> the number of the first line that is new, from 1."""
+    last_line: dict[str, int] = field(default_factory=dict)
+    """File of lines -> the number of the last whole line; the reader sets it."""
+    partial: bool = False
+    """Whether what is incomplete is read as far as it is there."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> values of the step to log; the reader sets them."""
+
+    def paths(self) -> list[Path]:
+        """The files of the part."""
+        return [self.folder.path(name) for name in self.part.files]
+
+    def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
+        """A record's fields under the names of the trace's columns."""
+        return Fields(record, self.columns, where, self.seen, budget)
+
+    def budget(self) -> Budget:
+        """What reading this part may take in memory."""
+        return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How the dumps of one framework are read."""
+
+    name: str
+    writes: str
+    """Which option of the framework writes these files."""
+    files: str
+    """How the files are called."""
+    columns: Mapping[str, tuple[str, ...]]
+    """Column of the trace -> names of the fields that it may be read from, the first that is there."""
+    alignment: str
+    """Which token a value belongs to, and what is no value."""
+    recognises: Callable[[DumpFolder], bool]
+    """Whether a folder holds such files."""
+    parts: Callable[[DumpFolder], list[Part]]
+    """The files of a folder, by step. Raises ImportFailed."""
+    read: Callable[[Reading], Iterator[RowBatch]]
+    """The rows of one part, under the names of the trace's columns. Raises ImportFailed."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """Pass -> why it has no scores where no file holds them, and what would give them."""
+    lines: bool = False
+    """Whether a file has the rows of several steps and grows by lines."""

@@ -1,0 +1,243 @@
+"""Fields of a record of somebody else's file, each checked when it is read.
+
+Shapes: T response tokens, S tokens of prompt and response.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .arrays import Held
+from .pickles import Budget
+
+
+class Values(NamedTuple):
+    """Numbers of some tokens, and which of them were recorded."""
+
+    values: np.ndarray
+    known: np.ndarray
+
+    def __getitem__(self, part: Any) -> Values:  # type: ignore[override]
+        return Values(self.values[part], self.known[part])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Fields:
+    """A record under the trace's names; what is missing or None is None."""
+
+    def __init__(
+        self,
+        record: Mapping[Any, Any],
+        columns: Mapping[str, tuple[str, ...]],
+        where: str,
+        seen: set[str],
+        budget: Budget,
+    ):
+        if not isinstance(record, Mapping):
+            raise ImportFailed(f"{where}: is no record with named fields")
+        self._record, self._columns, self.where, self._seen, self._budget = record, columns, where, seen, budget
+
+    def __contains__(self, column: str) -> bool:
+        return self.get(column) is not None
+
+    @property
+    def record(self) -> Mapping[Any, Any]:
+        """The record as the file has it."""
+        return self._record
+
+    def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
+        """Another record of the same file; `columns` are further ones and the field of each."""
+        further = {name: (name_there,) for name, name_there in columns.items()}
+        return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
+
+    def without(self, columns: Collection[str]) -> Fields:
+        """The same record without what some columns are read from."""
+        left = {name: fields for name, fields in self._columns.items() if name not in columns}
+        return Fields(self._record, left, self.where, self._seen, self._budget)
+
+    def get(self, column: str) -> Any:
+        """What the first field holds that this column may be read from."""
+        return self._found(column)[1]
+
+    def _found(self, column: str) -> tuple[str, Any]:
+        names = self._columns.get(column, ())
+        for name in names:
+            value = self._record.get(name)
+            if name in self._record:
+                self._seen.add(name)
+            if value is not None:
+                return name, value
+        return (names[0] if names else column), None
+
+    def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
+        return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}, where {wants} is needed")
+
+    def required(self, column: str) -> Any:
+        """The same as `get`. Raises ImportFailed where there is none."""
+        name, value = self._found(column)
+        if value is None:
+            raise ImportFailed(f"{self.where}: has no field {name!r}, which {column} is read from")
+        return value
+
+    def array(self, column: str, dimensions: int) -> np.ndarray | None:
+        """An array of numbers with so many dimensions. Raises ImportFailed for anything else."""
+        name, value = self._found(column)
+        if value is None:
+            return None
+        wants = f"an array of numbers with {dimensions} dimension{'s' * (dimensions > 1)}"
+        try:
+            found = value.array() if isinstance(value, Held) else value
+        except ValueError as error:
+            raise ImportFailed(f"{self.where}: field {name!r} cannot be read ({error})") from error
+        if isinstance(found, (list, tuple)) and dimensions == 1:
+            found = self._flat(name, found)[0]
+        if not isinstance(found, np.ndarray) or found.ndim != dimensions or found.dtype.kind not in "biuf":
+            raise self._refuse(name, found, wants)
+        return found
+
+    def values(self, column: str) -> Values | None:
+        """Numbers of some tokens; None in a list is a value that was not recorded."""
+        name, value = self._found(column)
+        if value is None:
+            return None
+        if isinstance(value, (list, tuple)):
+            return Values(*self._flat(name, value))
+        found = self.array(column, 1)
+        assert found is not None
+        self._budget.take(found.nbytes)
+        return Values(found, np.ones(len(found), bool))
+
+    def ids(self, column: str) -> np.ndarray | None:
+        """Token ids. Raises ImportFailed where one is missing or none."""
+        found = self.values(column)
+        if found is None:
+            return None
+        whole = found.values.dtype.kind in "iu" or (
+            found.values.dtype.kind == "f" and bool((np.floor(found.values) == found.values).all())
+        )
+        if (
+            not whole
+            or not found.known.all()
+            or (len(found) and not 0 <= found.values.min() <= found.values.max() < 2**31)
+        ):
+            raise self._refuse(self._found(column)[0], self.get(column), "a list of token ids")
+        return found.values.astype(np.int32)
+
+    def flags(self, column: str) -> np.ndarray | None:
+        """A mask of 0 and 1."""
+        found = self.values(column)
+        if found is None:
+            return None
+        if not found.known.all() or not np.isin(found.values, (0, 1)).all():
+            raise self._refuse(self._found(column)[0], self.get(column), "a list of 0 and 1")
+        return found.values.astype(bool)
+
+    def number(self, column: str) -> float | None:
+        """A number, or an array of one."""
+        name, value = self._found(column)
+        if value is None:
+            return None
+        value = _one(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool):
+                return float(value)
+            raise self._refuse(name, value, "a number")
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise self._refuse(name, value, "a number") from error
+
+    def integer(self, column: str) -> int | None:
+        """A whole number, also one that stands as text."""
+        name, value = self._found(column)
+        if value is None:
+            return None
+        value = _one(value)
+        if isinstance(value, str) and value.strip().lstrip("-").isdigit() and len(value) < 20:
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+            raise self._refuse(name, value, "a whole number")
+        return value
+
+    def numbers(self, but: Collection[str]) -> dict[str, float]:
+        """Every field that holds one number, but these and those of the known columns."""
+        known = {name for names in self._columns.values() for name in names}
+        found = {name: value for name, value in self._record.items() if name not in known and name not in but}
+        return {
+            str(name): float(value)
+            for name, value in found.items()
+            if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**53)
+        }
+
+    def text(self, column: str) -> str | None:
+        """Text; a number as its digits."""
+        name, value = self._found(column)
+        value = _one(value)
+        if value is None:
+            return None
+        if not isinstance(value, (str, int)) or isinstance(value, bool):
+            raise self._refuse(name, value, "text")
+        return str(value).encode(errors="replace").decode()
+
+    def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """A list of numbers as an array, and where it has some."""
+        kinds = set(map(type, items))
+        self._budget.take(16 * len(items))
+        if not kinds <= {int, float, bool, type(None)}:
+            raise self._refuse(name, items, "a list of numbers")
+        known = (
+            np.array([item is not None for item in items], bool) if type(None) in kinds else np.ones(len(items), bool)
+        )
+        given = [0 if item is None else item for item in items] if type(None) in kinds else items
+        try:
+            found = np.array(given, np.float64 if float in kinds else np.int64)
+        except OverflowError as error:
+            raise self._refuse(name, items, "a list of numbers") from error
+        return found, known
+
+
+def one_element(value: Any) -> Any:
+    """What a list of one element holds; any other value as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _one(value: Any) -> Any:
+    if isinstance(value, Held):
+        try:
+            value = value.array()
+        except ValueError:
+            return value
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(-1)[0]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence, short, and not looked at deeper than its first elements."""
+    if isinstance(value, np.ndarray):
+        return f"an array {list(value.shape)} of {value.dtype}"
+    if isinstance(value, (list, tuple)):
+        odd = next((item for item in value if type(item) not in (int, float, bool, type(None))), None)
+        return f"a list of {len(value)}" + ("" if odd is None else f" with {_short(odd)}")
+    return _short(value)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (str, int, float, bool)):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            return "an integer beyond 64 bits"
+        text = json.dumps(value if not isinstance(value, float) or math.isfinite(value) else str(value))
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return "NULL" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,37 @@
+"""Every dump that can be imported, by name; `auto` asks each whether a folder is its own."""
+
+from __future__ import annotations
+
+from ...schemas.errors import ImportFailed
+from .areal import AREAL
+from .dump import DumpFolder
+from .miles import MILES
+from .ms_swift import MS_SWIFT
+from .nemo_rl import NEMO_RL
+from .npz import NPZ
+from .open_instruct import OPEN_INSTRUCT
+from .prime_rl import PRIME_RL
+from .sglang import SGLANG
+from .skyrl import SKYRL
+from .slime import SLIME
+from .torchtitan import TORCHTITAN
+from .trl import TRL
+from .verl import VERL
+from .vllm import VLLM
+
+FORMATS = {
+    format.name: format
+    for format in (
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, NPZ, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
+    )
+}  # fmt: skip
+
+
+def recognised(folder: DumpFolder) -> str | None:
+    """The format of a folder; None where it is none of these. Raises ImportFailed where it may be several."""
+    found = [name for name, format in FORMATS.items() if format.recognises(folder)]
+    if len(found) > 1:
+        raise ImportFailed(
+            f"{folder.url}: holds files of {' and of '.join(found)}; name the format, as: tim-trace import {found[0]} PATH"
+        )
+    return found[0] if found else None

@@ -1,0 +1,312 @@
+"""Importing the dump of a framework into a new trace, or what has come since into the one that an import made."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+
+from ... import __version__
+from ...schemas.checksums import SealedFile
+from ...schemas.clock import now
+from ...schemas.errors import DamagedTrace, ImportFailed, TimTraceError, TraceNotFound
+from ...schemas.manifest import Manifest
+from ...schemas.passes import ROLLOUT, TRAIN
+from ...schemas.steps import ALL_STEPS, parse_steps
+from ..create import grown_trace, whole_trace
+from ..progress import Progress, no_progress
+from ..store import Store
+from .dump import DumpFolder, Format, Part, Reading
+from .formats import FORMATS, recognised
+from .neutral import import_parquet
+from .row_import import LOGPROBS, Imported, RowImport
+from .rowbatch import listed_names
+from .selection import Selection, check_sample
+
+AUTO, PARQUET = "auto", "parquet"
+_READ_BYTES = 1 << 20
+
+
+def import_dump(
+    format: str,
+    path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str],
+    map: Mapping[str, str] | None = None,
+    steps: str = ALL_STEPS,
+    sample: float = 1.0,
+    partial: bool = False,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Imported:
+    """Make a trace of another tool's files, or add what is new to the trace that an earlier import of them made.
+
+    `format` is `auto`, `parquet` (import_parquet) or the name of a framework or engine; docs/importing.md says for each which
+    files it reads and which field becomes which column. `map` reads the field THEIRS for our column OURS, where a release
+    of the framework calls it otherwise; "" leaves a field out. `steps` (3:80, -10:) takes a part of the run, and `sample`
+    a share of the sequences, chosen by a hash of their names. What is not complete yet (a step without its marker, a file
+    that is half-written) is left for a later import and named; `partial` reads it as far as it is there.
+
+    Nothing in the files is executed: pickles are read as data, and a class that is no plain container is refused by name.
+    One step is in memory at a time, or 512 rows of a file of lines.
+
+    Raises ImportFailed, naming file, field and row. A new trace is left unmade then, and one that was there as it was.
+    """
+    if format not in (AUTO, PARQUET, *FORMATS):
+        raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+    folder = _local_folder(format, path)
+    if format == AUTO:
+        format = (folder and recognised(folder)) or PARQUET
+    if folder is None or format == PARQUET:
+        if partial:
+            raise ImportFailed("the format parquet has no incomplete steps; leave the option out", option="partial")
+        return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
+    given, share = dict(map or {}), check_sample(sample)
+    chosen = FORMATS[format]
+    columns = _mapped(chosen, given)
+    options = _options(share, given, steps if chosen.lines else "")
+    before = None if force else _Before.of(output, chosen, options)
+    parts, held_back = _ready(chosen.parts(folder), partial)
+    source = f"import {chosen.name} {folder.url}"
+    selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
+    if selection.steps is not None:
+        parts = [part for part in parts if part.step is None or part.step in selection.steps]
+    if before is not None:
+        parts = before.new(folder, parts)
+    job = _Job(chosen, folder, columns, selection, partial, before, options, given)
+    if not parts:
+        if before is None:
+            raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or f'holds no {chosen.files}'}")
+        result = Imported(folder=Path(), format=chosen.name)
+    else:
+        result = _written(job, parts, output, source, force=force, progress=progress)
+    result.folder = Path(os.path.abspath(os.path.expanduser(output)))
+    result.held_back = tuple(held_back)
+    result.num_known_files = 0 if before is None else before.num_known
+    return result
+
+
+def _written(
+    job: _Job, parts: list[Part], output: str | os.PathLike[str], source: str, *, force: bool, progress: Progress
+) -> Imported:
+    manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
+    place = whole_trace(output, manifest, force=force) if job.before is None else grown_trace(output)
+    try:
+        with (
+            place as folder,
+            RowImport(folder, job.format.name, job.folder.url, selection=job.selection, one_version=False) as rows,
+        ):
+            job.add_all(parts, rows, progress)
+    except TimTraceError:
+        raise
+    except OSError as error:
+        raise ImportFailed(f"{output}: could not be imported to ({error})") from error
+    rows.result.num_files = len(job.sources)
+    return rows.result
+
+
+class _Job:
+    """What is imported how, and which files were read."""
+
+    def __init__(
+        self,
+        format: Format,
+        folder: DumpFolder,
+        columns: Mapping[str, tuple[str, ...]],
+        selection: Selection,
+        partial: bool,
+        before: _Before | None,
+        options: dict[str, str],
+        given: Mapping[str, str],
+    ):
+        self.options, self._given = options, given
+        self.format, self.folder, self.columns, self.selection = format, folder, columns, selection
+        self.partial, self.before = partial, before
+        self.seen: set[str] = set()
+        self.sources: dict[str, SealedFile] = {}
+
+    def add_all(self, parts: list[Part], rows: RowImport, progress: Progress) -> None:
+        """Read parts one after the other and record them. Raises ImportFailed."""
+        num_read = 0
+        with progress("importing", sum(self.folder.num_bytes(part.files) for part in parts)) as advance:
+            for part in parts:
+                num_read += self._add(part, rows)
+                advance(self.folder.num_bytes(part.files))
+        if not num_read and self.before is None:
+            raise ImportFailed(f"{self.folder.url}: its files hold no rows; each is one sequence")
+        if not rows.result.num_sequences and self.before is None:
+            raise ImportFailed(
+                f"{self.folder.url}: none of its {num_read} sequences was chosen; take a larger --sample"
+            )
+        unread = [name for name, ours in self._given.items() if ours and name not in self.seen]
+        if unread:
+            raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
+        before = set() if self.before is None else self.before.passes
+        told = {ROLLOUT: _LACKS, TRAIN: _LACKS, **self.format.lacks}
+        rows.lacks = {name: note for name, note in told.items() if name not in before}
+        rows.state.sources = self.sources
+        rows.state.import_options = self.options
+
+    def _add(self, part: Part, rows: RowImport) -> int:
+        """Read one part and record it."""
+        reading = self._reading(part)
+        num_rows = 0
+        for batch in self.format.read(reading):
+            num_rows += len(batch.numbers)
+            names = {name: name for name in batch.columns}
+            passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
+            rows.add_rows(batch, names, passes)
+        for step, values in reading.metrics.items():
+            rows.log(step, values)
+        for name in part.files:
+            lines = reading.last_line.get(name) if self.format.lines else None
+            self.sources[name] = content_of(self.folder.path(name), lines=lines)
+        return num_rows
+
+    def _reading(self, part: Part) -> Reading:
+        first = {} if self.before is None else {name: self.before.first_line(name) for name in part.files}
+        return Reading(
+            folder=self.folder, part=part, columns=self.columns, seen=self.seen, first_line=first, partial=self.partial
+        )
+
+
+_LACKS = "these files hold no logprobs of it"
+
+
+def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
+    """What a file holds, or its first lines, or its first bytes."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        if lines is not None:
+            for _ in range(lines):
+                line = file.readline()
+                digest.update(line)
+                size += len(line)
+        else:
+            while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
+                digest.update(block)
+                size += len(block)
+    return SealedFile(num_bytes=size, hash=digest.hexdigest(), num_rows=lines)
+
+
+class _Before:
+    """What earlier imports brought into a trace."""
+
+    def __init__(self, url: str, sources: dict[str, SealedFile], passes: set[str]):
+        self._url, self.sources, self.passes = url, sources, passes
+        self.num_known = 0
+
+    @classmethod
+    def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
+        """Of the trace at a path; None where there is none, or one that no import of this format made."""
+        store = Store(output)
+        try:
+            manifest = store.manifest()
+        except (TraceNotFound, DamagedTrace, OSError, ValueError):
+            return None
+        states = [state for state in store.writers()[0] if state.sources]
+        if not manifest.source.startswith(f"import {format.name} ") or not states:
+            return None
+        found = states[0].import_options
+        if found != options:
+            raise ImportFailed(
+                f"{output}: was imported with {_told(found)}, and now with {_told(options)}; give the same options, or name "
+                "another folder"
+            )
+        passes = {name for name in store.folders("passes")}
+        # Of a file that grew, every import says how far it read.
+        known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
+        return cls(os.fspath(output), dict(known), passes)
+
+    def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
+        """The parts that are not in the trace yet. Raises ImportFailed where a file is not what it was."""
+        found = []
+        for part in parts:
+            known = [name for name in part.files if name in self.sources]
+            self.num_known += len(known)
+            grown = [name for name in known if self._has_grown(folder.path(name), self.sources[name])]
+            if len(known) < len(part.files) and known:
+                new = next(name for name in part.files if name not in self.sources)
+                raise ImportFailed(
+                    f"{folder.url}: {new} belongs to step {part.step}, which {self._url} has without it; import to another "
+                    "folder, or replace that trace with --force"
+                )
+            if not known or grown:
+                found.append(part)
+        if parts and not self.num_known:
+            raise ImportFailed(
+                f"{self._url}: holds the import of another folder, none of whose files is in {folder.url}; name another "
+                "folder for the trace, or replace that one with --force"
+            )
+        return found
+
+    def _has_grown(self, path: Path, known: SealedFile) -> bool:
+        """Whether lines were added to a file. Raises ImportFailed where what it held has changed."""
+        now_there = content_of(path, num_bytes=known.num_bytes)
+        size = path.stat().st_size
+        if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
+            raise ImportFailed(
+                f"{path}: is not what it was when it was imported; import to another folder, or replace the trace with --force"
+            )
+        return size > known.num_bytes
+
+    def first_line(self, name: str) -> int:
+        known = self.sources.get(name)
+        return 1 if known is None else (known.num_rows or 0) + 1
+
+
+def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, str]:
+    """What an import was asked for, as far as a later one has to be asked for the same."""
+    told = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
+    return {"sample": repr(float(sample)), "map": told, "steps": steps}
+
+
+def _local_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
+    """The files at a path; None for what only the neutral way in reads. Raises ImportFailed."""
+    if format == PARQUET or (format == AUTO and any(sign in os.fspath(path) for sign in ("://", "*"))):
+        return None
+    folder = DumpFolder.of(path)
+    if not folder.files:
+        raise ImportFailed(f"{folder.url}: is empty; name the folder that the framework wrote to")
+    return folder
+
+
+def _told(options: Mapping[str, str]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in options.items() if value) or "no option"
+
+
+def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Column -> fields, with what the user says. Raises ImportFailed for a column that the format does not fill."""
+    columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
+    for theirs, ours in given.items():
+        if ours and ours not in columns:
+            raise ImportFailed(
+                f"{theirs!r} cannot become {ours!r}; {format.name} fills {', '.join(columns)}", option="map"
+            )
+        if ours:
+            columns[ours] = (theirs,)
+    return columns
+
+
+def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
+    """The parts that are read now, and what is said of the others."""
+    if partial:
+        return parts, []
+    return [part for part in parts if part.waits_for is None], [part.waits_for for part in parts if part.waits_for]
+
+
+def _chosen_steps(
+    format: Format, folder: DumpFolder, columns: Mapping[str, tuple[str, ...]], parts: list[Part], steps: str
+) -> frozenset[int] | None:
+    """The steps that are meant; None for all. Reads files of lines once to know which there are."""
+    if steps == ALL_STEPS:
+        return None
+    there = {part.step for part in parts if part.step is not None}
+    for part in parts:
+        if part.step is None:
+            reading = Reading(folder=folder, part=part, columns=columns, seen=set())
+            there |= {step for batch in format.read(reading) for step in batch.columns["step"]}
+    return frozenset(parse_steps(steps, sorted(there), of=folder.url))

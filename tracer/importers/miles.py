@@ -1,0 +1,195 @@
+"""miles: rollout dumps, and train dumps of one file a rank.
+
+Of the ranks, those of one tensor-parallel group hold the same, those of data parallelism other samples, and those of context
+parallelism other tokens of the same samples: rank r of c has the chunks r and 2c-1-r of 2c (zig-zag).
+Shapes: T response tokens, S tokens of prompt and response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .dump import Format, Reading
+from .fields import Fields, Values
+from .pickles import Budget
+from .rowbatch import RowBatch
+from .samples import (
+    COLUMNS,
+    PER_TOKEN,
+    StepSamples,
+    add_rollout,
+    dump_parts,
+    emit,
+    framework_of,
+    named,
+    response_of,
+    sample_cells,
+    top_level,
+)
+from .torch_files import read_pickled
+
+
+def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
+    """Response tokens [start, end) whose values a rank of context parallelism has.
+
+    `total` is S, `length` T; a chunk is ceil(S / (2 size)) tokens unless given. The logits at position p give token p + 1.
+
+    >>> zig_zag(12, 10, 0, 2), zig_zag(12, 10, 1, 2)
+    ([(0, 2), (8, 10)], [(2, 5), (5, 8)])
+    """
+    first = total - length - 1
+    chunk = -(-total // (2 * size)) if chunk is None else chunk
+    found = []
+    for place in (rank, 2 * size - 1 - rank):
+        start, end = max(place * chunk, first), min((place + 1) * chunk, total - 1)
+        found.append((max(start - first, 0), max(end - first, 0)) if end > start else (0, 0))
+    return found
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    step = reading.part.step
+    assert step is not None
+    samples, budget, shards = StepSamples(step), reading.budget(), _Shards(step, reading.partial)
+    for path in reading.paths():
+        record = top_level(read_pickled(path), str(path))
+        if "rollout_data" in record:
+            _add_rank(reading, shards, record, str(path), budget)
+        elif "format_version" in record:
+            raise ImportFailed(f"{path}: is a train dump of slime; import it as: tim-trace import slime PATH -o RUN")
+        else:
+            add_rollout(reading, samples, record, str(path), budget)
+    for name, cells in shards.samples():
+        samples.add(name, cells)
+    yield from emit(reading, samples)
+
+
+class _Shards:
+    """What the ranks of one step hold of each sample."""
+
+    def __init__(self, step: int, partial: bool):
+        self.step, self._partial = step, partial
+        self._cells: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, dict[str, dict[int, Values]]] = {}
+        self._lengths: dict[str, tuple[int, int, int | None]] = {}
+        self._size = 1
+
+    def add(
+        self,
+        name: str,
+        cells: dict[str, Any],
+        parts: dict[str, Values],
+        total: int,
+        rank: int,
+        size: int,
+        chunk: int | None,
+    ) -> None:
+        """Add one rank's part of a sample; a rank that holds the same again adds nothing."""
+        self._cells.setdefault(name, cells)
+        self._lengths[name] = (total, len(cells["response_ids"]), chunk)
+        self._size = max(self._size, size)
+        known = self._parts.setdefault(name, {})
+        for column, values in parts.items():
+            before = known.setdefault(column, {}).setdefault(rank, values)
+            if len(before) != len(values):
+                raise ImportFailed(f"step {self.step}, sample {name}: two ranks hold {column} of other lengths")
+
+    def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each sample, its parts put together."""
+        for name, cells in self._cells.items():
+            total, length, chunk = self._lengths[name]
+            whole = {
+                column: self._joined(name, column, parts, total, length, chunk)
+                for column, parts in self._parts[name].items()
+            }
+            yield name, {**cells, **whole}
+
+    def _joined(
+        self, name: str, column: str, parts: Mapping[int, Values], total: int, length: int, chunk: int | None
+    ) -> Values:
+        where = f"step {self.step}, sample {name}: {column}"
+        spans = {rank: zig_zag(total, length, rank, self._size, chunk) for rank in range(self._size)}
+        sizes = {rank: sum(end - start for start, end in spans[rank]) for rank in spans}
+        if self._size == 1 or all(len(part) == length != sizes[rank] for rank, part in parts.items()):
+            part = next(iter(parts.values()))
+            if len(part) != length:
+                raise ImportFailed(
+                    f"{where} has {len(part)} values for {length} response tokens; a dump with context parallelism and without "
+                    "cp_rank cannot be put together"
+                )
+            return part
+        lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
+        if lacking and not self._partial:
+            raise ImportFailed(
+                f"{where} lacks the context-parallel rank {lacking[0]} of {self._size}; copy its file, too"
+            )
+        values, known = np.zeros(length, np.float64), np.zeros(length, bool)
+        for rank, part in parts.items():
+            if len(part) != sizes[rank]:
+                raise ImportFailed(
+                    f"{where} has {len(part)} values on context-parallel rank {rank}, which holds {sizes[rank]}"
+                )
+            taken = 0
+            for start, end in spans[rank]:
+                values[start:end] = part.values[taken : taken + end - start]
+                known[start:end] = part.known[taken : taken + end - start]
+                taken += end - start
+        return Values(values, known)
+
+
+def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], where: str, budget: Budget) -> None:
+    """Add one rank's file: a dictionary of lists with one element a sample. Its raw_reward is of the whole batch, not read."""
+    data = top_level(record.get("rollout_data"), where)
+    tokens = data.get("tokens")
+    if not isinstance(tokens, (list, tuple)):
+        raise ImportFailed(f"{where}: has no list of tokens")
+    rank, size = _number(record, "cp_rank", 0, where), _number(record, "cp_size", 1, where)
+    if not 0 <= rank < size <= 4096:
+        raise ImportFailed(f"{where}: is context-parallel rank {rank} of {size}")
+    listed = {
+        name: value for name, value in data.items() if isinstance(value, (list, tuple)) and len(value) == len(tokens)
+    }
+    fields = [
+        reading.fields({name: value[place] for name, value in listed.items()}, f"{where}, sample {place}", budget)
+        for place in range(len(tokens))
+    ]
+    widths = listed.get("max_seq_lens") if record.get("qkv_format") == "bshd" else None
+    for place, (name, each) in enumerate(zip(named(each.text("seq_id") for each in fields), fields, strict=True)):
+        prompt, response = response_of(each)
+        chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
+        cells = sample_cells(each.without(PER_TOKEN), shards.step)
+        shards.add(name, cells, _parts(each), len(prompt) + len(response), rank, size, chunk)
+
+
+def _parts(fields: Fields) -> dict[str, Values]:
+    found = {column: fields.values(column) for column in PER_TOKEN if not isinstance(fields.get(column), (int, float))}
+    return {column: values for column, values in found.items() if values is not None}
+
+
+def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> int:
+    value = record.get(name, default)
+    if value is None:
+        return default
+    if type(value) is not int:
+        raise ImportFailed(f"{where}: {name} is no whole number")
+    return value
+
+
+MILES = Format(
+    name="miles",
+    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
+    files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
+    columns=COLUMNS,
+    alignment="as slime's; with context parallelism each rank has its zig-zag part of the response, and ranks of tensor "
+    "parallelism hold the same",
+    recognises=lambda folder: framework_of(folder) == "miles",
+    parts=dump_parts,
+    read=_read,
+    lacks={
+        "rollout": "no rollout_log_probs: miles keeps them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump: --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+    },
+)

@@ -1,0 +1,102 @@
+"""NeMo-RL: train_data_step<N>.jsonl, in which every value is a list of one element.
+
+Shapes: S padded width of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...schemas.errors import ImportFailed
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .fields import Fields, Values, one_element
+from .line_files import read_lines
+from .rowbatch import RowBatch
+
+_FILE = r"train_data_step(\d+)\.jsonl"
+
+COLUMNS = {
+    "tokens": ("token_ids",),
+    "length": ("input_lengths",),
+    "response_mask": ("token_loss_mask",),
+    "counts": ("sample_loss_mask",),
+    "rollout_logprobs": ("generation_logprobs",),
+    "train_logprobs": ("prev_logprobs",),
+    "reference_logprobs": ("reference_policy_logprobs",),
+    "advantage": ("advantages",),
+    "reward": ("rewards",),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    budget = reading.budget()
+    (path,) = reading.paths()
+    rows = DumpRows(str(path), "line")
+    for number, record in read_lines(path):
+        plain: Mapping[str, Any] = {name: one_element(value) for name, value in record.items()}
+        fields = reading.fields(plain, f"{path}, line {number}", budget)
+        rows.add(number, step=reading.part.step, seq_id=str(record.get("idx", number - 1)), **_cells(fields))
+        if len(rows) >= 64:
+            yield rows.batch()
+            rows = DumpRows(str(path), "line")
+    if len(rows):
+        yield rows.batch()
+
+
+def _cells(fields: Fields) -> dict[str, Any]:
+    """Cells of a sample: its tokens are padded on the right, and index 0 of a list belongs to no prediction."""
+    tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
+    if tokens is None or mask is None:
+        raise ImportFailed(f"{fields.where}: has no token_ids with a token_loss_mask")
+    length = fields.integer("length")
+    length = len(tokens) if length is None else length
+    if not 0 < length <= len(tokens) or len(mask) != len(tokens):
+        raise ImportFailed(f"{fields.where}: has {length} tokens of {len(tokens)}, and a mask of {len(mask)}")
+    first = int(mask[:length].argmax()) if mask[:length].any() else length
+    counts = fields.number("counts")
+    cells: dict[str, Any] = {
+        "prompt_ids": tokens[:first],
+        "response_ids": tokens[first:length],
+        "response_mask": mask[first:length] & (counts is None or counts != 0),
+        "reward": fields.number("reward"),
+    }
+    for column in ("rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage"):
+        if column == "advantage" and isinstance(fields.get(column), (int, float)):
+            cells[column] = fields.number(column)
+            continue
+        values = fields.values(column)
+        if values is None:
+            continue
+        if column == "advantage" and len(values) == 1 != len(tokens):
+            cells[column] = float(values.values[0])
+            continue
+        if len(values) != len(tokens):
+            raise ImportFailed(f"{fields.where}: {column} has {len(values)} values for {len(tokens)} tokens")
+        known = values.known.copy()
+        known[0] = known[0] and column == "advantage"
+        if column != "advantage":
+            known &= (values.values != 0.0) | mask
+        cells[column] = Values(values.values, known)[first:length]
+    return cells
+
+
+NEMO_RL = Format(
+    name="nemo-rl",
+    writes="the logger, on its own (not with NeMo-Gym's response logging)",
+    files="train_data_step<N>.jsonl",
+    columns=COLUMNS,
+    alignment="index i belongs to token_ids[i], index 0 to nothing; prompt and tool tokens hold 0; prev_logprobs of nothing but "
+    "0 were not computed (force_on_policy_ratio)",
+    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    parts=_parts,
+    read=_read,
+    lacks={
+        "train": "prev_logprobs holds nothing but 0: NeMo-RL computes none with force_on_policy_ratio=true; turn it off"
+    },
+)

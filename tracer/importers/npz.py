@@ -1,0 +1,157 @@
+"""Scoring views of train-infer-mismatch: one .npz a view, beside samples.jsonl with the tokens; every view is a pass."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .line_files import read_lines
+from .pickles import Budget
+from .row_import import LOGPROBS
+from .rowbatch import ROWS_AT_ONCE, RowBatch
+from .torch_files import BAD_ZIP
+
+_VIEW, _SAMPLES = r"([^/]+)\.npz", r"samples[^/]*\.jsonl"
+_STEP = 1
+
+COLUMNS = {
+    "seq_id": ("id",),
+    "prompt_ids": ("prompt_ids",),
+    "response_ids": ("completion_ids",),
+    "rollout_logprobs": ("sampler_logprobs",),
+    "reward": ("correct",),
+    "group_id": ("idx",),
+    "finish_reason": ("finish_reason",),
+    "view": ("logp",),
+    "entropy": ("extra_entropy",),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    views = [name for name, _ in folder.matching(_VIEW)]
+    samples = [name for name, _ in folder.matching(_SAMPLES)]
+    if len(samples) != 1:
+        raise ImportFailed(
+            f"{folder.url}: has {len(samples)} samples.jsonl, where the tokens of the views stand; name a folder with one of them "
+            "and its views"
+        )
+    return [Part(files=(samples[0], *views), step=_STEP)]
+
+
+class _View:
+    """One view: the rows of its values."""
+
+    def __init__(self, path: Path, budget: Budget):
+        arrays = read_npz(path, budget)
+        try:
+            logp, offsets, ids = arrays["logp"], arrays["offsets"], arrays["ids"]
+        except KeyError as error:
+            raise ImportFailed(f"{path}: has no array {error}; a view has logp, offsets and ids") from error
+        sizes = np.diff(offsets) if offsets.ndim == 1 and offsets.dtype.kind in "iu" else np.array([-1])
+        whole = logp.ndim == ids.ndim == 1 and logp.dtype.kind == "f" and len(sizes) == len(ids)
+        if not whole or (len(offsets) and offsets[0] != 0) or (sizes < 0).any() or int(sizes.sum()) != len(logp):
+            raise ImportFailed(f"{path}: its offsets do not divide logp into a row for each of ids")
+        self._logp, self._offsets = logp, offsets
+        self._places = {int(row): place for place, row in enumerate(ids.tolist())}
+
+    def of(self, row: int) -> np.ndarray | None:
+        """Values of a row of the corpus; None where the view was not made of it."""
+        place = self._places.get(row)
+        return None if place is None else self._logp[self._offsets[place] : self._offsets[place + 1]]
+
+
+def read_npz(path: Path, budget: Budget) -> dict[str, np.ndarray]:
+    """The arrays of a .npz file; objects are not read. Raises ImportFailed."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith(".npy"):
+                    budget.take(2 * entry.file_size)
+                    with archive.open(entry) as file:
+                        content = file.read(entry.file_size + 1)
+                    found[entry.filename.removesuffix(".npy")] = _array(content)
+    except BAD_ZIP as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(
+            f"{path}: not readable as .npz ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        ) from error
+    return found
+
+
+def _array(content: bytes) -> np.ndarray:
+    file = io.BytesIO(content)
+    form: Any = np.lib.format
+    read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    rest = content[file.tell() :]
+    if dtype.hasobject or not dtype.itemsize or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(rest):
+        raise ValueError(f"an array of {dtype} and shape {shape} in {len(rest)} bytes")
+    return np.frombuffer(rest, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def pass_of(name: str) -> str:
+    """The pass that a view becomes."""
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.+=-") else "-" for c in Path(name).stem).lstrip(
+        "-_.+="
+    )
+    return f"replay/{plain or 'view'}"
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    samples, *views = reading.paths()
+    budget = reading.budget()
+    passes = {pass_of(path.name): _View(path, budget) for path in views}
+    if len(passes) < len(views):
+        raise ImportFailed(f"{samples.parent}: two views have the same name")
+    rows = DumpRows(str(samples), "line")
+    for number, record in read_lines(samples):
+        fields = reading.fields(record, f"{samples}, line {number}", budget)
+        row, tokens = fields.integer("seq_id"), fields.ids("response_ids")
+        if row is None or tokens is None:
+            raise ImportFailed(f"{fields.where}: has no id with completion_ids")
+        cells: dict[str, Any] = {
+            "prompt_ids": fields.ids("prompt_ids"),
+            "response_ids": tokens,
+            "rollout_logprobs": fields.values("rollout_logprobs"),
+            "reward": fields.number("reward"),
+            "group_id": fields.text("group_id"),
+            "finish_reason": fields.text("finish_reason"),
+        }
+        for name, view in passes.items():
+            values = view.of(row)
+            if values is not None and len(values) != len(tokens):
+                raise ImportFailed(f"{fields.where}: view {name} has {len(values)} values for {len(tokens)} tokens")
+            cells[f"{name}{LOGPROBS}"] = values
+        rows.add(number, step=_STEP, seq_id=str(row), **cells)
+        if len(rows) == ROWS_AT_ONCE:
+            yield rows.batch()
+            rows = DumpRows(str(samples), "line")
+    if len(rows):
+        yield rows.batch()
+
+
+NPZ = Format(
+    name="npz",
+    writes="train-infer-mismatch (`mismatch/run_views.py`)",
+    files="<view>.npz beside samples.jsonl",
+    columns=COLUMNS,
+    alignment="logp[offsets[r]:offsets[r + 1]] belongs to the completion of the row ids[r] of samples.jsonl; the view bf16.npz "
+    "becomes the pass replay/bf16",
+    recognises=lambda folder: any(True for _ in folder.matching(_VIEW)),
+    parts=_parts,
+    read=_read,
+    lacks={
+        "rollout": "samples.jsonl has no sampler_logprobs",
+        "train": "views are passes of their own: choose two, as --pair replay/VIEW:rollout",
+    },
+)

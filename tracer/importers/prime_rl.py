@@ -1,0 +1,132 @@
+"""prime-rl: token exports, one line a packed sequence.
+
+Shapes: S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .fields import Fields, Values
+from .line_files import read_lines
+from .rowbatch import RowBatch
+
+_FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
+_MARKER = "STABLE"
+_VERSION = 1
+
+COLUMNS = {
+    "tokens": ("token_ids",),
+    "positions": ("position_ids",),
+    "response_mask": ("loss_mask",),
+    "rollout_logprobs": ("inference_logprobs",),
+    "train_logprobs": ("trainer_logprobs",),
+    "entropy": ("entropy",),
+    "advantage": ("advantages",),
+    "reward": ("rewards",),
+    "environment": ("env_name",),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    steps: dict[int, list[str]] = {}
+    for name, found in folder.matching(_FILE):
+        steps.setdefault(int(found[1]), []).append(name)
+    parts = []
+    for step, names in sorted(steps.items()):
+        unstable = [name for name in names if not (folder.root / name).with_name(_MARKER).exists()]
+        waits = (
+            f"step {step} has no {_MARKER} yet; it was left for a later import (--partial reads it)"
+            if unstable
+            else None
+        )
+        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
+    return parts
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    budget = reading.budget()
+    for name, path in zip(reading.part.files, reading.paths(), strict=True):
+        rows = DumpRows(str(path), "line")
+        for number, record in read_lines(path):
+            where = f"{path}, line {number}"
+            if record.get("schema_version", _VERSION) != _VERSION:
+                raise ImportFailed(
+                    f"{where}: is of schema_version {record['schema_version']!r}; version {_VERSION} is read"
+                )
+            fields = reading.fields(record, where, budget)
+            for piece, cells in enumerate(_sequences(fields)):
+                rows.add(
+                    number, step=reading.part.step, seq_id=f"{name}:{number}" + (f".{piece}" if piece else ""), **cells
+                )
+            if len(rows) >= 64:
+                yield rows.batch()
+                rows = DumpRows(str(path), "line")
+        if len(rows):
+            yield rows.batch()
+
+
+_PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
+
+
+def _sequences(fields: Fields) -> Iterator[dict[str, Any]]:
+    """The sequences of a line: a new one begins where positions begin again. Without a token in the loss there is none."""
+    tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
+    if tokens is None or mask is None:
+        raise ImportFailed(f"{fields.where}: has no token_ids with a loss_mask")
+    positions = fields.ids("positions")
+    found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
+    lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
+    odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
+    if odd is not None or (positions is not None and len(positions) != len(tokens)):
+        raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} is not as long as token_ids ({len(tokens)})")
+    starts = (
+        np.zeros(1, np.int64)
+        if positions is None or not len(tokens)
+        else np.flatnonzero(np.r_[True, positions[1:] == 0])
+    )
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(tokens)], strict=True):
+        if not mask[start:end].any():
+            continue
+        first = start + int(mask[start:end].argmax())
+        yield {
+            "prompt_ids": tokens[start:first],
+            "response_ids": tokens[first:end],
+            "response_mask": mask[first:end],
+            **{name: _part(found[name], start, first, end) for name in _PER_TOKEN},
+            "reward": _reward(found["reward"], first, end),
+        }
+
+
+def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
+    """Values of the response: nothing says what came before the first token of a sequence, so it has none."""
+    if values is None or not values.known[first:end].any():
+        return None
+    part = Values(values.values[first:end], values.known[first:end].copy())
+    if first == start and len(part):
+        part.known[0] = False
+    return part
+
+
+def _reward(values: Values | None, first: int, end: int) -> float | None:
+    known = None if values is None else values.values[first:end][values.known[first:end]]
+    return None if known is None or not len(known) else float(known[-1])
+
+
+PRIME_RL = Format(
+    name="prime-rl",
+    writes="`trainer.enable_token_export = true`",
+    files="token_exports/step_<N>/rank_<r>.jsonl",
+    columns=COLUMNS,
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null is none; the response "
+    "begins at the first token that counts in the loss",
+    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    parts=_parts,
+    read=_read,
+)

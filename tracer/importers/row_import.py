@@ -1,0 +1,319 @@
+"""Recording rows of files as they come: rows of one step together, placeholders as NULL, each column as its pass.
+
+Shapes: B sequences of one step, R rows that a pass has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.capture import Capture
+from ...schemas.errors import ImportFailed, InvalidRecord
+from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, STANDARD, TRAIN
+from ..batch import Batch
+from ..ragged import Ragged
+from ..recorder import Recorder
+from ..rows import aligned
+from .columns import Columns, read_metrics
+from .import_writer import ImportWriter
+from .kinds import COUNT, FLAGS, NAME, NUMBER, SCORE, STEP, TEXT, TOKENS, VALUES, VERSION, Kind, either, required
+from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
+from .rowbatch import RowBatch
+from .selection import EVERYTHING, Selection
+
+LOGPROBS = "_logprobs"
+"""What the name of a column ends with that gives a pass; before it stands the pass."""
+REWARD_PREFIX = "reward/"
+"""What the name of a column begins with that gives a reward function's values; the rest is the function's name."""
+PASSES = {f"{name}{LOGPROBS}": name for name in (ROLLOUT, TRAIN, CURRENT, REFERENCE)}
+"""Column -> the standard pass that it gives."""
+
+KINDS: dict[str, Kind] = {
+    "step": STEP,
+    "prompt_ids": TOKENS,
+    "response_ids": required(TOKENS),
+    **dict.fromkeys(PASSES, VALUES),
+    "seq_id": required(NAME),
+    "group_id": NAME,
+    "response_mask": FLAGS,
+    "entropy": VALUES,
+    "advantage": either(SCORE, VALUES),
+    "reward": SCORE,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": COUNT,
+    "policy_version": VERSION,
+    "finish_reason": TEXT,
+}
+"""Column -> what each of its cells must hold."""
+
+KNOWN = tuple(KINDS)
+REQUIRED = ("step", "prompt_ids", "response_ids")
+PER_ROW = ("reward", "temperature", "top_p", "top_k", "policy_version", "finish_reason")
+
+
+@dataclass(slots=True, kw_only=True)
+class Imported:
+    """What an import brought in."""
+
+    folder: Path
+    format: str = "parquet"
+    num_sequences: int = 0
+    num_tokens: int = 0
+    """Response tokens."""
+    num_metrics: int = 0
+    passes: tuple[str, ...] = ()
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    num_above_zero: int = 0
+    """Logprobs above 0, kept as they are: they are no log-probabilities."""
+    ignored_columns: tuple[str, ...] = ()
+    num_files: int = 0
+    """Files that were read now; 0 of the format parquet."""
+    num_known_files: int = 0
+    """Files that an earlier import had brought into the same trace."""
+    held_back: tuple[str, ...] = ()
+    """What is not complete yet and was left for a later import, a sentence each."""
+    missing: tuple[str, ...] = ()
+    """What the files do not hold, a sentence each."""
+
+
+class RowImport:
+    """One import on its way: rows go in as they are read, and are recorded; close it to know what it brought in."""
+
+    def __init__(
+        self, folder: Path, source: str, path: str, *, selection: Selection = EVERYTHING, one_version: bool = True
+    ):
+        """`source` names the format, `path` where its files are.
+
+        `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout.
+        """
+        self.result = Imported(folder=folder, format=source)
+        self._contract = {"engine": None, "source": f"import {source}", "path": path}
+        self._selection, self._one_version = selection, one_version
+        self._writer = ImportWriter(folder)
+        self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=False)
+        self._zero_lists = ZeroLists()
+        self._open: dict[str, list[_Scores]] = {}
+        self._num_read = 0
+        self._unowned_entropy = False
+        self.scored: set[str] = set()
+        """Passes that have a logprob of some token."""
+        self.lacks: Mapping[str, str] = {}
+        """Pass -> what is said of it where no row has a logprob of it."""
+        self._where = path
+
+    @property
+    def state(self) -> Any:
+        """What the writer says of itself."""
+        return self._writer.state
+
+    def __enter__(self) -> RowImport:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._finish()
+                self._tell_lacking()
+            self._recorder.close()
+        except InvalidRecord as wrong:
+            raise ImportFailed(f"{self._where}: {wrong}") from wrong
+        if isinstance(error, InvalidRecord):
+            raise ImportFailed(f"{self._where}: {error}") from error
+        if error is None:
+            self._writer.check(self._where)
+
+    def add_pass(self, name: str, **contract: Any) -> None:
+        """Say that a pass comes, or with `logprobs_note` why none does."""
+        self._recorder.add_contract(name, {**self._contract, **contract})
+
+    def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
+        """Record some rows: columns of the file -> ours, and columns of ours -> the passes that they give.
+
+        Raises ImportFailed.
+        """
+        self._where = rows.file
+        self._writer.check(rows.file)
+        columns = Columns.of(rows, names, {ours: kind_of(ours) for ours in names.values()})
+        lacking = next((name for name in REQUIRED if columns[name] is None), None)
+        if lacking:
+            raise ImportFailed(f"{rows.file}: {rows.place(0)} has no {lacking}; each row needs {KINDS[lacking].wants}")
+        given = columns.list("seq_id") or [
+            str(number) for number in range(self._num_read, self._num_read + columns.num_rows)
+        ]
+        self._num_read += columns.num_rows
+        kept = np.flatnonzero(self._selection.keeps(columns.list("step") or (), given))
+        columns = columns if len(kept) == columns.num_rows else columns.take(kept)
+        for name in passes.values():
+            if name not in self.result.passes:
+                self.result.passes += (name,)
+                self.add_pass(name)
+        for part in _alike(columns):
+            self._add_step(columns.take(part), [given[row] for row in kept[part]], passes)
+        self.result.num_sequences += columns.num_rows
+
+    def add_metrics(self, rows: RowBatch) -> None:
+        """Record logged values. Raises ImportFailed."""
+        self._where = rows.file
+        by_step: dict[int, dict[str, Any]] = {}
+        for step, name, value in read_metrics(rows):
+            by_step.setdefault(step, {})[name] = value
+        for step, values in by_step.items():
+            self.log(step, values)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record values of a step."""
+        self._recorder.add_metrics(step, values)
+        self.result.num_metrics += len(values)
+
+    def _tell_lacking(self) -> None:
+        """Say of passes without a logprob why they have none, where somebody might look for them."""
+        for name, note in self.lacks.items():
+            if name not in self.scored:
+                self.add_pass(name, logprobs_note=note)
+                self.result.missing += (f"{name}: {note}",)
+
+    def _finish(self) -> None:
+        """Decide what was left open until everything was read."""
+        for name in list(self._open):
+            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
+        if self._unowned_entropy:
+            self.result.ignored_columns = ("entropy",)
+
+    def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
+        """Record sequences of one step that have the same columns."""
+        steps, response_ids = columns.list("step"), columns.ragged("response_ids")
+        assert steps is not None
+        if response_ids is None:
+            response_ids = Ragged(np.empty(0, np.int32), np.zeros(columns.num_rows, np.int64))
+        per_row: dict[str, Any] = {name: columns.list(name) for name in PER_ROW}
+        batch = self._recorder.add_sequences(
+            step=steps[0],
+            seq_ids=seq_ids,
+            group_ids=columns.list("group_id"),
+            prompt_ids=columns.ragged("prompt_ids"),
+            response_ids=response_ids,
+            response_mask=columns.ragged("response_mask"),
+            advantage=(columns.ragged if columns.is_list("advantage") else columns.list)("advantage"),
+            rewards=_rewards(columns) or None,
+            **per_row,
+        )
+        versions = batch.policy_version
+        if not self._one_version:
+            batch.policy_version = None
+        self.result.num_tokens += len(response_ids.values)
+        lengths = response_ids.lengths
+        passes = {
+            name: self._pass_rows(columns, column, name, batch, lengths)
+            for column, name in named.items()
+            if columns.has(column).any()
+        }
+        owner = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in named.values()), None)
+        verdicts = self._zero_lists.verdicts({name: part for name, part in passes.items() if name in STANDARD}, lengths)
+        for name, part in passes.items():
+            if name in self._open and self._zero_lists.is_filled(name):
+                self._settle(name, KEPT)
+            for verdict in (KEPT, HOLES, OPEN):
+                some = np.flatnonzero(verdicts.get(name, np.full(len(part.rows), KEPT)) == verdict)
+                if len(some):
+                    scores = _Scores(batch, columns, part.rows[some], part.logprobs.take(some), name == owner)
+                    if name == ROLLOUT and versions is not None:
+                        scores = replace(scores, versions=[versions[row] for row in scores.rows])
+                    self._add(name, scores, verdict)
+        if columns["entropy"] is not None and owner is None:
+            self._unowned_entropy = True
+        elif owner is not None:
+            column = next(column for column, name in named.items() if name == owner)
+            lone = np.flatnonzero(columns.has("entropy") & ~columns.has(column))
+            if len(lone):
+                self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
+
+    def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
+        """What a pass has of these sequences, without what is a placeholder by itself."""
+        rows = np.flatnonzero(columns.has(column))
+        part = columns.take(rows)
+        given = part.ragged(column)
+        seq_ids = [batch.seq_ids[row] for row in rows]
+        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, f"logprobs of pass {name!r}")
+        self.result.num_above_zero += int((logprobs.values > 0).sum())
+        return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
+
+    def _add(self, name: str, scores: _Scores, verdict: int) -> None:
+        """Record scores of a pass as it was found of their zeros, or keep them until that can be said."""
+        if verdict == OPEN:
+            self._open.setdefault(name, []).append(scores)
+        elif verdict == HOLES:
+            self.result.placeholders.all_zero += scores.logprobs.num_known
+            self._record(name, replace(scores, logprobs=as_holes(scores.logprobs)))
+        else:
+            self.result.placeholders.certain += num_certain(scores.logprobs)
+            self._record(name, scores)
+
+    def _settle(self, name: str, verdict: int) -> None:
+        """Record what was kept back of a pass."""
+        for scores in self._open.pop(name):
+            self._add(name, scores, verdict)
+
+    def _record(self, name: str, scores: _Scores) -> None:
+        if scores.logprobs.num_known:
+            self.scored.add(name)
+        has_entropy = scores.columns.has("entropy")[scores.rows] & scores.owns_entropy
+        for with_entropy in (True, False):
+            some = np.flatnonzero(has_entropy == with_entropy)
+            if len(some):
+                rows = scores.rows[some]
+                self._recorder.add_scores(
+                    name,
+                    scores.batch,
+                    rows=rows,
+                    logprobs=scores.logprobs.take(some),
+                    entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
+                    policy_version=None if scores.versions is None else [scores.versions[place] for place in some],
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Scores of one pass that are about to be recorded."""
+
+    batch: Batch
+    columns: Columns
+    rows: np.ndarray
+    """[R] which rows of the batch."""
+    logprobs: Ragged
+    owns_entropy: bool
+    """Whether the rows' entropies are of this pass."""
+    versions: list[Any] | None = None
+    """[R] policy versions that scored; None: those of the batch."""
+
+
+def kind_of(column: str) -> Kind:
+    """What each cell of a column of ours must hold."""
+    if column in KINDS:
+        return KINDS[column]
+    return SCORE if column.startswith(REWARD_PREFIX) else VALUES
+
+
+def _rewards(columns: Columns) -> dict[str, list[float]]:
+    """Each reward function's values; NaN where it gave none."""
+    found = {name: columns.list(name) or [] for name in columns.names if name.startswith(REWARD_PREFIX)}
+    return {
+        name.removeprefix(REWARD_PREFIX): [float("nan") if value is None else value for value in values]
+        for name, values in found.items()
+    }
+
+
+def _alike(columns: Columns) -> list[np.ndarray]:
+    """Rows that are recorded together: of one step, and with or without a prompt, a mask and a list of advantages."""
+    steps = columns.list("step")
+    assert steps is not None
+    has = [columns.has(name) for name in ("prompt_ids", "response_mask", "advantage") if columns.is_list(name)]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row, key in enumerate(zip(steps, *(flags.tolist() for flags in has), strict=True)):
+        groups.setdefault(key, []).append(row)
+    return [np.array(rows) for rows in groups.values()]

@@ -1,0 +1,44 @@
+"""Which sequences of some files are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ...schemas.errors import InvalidOption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which sequences are imported."""
+
+    steps: frozenset[int] | None = None
+    """None: those of all steps."""
+    sample: float = 1.0
+    """Share of the sequences, chosen by a hash of their names: the same in every import."""
+
+    def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
+        """[B] bool, of sequences of these steps with these names."""
+        kept = np.ones(len(seq_ids), bool)
+        if self.steps is not None:
+            kept &= np.isin(np.array(steps, np.int64), list(self.steps))
+        if self.sample < 1.0:
+            bound = int(self.sample * 2**64)
+            hashes = (xxhash.xxh3_64_intdigest(name.encode(errors="replace")) for name in seq_ids)
+            kept &= np.array([found < bound for found in hashes], bool)
+        return kept
+
+
+EVERYTHING = Selection()
+
+
+def check_sample(share: float) -> float:
+    """The share of the sequences that is imported. Raises InvalidOption."""
+    if not 0.0 < share <= 1.0:
+        raise InvalidOption(
+            f"got {share}; give a share of the sequences, above 0 and at most 1, as 0.1", option="sample"
+        )
+    return share

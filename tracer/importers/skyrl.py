@@ -1,0 +1,126 @@
+"""SkyRL: pickled TrainingInputBatch of `dump_data_batch`, read without SkyRL.
+
+Shapes: B sequences, S padded width of a sequence, T padded width of a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...schemas.errors import ImportFailed
+from .arrays import Shell, raw_tensor
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .pickles import Budget, Known, NotPlain
+from .rowbatch import RowBatch
+from .torch_files import read_bytes, read_pickled
+
+_FILE = r"global_step_(\d+)_training_input\.pkl"
+_MODULES = (
+    "skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch", "skyrl.train.training_batch", "skyrl.training_batch",
+)  # fmt: skip
+_SHELLS = {
+    (module, name): Known(Shell)
+    for module in _MODULES
+    for name in ("TrainingInputBatch", "TrainingOutputBatch", "TensorBatch", "TrainingInput", "_rebuild_tensor_batch")
+}
+
+COLUMNS = {
+    "sequences": ("sequences",),
+    "attention_mask": ("attention_mask",),
+    "response_mask": ("loss_mask",),
+    "is_response": ("response_mask",),
+    "rollout_logprobs": ("rollout_logprobs",),
+    "train_logprobs": ("action_log_probs",),
+    "reference_logprobs": ("base_action_log_probs",),
+    "advantage": ("advantages",),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    (path,) = reading.paths()
+    budget = reading.budget()
+    batch = _tensors(read_pickled(path, _SHELLS), str(path), budget)
+    fields = reading.fields(batch, str(path), budget)
+    sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
+    if sequences is None or attention is None or sequences.shape != attention.shape:
+        raise ImportFailed(f"{path}: has no sequences with an attention_mask of their shape")
+    per_token = {
+        name: found
+        for name in ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
+        if (found := fields.array(name, 2)) is not None
+    }
+    is_response = fields.array("is_response", 2)
+    given = [is_response] if is_response is not None else []
+    width = min((array.shape[1] for array in (*given, *per_token.values())), default=0)
+    if not width or any(array.shape != (len(sequences), width) for array in (*given, *per_token.values())):
+        raise ImportFailed(f"{path}: its masks and logprobs are not all [{len(sequences)}, response width]")
+    rows = DumpRows(str(path))
+    for row in range(len(sequences)):
+        tokens, there = sequences[row], attention[row].astype(bool)
+        response = there[-width:] & (True if is_response is None else is_response[row].astype(bool))
+        first = len(tokens) - width + (int(response.argmax()) if response.any() else width)
+        cells = {name: values[row][response] for name, values in per_token.items()}
+        if "response_mask" in cells:
+            cells["response_mask"] = cells["response_mask"].astype(bool)
+        rows.add(
+            row + 1,
+            step=reading.part.step,
+            seq_id=str(row),
+            prompt_ids=tokens[:first][there[:first]],
+            response_ids=tokens[-width:][response],
+            **cells,
+        )
+    yield rows.batch()
+
+
+def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
+    """The tensors of a TrainingInputBatch."""
+    state = None
+    if isinstance(found, Shell):
+        state = (
+            found.state if found.state is not None else next((a for a in found.arguments if isinstance(a, dict)), None)
+        )
+    if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
+        raise ImportFailed(f"{where}: is no TrainingInputBatch of SkyRL")
+    try:
+        return {
+            name: _tensor(value, where, budget)
+            for name, value in state["batch_dict"].items()
+            if isinstance(value, Mapping) and value.get("format") != "tensor_list"
+        }
+    except ValueError as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(f"{where}: a tensor cannot be read ({error})") from error
+
+
+def _tensor(value: Mapping[str, Any], where: str, budget: Budget) -> Any:
+    if value.get("format") == "torch":
+        content = value.get("data")
+        if not isinstance(content, bytes):
+            raise NotPlain("a tensor without its bytes")
+        return read_bytes(content, where, {}, budget)
+    return raw_tensor(value.get("dtype"), value.get("shape"), value.get("data"))
+
+
+SKYRL = Format(
+    name="skyrl",
+    writes="`trainer.dump_data_batch=true`",
+    files="dumped_data/global_step_<N>_training_input.pkl",
+    columns=COLUMNS,
+    alignment="masks and logprobs are [B, T] for the last T tokens of sequences; response_mask says which are the response; "
+    "-9999 is no logprob",
+    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    parts=_parts,
+    read=_read,
+    lacks={
+        "rollout": "no rollout_logprobs: SkyRL keeps them with generator.sampling_params.logprobs=0",
+        "train": "no action_log_probs",
+    },
+)

@@ -1,0 +1,97 @@
+"""slime: rollout dumps and train dumps of format version 2, which hold every data-parallel shard in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .dump import Format, Reading
+from .pickles import Budget
+from .rowbatch import RowBatch
+from .samples import (
+    COLUMNS,
+    StepSamples,
+    add_rollout,
+    dump_parts,
+    emit,
+    framework_of,
+    named,
+    sample_cells,
+    samples_of,
+    top_level,
+)
+from .torch_files import read_pickled
+
+_VERSION = 2
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    step = reading.part.step
+    assert step is not None
+    samples, names, budget = StepSamples(step), list[str](), reading.budget()
+    for path in reading.paths():
+        record = top_level(read_pickled(path), str(path))
+        if "format_version" in record:
+            _add_trained(reading, samples, record, str(path), names, budget)
+        elif "rollout_data" in record:
+            raise ImportFailed(f"{path}: is a train dump of miles; import it as: tim-trace import miles PATH -o RUN")
+        else:
+            names = add_rollout(reading, samples, record, str(path), budget)
+    yield from emit(reading, samples)
+
+
+def _add_trained(
+    reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
+) -> None:
+    """Add a train dump; `rollout_position` is a sample's place in the rollout's dump, which `raw_reward` follows, too."""
+    if record.get("format_version") != _VERSION:
+        raise ImportFailed(
+            f"{where}: is a train dump of version {record.get('format_version')!r}; version {_VERSION} is read"
+        )
+    found = samples_of(record, where)
+    _check_shards(record, where, len(found))
+    fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
+    own = list(named(each.text("seq_id") for each in fields))
+    rewards = record.get("raw_reward")
+    for name, each in zip(own, fields, strict=True):
+        position = each.integer("position")
+        if position is not None and 0 <= position < len(names):
+            name = names[position]
+        cells = sample_cells(each, samples.step)
+        if isinstance(rewards, (list, tuple)) and position is not None and 0 <= position < len(rewards):
+            reward = rewards[position]
+            cells["reward"] = float(reward) if isinstance(reward, (int, float, np.number)) else None
+        samples.add(name, cells)
+        samples.add_kept(name, each)
+
+
+def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
+    """Raise ImportFailed where the data-parallel shards that the file lists hold more samples than it has."""
+    shards = record.get("dp_shards")
+    listed = (
+        [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+    )
+    total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
+    if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
+        raise ImportFailed(
+            f"{where}: has {num_samples} samples, and its {len(listed)} data-parallel shards list {total}"
+        )
+
+
+SLIME = Format(
+    name="slime",
+    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
+    files="rollout_data/<id>.pt and train_data/<id>.pt",
+    columns=COLUMNS,
+    alignment="lists have response_length values, for tokens[-response_length:]; 0.0 where the loss mask is 0 is no logprob",
+    recognises=lambda folder: framework_of(folder) == "slime",
+    parts=dump_parts,
+    read=_read,
+    lacks={
+        "rollout": "no rollout_log_probs: slime keeps them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump: --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+    },
+)

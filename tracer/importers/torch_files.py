@@ -1,0 +1,258 @@
+"""Reading what torch.save and pickle.dump wrote, as arrays and plain values, without torch and without running anything."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, raw_tensor
+from .pickles import Budget, Known, Names, NotPlain, Stateful, load
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""What a file of torch.save begins with that is no zip file."""
+BAD_ZIP = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
+    OverflowError, MemoryError,
+)  # fmt: skip
+"""What zipfile raises for a file that is damaged in one place or another."""
+_MAX_INSIDE = 4
+"""Files inside of each other: a pickle may hold what torch.save wrote."""
+
+
+def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
+    """The value that a file of torch.save or pickle.dump holds; `shells` are the framework's own classes.
+
+    Raises ImportFailed, naming what is in it that is no plain data.
+    """
+    where = str(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ImportFailed(f"{where}: cannot be read ({error.strerror or error})") from error
+    return read_bytes(content, where, shells or {}, Budget(where, len(content)))
+
+
+def is_cut(path: Path) -> bool:
+    """Whether a file begins as a zip file of torch.save and does not end as one: it is being written, or was cut."""
+    with path.open("rb") as file:
+        begins = file.read(4)
+        if begins != b"PK\x03\x04":
+            return not begins
+        try:
+            return not zipfile.is_zipfile(file)
+        except BAD_ZIP:
+            return True
+
+
+def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
+    """The same of a file's bytes."""
+    if depth > _MAX_INSIDE:
+        raise ImportFailed(f"{where}: holds pickles inside of each other, more than {_MAX_INSIDE} deep")
+    if content[:4] == b"PK\x03\x04":
+        return _read_zip(content, where, shells, budget, depth)
+    if content[257:262] == b"ustar":
+        raise ImportFailed(
+            f"{where}: is in torch's old tar format, which is not read; save it again with a newer torch"
+        )
+    if content[:1] != b"\x80":
+        raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a file of torch.save")
+    names = _names(where, shells, budget, depth)
+    value, end = load(content, names, where, budget)
+    return _read_legacy(content, end, where, names, budget) if value == _MAGIC and type(value) is int else value
+
+
+def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: int) -> Any:
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
+            if odd is not None:
+                raise ImportFailed(
+                    f"{where}: its part {odd.filename!r} is compressed or encrypted; torch.save writes none so"
+                )
+            pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+            if len(pickles) != 1:
+                raise ImportFailed(f"{where}: is a zip file without the data.pkl of torch.save")
+            root = pickles[0].removesuffix("data.pkl")
+            order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
+            if order != b"little":
+                raise ImportFailed(f"{where}: was written on a big-endian machine, which is not read")
+            storages: dict[str, Storage] = {}
+
+            def storage(identity: Any) -> Storage:
+                dtype, key, numel = _storage_id(identity)
+                if key not in storages:
+                    entry = entries.get(f"{root}data/{key}")
+                    if entry is None:
+                        raise NotPlain(f"its storage {key!r} is missing")
+                    budget.take(entry.file_size)
+                    storages[key] = Storage(dtype, _sized(archive.read(entry), dtype, numel))
+                return storages[key]
+
+            found = archive.read(pickles[0])
+            budget.take(len(found))
+            return load(found, _names(where, shells, budget, depth), where, budget, persistent=storage)[0]
+    except BAD_ZIP as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(
+            f"{where}: is no whole file of torch.save ({error}); it is half-written or damaged: wait for its end, or copy it "
+            "again"
+        ) from error
+
+
+def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
+    """What torch.save writes without a zip file: pickles one after the other, and the storages' bytes last."""
+    storages: dict[str, tuple[Storage, int]] = {}
+
+    def storage(identity: Any) -> Storage:
+        dtype, key, numel = _storage_id(identity)
+        return storages.setdefault(key, (Storage(dtype), numel))[0]
+
+    _, start = load(content, names, where, budget, start=start)  # version
+    _, start = load(content, names, where, budget, start=start)  # of the machine
+    value, start = load(content, names, where, budget, start=start, persistent=storage)
+    keys, start = load(content, names, where, budget, start=start)
+    for key in keys if isinstance(keys, list) else ():
+        if not isinstance(key, str) or key not in storages:
+            raise ImportFailed(f"{where}: has bytes of a tensor that it does not name")
+        made, numel = storages[key]
+        size = numel * _item_size(made.dtype)
+        if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
+            raise ImportFailed(f"{where}: ends within the bytes of a tensor; it is half-written or damaged")
+        budget.take(size)
+        made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
+    return value
+
+
+def _storage_id(identity: Any) -> tuple[str | None, str, int]:
+    """dtype, key and number of elements of a storage."""
+    if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
+        raise NotPlain("a storage of another form")
+    _, kind, key, _, numel, *view = identity
+    if not isinstance(kind, _StorageKind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+        raise NotPlain("a storage of another form")
+    if view and view[0] is not None:
+        raise NotPlain("a storage that is a part of another one")
+    return kind.dtype, key, numel
+
+
+class _StorageKind(Known):
+    """A class of storages; a file names it and calls it nowhere."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: str | None):
+        super().__init__(_not_called)
+        self.dtype = dtype
+
+
+class _DtypeName(Known):
+    """A dtype of torch."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        super().__init__(_not_called)
+        self.name = name
+
+
+def _not_called(*_: Any) -> Any:
+    raise NotPlain("it calls what is only named")
+
+
+def _item_size(dtype: str | None) -> int:
+    """Bytes of an element; storages without a dtype count bytes."""
+    return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
+
+
+def _sized(content: bytes, dtype: str | None, numel: int) -> bytes:
+    if len(content) < numel * _item_size(dtype):
+        raise NotPlain("a storage is shorter than it says")
+    return content
+
+
+def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
+    """The tensors of a TensorDict that was written as one storage: name -> tensor."""
+    if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
+        raise NotPlain("a TensorDict of another form")
+    content, found = np.ascontiguousarray(storage.array()).tobytes(), {}
+    for name, leaf in metadata["leaves"].items():
+        if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
+            raise NotPlain(f"a TensorDict whose {name!r} is no plain tensor")
+        dtype, shape, start, stop, padding = leaf
+        if not 0 <= start <= stop - padding <= stop <= len(content):
+            raise NotPlain(f"a TensorDict whose {name!r} lies outside of its bytes")
+        found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
+    return found
+
+
+def _tensors_of(state: Any) -> dict[str, Any]:
+    """The tensors of a TensorDict that was written as its state."""
+    tensors = state.get("_tensordict") if isinstance(state, dict) else None
+    if not isinstance(tensors, dict):
+        raise NotPlain("a TensorDict of another form")
+    return tensors
+
+
+class _TensorDict(Stateful):
+    """A TensorDict of an older release, which is made empty and then gets its state."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, *_: Any):
+        self.tensors: dict[str, Any] = {}
+
+    def give_state(self, state: Any) -> None:
+        self.tensors = _tensors_of(state)
+
+
+def tensors_in(value: Any) -> dict[str, Any]:
+    """Name -> tensor, of a TensorDict in whatever form it was written. Raises NotPlain."""
+    found = value.tensors if isinstance(value, _TensorDict) else value
+    if not isinstance(found, dict):
+        raise NotPlain("no TensorDict where one was expected")
+    return found
+
+
+def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
+    """The closed list: plain classes, torch's tensors, and the shells of a framework."""
+
+    def nested(content: Any) -> Any:
+        if not isinstance(content, bytes):
+            raise NotPlain("a storage of another form")
+        return read_bytes(content, where, shells, budget, depth + 1)
+
+    def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
+        if not isinstance(dtype, _DtypeName):
+            raise NotPlain("a tensor of another form")
+        return Tensor(storage, offset, shape, strides, budget, dtype.name)
+
+    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+        return Tensor(storage, offset, shape, strides, budget)
+
+    return {
+        **PLAIN,
+        **{("torch", name): _StorageKind(dtype) for name, dtype in STORAGES.items()},
+        **{("torch", name): _DtypeName(name) for name in TORCH_DTYPES},
+        ("torch.storage", "UntypedStorage"): _StorageKind(None),
+        ("torch.storage", "_load_from_bytes"): Known(nested),
+        ("torch._utils", "_rebuild_tensor_v2"): Known(tensor),
+        ("torch._utils", "_rebuild_tensor_v3"): Known(typed),
+        ("torch._utils", "_rebuild_parameter"): Known(lambda data, *_: data),
+        ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"): Known(_consolidated),
+        ("tensordict._reductions", "_make_td"): Known(lambda _, state: _tensors_of(state)),
+        **{
+            (module, "TensorDict"): Known(_TensorDict)
+            for module in ("tensordict", "tensordict._td", "tensordict.tensordict")
+        },
+        **shells,
+    }

@@ -1,0 +1,109 @@
+"""torchtitan: rollout_samples.jsonl, one line a rollout of several turns, the engine's side.
+
+Shapes: T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .dump import Format, Reading
+from .fields import Fields, Values
+from .line_files import one_part_a_file, rows_of_lines
+from .rowbatch import RowBatch
+
+_FILE = r"rollout_samples\.jsonl"
+
+COLUMNS = {
+    "step": ("step", "max_policy_version"),
+    "prompt_ids": ("prompt_token_ids",),
+    "response_ids": ("completion_token_ids",),
+    "rollout_logprobs": ("completion_logprobs",),
+    "policy_version": ("max_policy_version", "policy_version"),
+    "reward": ("reward",),
+    "advantage": ("advantage",),
+    "group_id": ("group_id",),
+    "finish_reason": ("status",),
+}
+
+
+def _row(fields: Fields, name: str, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Cells of a rollout: its first turn's prompt, and from there on what was sampled and what was put between."""
+    turns = record.get("turns")
+    if record.get("is_validation") is True:
+        return None
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
+        raise ImportFailed(f"{fields.where}: has no list of turns")
+    each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
+    tokens = _tokens(each)
+    step = fields.integer("step")
+    version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
+    cells: dict[str, Any] = {
+        "step": version if step is None else step,
+        "seq_id": name,
+        "policy_version": version,
+        "reward": fields.number("reward"),
+        "advantage": fields.number("advantage"),
+        "group_id": fields.text("group_id"),
+        "finish_reason": fields.text("finish_reason"),
+        "prompt_ids": None,
+        "response_ids": np.empty(0, np.int32),
+    }
+    if cells["step"] is None:
+        raise ImportFailed(f"{fields.where}: says neither its step nor a policy version")
+    return cells | tokens
+
+
+def _tokens(turns: list[Fields]) -> dict[str, Any]:
+    """Tokens of turns that continue each other; nothing of a rollout whose turns hold no ids."""
+    prompt, whole = turns[0].ids("prompt_ids"), np.empty(0, np.int32)
+    if prompt is None or any(turn.ids("response_ids") is None for turn in turns):
+        return {}
+    whole, values, known, mask = prompt, [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0, bool)]
+    for place, turn in enumerate(turns):
+        before, sampled, logprobs = turn.ids("prompt_ids"), turn.ids("response_ids"), turn.values("rollout_logprobs")
+        assert sampled is not None
+        if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
+            raise ImportFailed(
+                f"{turn.where}: its prompt does not continue the tokens of the turns before; turn {place} was tokenised anew"
+            )
+        if logprobs is not None and len(logprobs) != len(sampled):
+            raise ImportFailed(f"{turn.where}: has {len(logprobs)} logprobs for {len(sampled)} tokens")
+        between = len(before) - len(whole)
+        whole = np.concatenate([before, sampled])
+        values += [np.zeros(between), np.zeros(len(sampled)) if logprobs is None else logprobs.values]
+        known += [np.zeros(between, bool), np.zeros(len(sampled), bool) if logprobs is None else logprobs.known]
+        mask += [np.zeros(between, bool), np.ones(len(sampled), bool)]
+    scores = Values(np.concatenate(values), np.concatenate(known))
+    return {
+        "prompt_ids": prompt,
+        "response_ids": whole[len(prompt) :],
+        "response_mask": np.concatenate(mask),
+        "rollout_logprobs": scores if scores.known.any() else None,
+    }
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    yield from rows_of_lines(reading, lambda fields, name: _row(fields, name, fields.record))
+
+
+TORCHTITAN = Format(
+    name="torchtitan",
+    writes="RolloutSampleRecorder of experiments/rl",
+    files="rollout_samples.jsonl",
+    columns=COLUMNS,
+    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns do not count and have none; "
+    "the newest policy version is the step; validation is left out",
+    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    parts=lambda folder: one_part_a_file(folder, _FILE),
+    read=_read,
+    lacks={
+        "rollout": "the turns hold no token ids with completion_logprobs; turn their recording on in RolloutSampleRecorder",
+        "train": "the recorder is on the engine's side; the trainer's logprobs are in no file: add them with tim_trace.Recorder",
+    },
+    lines=True,
+)

@@ -1,0 +1,71 @@
+"""TRL: completions_<step>.parquet of `log_completions`, which holds texts, rewards and advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .row_import import REWARD_PREFIX
+from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+
+_FILE = r"completions_(\d+)\.parquet"
+_TEXTS = ("step", "prompt", "completion")
+
+COLUMNS = {"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    return [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_FILE)]
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    (path,) = reading.paths()
+    budget = reading.budget()
+    with explained(str(path), "Parquet"), path.open("rb") as file:
+        parquet = pq.ParquetFile(file)
+        # Texts are nowhere in a trace, and may be large.
+        kept = [field.name for field in parquet.schema_arrow if _is_number(field.type)]
+        first = 1
+        for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept):
+            rows = DumpRows(str(path))
+            for place, record in enumerate(batch.to_pylist()):
+                fields = reading.fields(record, f"{path}, row {first + place}", budget)
+                step = fields.integer("step")
+                rows.add(
+                    first + place,
+                    step=reading.part.step if step is None else step,
+                    seq_id=str(first + place - 1),
+                    prompt_ids=None,
+                    response_ids=np.empty(0, np.int32),
+                    advantage=fields.number("advantage"),
+                    **{f"{REWARD_PREFIX}{name}": value for name, value in fields.numbers(_TEXTS).items()},
+                )
+            first += batch.num_rows
+            if len(rows):
+                yield rows.batch()
+
+
+def _is_number(type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type))
+
+
+TRL = Format(
+    name="trl",
+    writes="`log_completions=True`",
+    files="completions/completions_<step>.parquet",
+    columns=COLUMNS,
+    alignment="texts alone: no token has an id or a logprob; every other column of numbers is a reward function",
+    recognises=lambda folder: any(True for _ in folder.matching(_FILE)),
+    parts=_parts,
+    read=_read,
+    lacks=dict.fromkeys(
+        ("rollout", "train"),
+        "log_completions writes texts and rewards, no token ids and no logprobs; record the run: tim-trace record -o RUN -- python "
+        "train.py",
+    ),
+)

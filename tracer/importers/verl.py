@@ -1,0 +1,212 @@
+"""verl: pickled DataProto (gen_batch.dp, or any batch that was saved), and the text of rollout_data_dir.
+
+Shapes: B sequences, P padded prompt width, T padded response width.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .arrays import Shell, raw_tensor, settled
+from .dump import DumpFolder, Format, Part, Reading
+from .dump_rows import DumpRows
+from .fields import Fields
+from .line_files import first_object, rows_of_lines
+from .pickles import Budget, Known, NotPlain
+from .row_import import REWARD_PREFIX
+from .rowbatch import RowBatch
+from .torch_files import read_bytes, read_pickled, tensors_in
+
+_SHELLS = {
+    (module, name): Known(Shell) for module in ("verl.protocol", "verl") for name in ("DataProto", "DataProtoItem")
+}
+_TEXT = r"(\d+)\.jsonl"
+_BATCH = r"[^/]+\.(?:dp|pkl)"
+
+COLUMNS = {
+    "prompt_ids": ("prompts",),
+    "response_ids": ("responses",),
+    "attention_mask": ("attention_mask",),
+    "response_mask": ("response_mask", "loss_mask"),
+    "rollout_logprobs": ("rollout_log_probs",),
+    "train_logprobs": ("old_log_probs",),
+    "reference_logprobs": ("ref_log_prob", "ref_log_probs"),
+    "entropy": ("entropys", "entropy"),
+    "advantage": ("advantages",),
+    "reward": ("token_level_scores", "rm_scores", "score"),
+    "group_id": ("uid",),
+    "temperature": ("temperature",),
+    "step": ("global_steps", "step"),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    batches = [Part(files=(name,), step=_step_of(folder, name)) for name, _ in folder.matching(_BATCH)]
+    texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
+    if batches and texts:
+        raise ImportFailed(
+            f"{folder.url}: holds batches (*.dp) and texts of the same run (*.jsonl), which are the same sequences; name one of "
+            "the two folders"
+        )
+    return batches or texts
+
+
+def _step_of(folder: DumpFolder, name: str) -> int | None:
+    """The step that the file meta.json beside a batch gives, or the folder's own name."""
+    meta = folder.root / Path(name).with_name("meta.json")
+    try:
+        found = json.loads(meta.read_bytes()[:65536]).get("global_steps") if meta.is_file() else None
+    except (ValueError, AttributeError, RecursionError):
+        found = None
+    if type(found) is int and found >= 0:
+        return found
+    numbers = re.findall(r"(?:^|[_/])(\d+)(?=/|\.[a-z]+$)", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def _recognises(folder: DumpFolder) -> bool:
+    if any(name.endswith(".dp") for name in folder.files):
+        return True
+    text = next((name for name, _ in folder.matching(_TEXT)), None)
+    return text is not None and {"input", "output", "score"} <= first_object(folder, text).keys()
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    (path,) = reading.paths()
+    if path.suffix == ".jsonl":
+        yield from rows_of_lines(reading, lambda fields, name: _text_row(fields, name, reading.part.step))
+        return
+    budget = reading.budget()
+    record, meta = _batch(path, budget)
+    fields = reading.fields(record, str(path), budget)
+    step = reading.part.step
+    if step is None:
+        step = reading.fields(meta, str(path), budget).integer("step")
+    if step is None:
+        raise ImportFailed(
+            f"{path}: does not say its step; put it into a folder that is called for it, as 7/{path.name}"
+        )
+    temperature = reading.fields(meta, str(path), budget).number("temperature")
+    yield _rows(fields, str(path), step, temperature).batch()
+
+
+def _batch(path: Path, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors and other columns of a DataProto, and its meta_info."""
+    found = read_pickled(path, _SHELLS)
+    state = found.state if isinstance(found, Shell) else None
+    try:
+        if isinstance(state, dict):
+            state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
+        if not (isinstance(state, tuple) and len(state) == 3):
+            raise NotPlain("it is none")
+        batch, others, meta = state
+        if isinstance(batch, bytes):
+            batch = read_bytes(batch, str(path), _SHELLS, budget)
+        tensors = _encoded(batch) if isinstance(batch, tuple) else tensors_in(batch or {})
+        return {**tensors, **(others or {})}, dict(meta or {})
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(f"{path}: is no DataProto of verl ({error})") from error
+
+
+def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
+    """The tensors of a batch that was written with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    if len(batch) != 3 or not isinstance(batch[2], dict):
+        raise NotPlain("its tensors are of another form")
+    plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
+    return {name: raw_tensor(*value) for name, value in plain.items()}
+
+
+def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> DumpRows:
+    """Rows of a batch: prompts are padded on the left, responses on the right, [B, T] belongs to responses."""
+    responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
+    if responses is None:
+        raise ImportFailed(f"{where}: has no responses; save the batch after generation")
+    rows, (num_rows, width) = DumpRows(where), responses.shape
+    prompt_width = 0 if prompts is None else prompts.shape[1]
+    attention = fields.array("attention_mask", 2)
+    if attention is None or attention.shape != (num_rows, prompt_width + width):
+        raise ImportFailed(
+            f"{where}: its attention_mask is not [{num_rows}, {prompt_width + width}], prompts and responses"
+        )
+    is_token = attention.astype(bool)
+    per_token = {
+        name: _aligned(fields, name, (num_rows, width), where)
+        for name in (
+            "response_mask",
+            "rollout_logprobs",
+            "train_logprobs",
+            "reference_logprobs",
+            "entropy",
+            "advantage",
+        )
+    }
+    rewards = fields.array("reward", 2) if np.ndim(settled(fields.get("reward"))) == 2 else None
+    groups = settled(fields.get("group_id"))
+    for row in range(num_rows):
+        there = is_token[row, prompt_width:]
+        cells = {name: values[row][there] for name, values in per_token.items() if values is not None}
+        if "response_mask" in cells:
+            cells["response_mask"] = cells["response_mask"].astype(bool)
+        rows.add(
+            row + 1,
+            step=step,
+            seq_id=str(row),
+            group_id=None if groups is None or len(groups) != num_rows else str(groups[row]),
+            prompt_ids=None if prompts is None else prompts[row][is_token[row, :prompt_width]],
+            response_ids=responses[row][there],
+            reward=None if rewards is None else float(rewards[row][there[: rewards.shape[1]]].sum()),
+            temperature=temperature,
+            **cells,
+        )
+    return rows
+
+
+def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:
+    if np.ndim(settled(fields.get(column))) != 2:
+        return None
+    found = fields.array(column, 2)
+    if found is not None and found.shape != shape:
+        raise ImportFailed(f"{where}: {column} has the shape {list(found.shape)}, and the responses {list(shape)}")
+    return found
+
+
+_TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
+
+
+def _text_row(fields: Fields, name: str, step: int | None) -> dict[str, Any]:
+    return {
+        "step": fields.integer("step") if "step" in fields else step,
+        "seq_id": name,
+        "group_id": fields.text("group_id"),
+        "prompt_ids": None,
+        "response_ids": np.empty(0, np.int32),
+        "reward": fields.number("reward"),
+        **{f"{REWARD_PREFIX}{key}": value for key, value in fields.numbers(_TEXT_FIELDS).items()},
+    }
+
+
+VERL = Format(
+    name="verl",
+    writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (text alone)",
+    files="*.dp or <step>.jsonl",
+    columns=COLUMNS,
+    alignment="tensors are [B, T]; index i belongs to responses[i]; prompts are padded on the left, responses on the right",
+    recognises=_recognises,
+    parts=_parts,
+    read=_read,
+    lacks={
+        "rollout": "no rollout_log_probs; verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, and the "
+        "text of rollout_data_dir has none",
+        "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text; call "
+        "batch.save_to_disk(PATH) after compute_log_prob, and import that",
+    },
+)
