@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..replay.arms import DTYPES
+from ..replay.backends import adapters
 from ..schemas import contract as contracts
 from ..schemas.errors import DamagedTrace, InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
 from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
@@ -17,7 +18,7 @@ from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.contracts import read_contract
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
-from ..tracer.weights.checkpoints import CheckpointReader, write_folder
+from ..tracer.weights.checkpoints import CheckpointReader, write_adapter, write_folder
 from ..tracer.weights.reader import Tensor, WeightReader
 from ..tracer.weights.source import open_weights
 from .rounded_weights import changes, rounded, torch_name
@@ -97,6 +98,9 @@ def export(
 ) -> Path:
     """Write a version's weights as a folder that transformers' `from_pretrained` loads; rounded, where a `dtype` is given.
 
+    Of a model with adapters the folder is the model below them, and each adapter a folder in it by its name, which peft's
+    `PeftModel.from_pretrained` loads on top.
+
     Of the files that the trace keeps as its tokenizer those are written that can be one: no code, no pickle, no config of a
     model. Load the folder of a stranger's trace without trust_remote_code.
 
@@ -106,12 +110,16 @@ def export(
     tensors = _open(trace, weights_from).load(version)
     if dtype is not None:
         tensors = rounded(tensors, torch_name(dtype))
-    config = next((state.model["config"] for state in store.writers()[0] if state.model.get("config")), None)
-    if config is None:
+    model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
+    if model is None:
         raise WeightsMissing(f"{trace}: has no model config, so that no folder can be written of its weights")
     tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
-    write_folder(target, tensors, _exported_config(config, tensors), tokenizer)
+    own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}
+    below = adapters.below(tensors) if own else tensors
+    write_folder(target, below, _exported_config(model["config"], below), tokenizer)
+    for name, config in own.items():
+        write_adapter(target / name, adapters.of_adapter(tensors, name), config)
     return target
 
 

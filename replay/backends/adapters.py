@@ -98,6 +98,26 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     return {field: value for field, value in known.items() if value is not None}
 
 
+def exported_config(name: str, recorded: Any) -> dict[str, Any]:
+    """An adapter's config as peft's folders have it, of the fields that are known here. Raises CannotReplay."""
+    from peft import LoraConfig
+
+    if not re.fullmatch(r"[\w-]{1,80}", name):
+        raise CannotReplay(f"the adapter {ascii(name)[:80]} has a name that no folder can have; is the trace damaged?")
+    return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
+
+
+def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    """The weights of one adapter, under the names that peft's folders have."""
+    found = {}
+    for name, tensor in tensors.items():
+        own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
+        own = own.replace(f".modules_to_save.{adapter}.", ".")
+        if own != name:
+            found[re.sub(r"(lora_magnitude_vector)\.weight$", r"\1", own)] = tensor
+    return found
+
+
 def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Recorded tensors under the names that they have in the wrapped model itself."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}

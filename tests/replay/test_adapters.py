@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builders import tim_trace
+from peft import PeftModel
 from runs import train
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.weights import export
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends import adapters, model
 from tim_trace.replay.engine import replay
@@ -19,6 +21,7 @@ from tim_trace.schemas.errors import CannotReplay
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.reader import Tensor
 from tim_trace.tracer.weights.source import open_weights
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.engine
 
@@ -119,6 +122,18 @@ def test_the_base_changes_a_little_where_the_adapter_is_merged_for_an_engine(vll
     name = next(name for name, count in changed.items() if count and "base_layer.weight" in name)
     one, other = (weights[name].bits.view(np.float32) for weights in (first, last))
     assert 0 < np.abs(one - other).max() < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_version_is_loaded_by_transformers_and_peft(kind, tmp_path):
+    trace = trained(kind).trace
+    folder = export(trace, 3, tmp_path / "model")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), folder / "default")
+    loaded, recorded = model.state_dict(), open_weights(Store(trace)).load(3)
+    assert loaded.keys() == recorded.keys()
+    for name, tensor in recorded.items():
+        assert loaded[name].numpy().tobytes() == np.ascontiguousarray(tensor.bits).tobytes(), name
 
 
 @pytest.mark.parametrize(

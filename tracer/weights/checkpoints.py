@@ -79,6 +79,17 @@ def write_folder(
 
     Raises InvalidOption when something lies there, StorageError when the folder cannot be written.
     """
+    documents = {"config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
+    _write_new(folder, "model.safetensors", tensors, documents)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write an adapter's weights and config as a folder that peft loads. Raises as `write_folder`."""
+    documents = {"adapter_config.json": json.dumps(dict(config), indent=2).encode() + b"\n"}
+    _write_new(folder, "adapter_model.safetensors", tensors, documents)
+
+
+def _write_new(folder: Path, name: str, tensors: Mapping[str, Tensor], documents: Mapping[str, bytes]) -> None:
     from safetensors import TensorSpec, serialize_file
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -86,21 +97,20 @@ def write_folder(
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
-    for name, tensor in tensors.items():
+    for own, tensor in tensors.items():
         # A tied tensor is the same array under a second name; the config ties it again.
-        if shared.setdefault(id(tensor), name) == name:
-            arrays[name] = np.ascontiguousarray(tensor.bits)
-            specs[name] = TensorSpec(
+        if shared.setdefault(id(tensor), own) == own:
+            arrays[own] = np.ascontiguousarray(tensor.bits)
+            specs[own] = TensorSpec(
                 dtype=tensor.dtype,
                 shape=list(tensor.bits.shape),
-                data_ptr=arrays[name].ctypes.data,
-                data_len=arrays[name].nbytes,
+                data_ptr=arrays[own].ctypes.data,
+                data_len=arrays[own].nbytes,
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        serialize_file(specs, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-        for name, content in tokenizer.items():
-            (folder / name).write_bytes(content)
+        serialize_file(specs, str(folder / name), metadata={"format": "pt"})
+        for document, content in documents.items():
+            (folder / document).write_bytes(content)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error}); name a folder that can") from error
