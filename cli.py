@@ -323,6 +323,10 @@ def main() -> None:
     "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
 )
 @click.option(
+    "--engine-weights", default="given", show_default=True, type=click.Choice(["given", "held", "none"]),
+    help="Digests of vLLM's weights to keep: of what it is given, or of what it has held at every version too.",
+)  # fmt: skip
+@click.option(
     "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
 )
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
