@@ -92,9 +92,7 @@ def record(
     if weights not in WEIGHTS_CHOICES:
         raise InvalidOption(f"got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}", option="weights")
     if engine_weights not in ENGINE_WEIGHTS_CHOICES:
-        raise InvalidOption(
-            f"got {engine_weights!r}; use {', '.join(ENGINE_WEIGHTS_CHOICES)}", option="engine_weights"
-        )
+        raise InvalidOption(f"got {engine_weights!r}; use {', '.join(ENGINE_WEIGHTS_CHOICES)}", option="engine_weights")
     limit = parse_size(weights_below, option="weights_below")
     manifest = Manifest(
         run_id=str(uuid.uuid4()),

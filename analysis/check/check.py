@@ -11,6 +11,7 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..engine_weights import EngineVerdict, engine_verdict, engine_versions
 from ..info import attempts
 from ..trace.cache import cached
 from ..trace.database import Database
@@ -70,8 +71,15 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
         has_weights=database.sources[0].store.exists(WEIGHTS),
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         attempts=attempts(database),
+        engine=_engine(database),
         keep=sample.compared,
     )
+
+
+@cached
+def _engine(database: Database) -> EngineVerdict:
+    steps = database.kept_steps.get(database.sources[0].run)
+    return engine_verdict(list(engine_versions(database)), steps)
 
 
 _sums = cached(read_pair_sums)

@@ -38,7 +38,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 def _engine_name(model: Any, name: str) -> str:
     """The model's own name of a tensor, by the mapping that it declares for checkpoints of transformers."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
     # A mapper that fuses names the fused parameter: the parts are looked up by themselves.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed

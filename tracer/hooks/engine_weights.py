@@ -27,8 +27,9 @@ _WHAT = "the engine's weights are not accounted for from here on"
 class EngineWeights:
     """One process's engine and trainer, tensor by tensor.
 
-    A policy version is told when the engine first samples with it for training. What the engine holds is read the first time,
-    and whenever what it was given is not what the trainer holds. An error ends the account and nothing else.
+    A policy version is told when the engine first samples with it for training. What the engine holds is read the first time
+    and after 1, 2, 4, 8, ... versions, whenever what it was given is not what the trainer holds, and from the first time on that
+    it is not what it was given. An error ends the account and nothing else.
     """
 
     def __init__(self, session: Any):
@@ -44,6 +45,7 @@ class EngineWeights:
     def _begin(self) -> None:
         self._version: int | None = None
         self._told: int | None = None
+        self._num_told = 0
         self._trainer: Any = None
         self._is_whole = False
         self._own: dict[str, Digest] = {}
@@ -144,7 +146,8 @@ class EngineWeights:
             writer.submit(lambda: writer.append(ENGINE_WEIGHTS, batch), batch.nbytes)
 
     def _rows(self, step: int, version: int) -> pa.RecordBatch:
-        is_first = not self._known
+        is_due = self._num_told & (self._num_told - 1) <= 0
+        self._num_told += 1
         own, unmerged = _read(self._own), _read(self._unmerged)
         given, self._given = _read(self._given), {}
         self._last |= given
@@ -153,15 +156,14 @@ class EngineWeights:
         held: dict[str, int] = {}
         model = None if self._model is None else self._model()
         wrong = [name for name, value in own.items() if self._last.get(name) != value]
-        if model is not None and (is_first or wrong or self._level == HELD):
+        if model is not None and (is_due or wrong or self._level == HELD):
             held = _read({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
+            if any(held.get(name, value) != value for name, value in given.items()):
+                self._level = HELD
         has = {name: held.get(name, self._last.get(name)) for name in own}
-        strange = {
-            name: value
-            for name, value in has.items()
-            if value is not None and value not in self._known[name] and value != unmerged.get(name)
-        }
-        casts = self._casts(strange) if strange and self._is_whole else {}
+        wrong_now = {name: value for name, value in has.items() if value not in (None, own[name], unmerged.get(name))}
+        is_strange = any(value not in self._known[name] for name, value in wrong_now.items())
+        casts = self._casts(wrong_now) if is_strange and self._is_whole else {}
         names = list(own) + [name for name in given if name not in own]
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
         writer = self._session.recorder.writer
@@ -175,7 +177,7 @@ class EngineWeights:
         arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def _casts(self, strange: dict[str, int]) -> dict[str, str]:
+    def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
         """Tensor -> the dtype through which the trainer's gives what the engine has."""
         import torch
 
@@ -183,10 +185,10 @@ class EngineWeights:
         model = trainer.accelerator.unwrap_model(trainer.model)
         found: dict[str, str] = {}
         for name, tensor, _ in trainer_tensors(model):
-            if name in strange and tensor.is_floating_point():
+            if name in wrong and tensor.is_floating_point():
                 for cast in CASTS:
                     through = tensor.to(getattr(torch, cast)).to(tensor.dtype)
-                    if resolved([digest(through, self._dtype, self._device)])[0] == strange[name]:
+                    if resolved([digest(through, self._dtype, self._device)])[0] == wrong[name]:
                         found[name] = cast
                         break
         return found
