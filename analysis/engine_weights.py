@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from ..schemas.errors import WeightsMissing, option
 from ..schemas.modules import module_of
@@ -26,11 +27,26 @@ COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
-_QUERY = """
+_GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
+"""Holds for a row whose tensor needs no look at the versions before."""
+
+_COUNTED = f"""
+    SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
+    FROM (
+        SELECT *, lag(trainer) OVER (PARTITION BY writer, tensor ORDER BY policy_version) AS before,
+            bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain
+        FROM {{view}}
+    ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
+"""
+"""Versions of the tensors that were given as the trainer had them at every version: they are counted alone."""
+
+_LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
         list("cast")
-    FROM {view} GROUP BY ALL ORDER BY policy_version, writer
+    FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
+    WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
+"""Those of the others, one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +72,22 @@ class EngineVersion:
     writer: str
     step: int
     given: dict[str, int]
-    """Tensor -> the version at which it was given last; without those that never were."""
+    """Tensor -> the version at which it was given last; of those that are looked at one by one, without what never was."""
     agreeing: frozenset[str]
+    """Tensors that are the trainer's, of those that are looked at one by one."""
+    num_agreeing: int
+    """Of all tensors."""
     differences: tuple[Difference, ...]
     num_unknown: int
     """Tensors of which one side is not known."""
     num_updated: int
     """Agreeing tensors that are not what the trainer had at the version before."""
+    was_given: bool
+    """Whether the engine was given anything up to here."""
 
     @property
     def num_known(self) -> int:
-        return len(self.agreeing) + len(self.differences)
+        return self.num_agreeing + len(self.differences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,65 +126,120 @@ class EngineVerdict:
     """Sampled with weights that are the trainer's, every tensor of them."""
 
 
-def engine_versions(database: Database) -> Iterator[EngineVersion]:
-    """Every policy version at which an engine sampled, in order; of steps that were made again the newest attempt's."""
+def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
+    """Every policy version at which an engine sampled, in order; of steps that were made again the newest attempt's.
+
+    Tensors that the engine was always given as the trainer had them are only counted, unless `every_tensor` is asked for.
+    """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
+    words = {"view": view, "every": "true" if every_tensor else "false"}
+    run = database.connection.execute
+    counted = {(version, writer): rest for version, writer, *rest in run(_COUNTED.format_map(words)).fetchall()}
+    listed = {(version, writer): rest for version, writer, *rest in run(_LISTED.format_map(words)).fetchall()}
+    engines: dict[str, _Engine] = defaultdict(_Engine)
     had: dict[str, dict[int, int]] = defaultdict(dict)
-    engines: dict[str, dict[str, int]] = defaultdict(dict)
-    given_at: dict[str, dict[str, int]] = defaultdict(dict)
-    given_last: dict[str, dict[str, int]] = defaultdict(dict)
-    rows = database.connection.execute(_QUERY.format(view=view)).fetchall()
-    for version, parts in groupby(rows, key=lambda row: row[0]):
-        of_version = list(parts)
-        updated = set()
-        for _, _, _, tensors, trainer, *_ in of_version:
-            for tensor, own in zip(tensors, trainer, strict=True):
-                if own is not None:
-                    if had[tensor].get(own) != version and (not had[tensor] or own != next(reversed(had[tensor]))):
-                        updated.add(tensor)
-                    had[tensor].pop(own, None)
-                    had[tensor][own] = version
-        for _, writer, step, tensors, trainer, unmerged, given, held, casts in of_version:
-            engine, given_by, last = engines[writer], given_at[writer], given_last[writer]
-            agreeing, differences, num_unknown = set(), [], 0
-            for tensor, own, base, new, found, cast in zip(tensors, trainer, unmerged, given, held, casts, strict=True):
-                if new is not None:
-                    engine[tensor] = last[tensor] = new
-                    given_by[tensor] = version
-                if found is not None:
-                    engine[tensor] = found
-                if own is None or tensor not in engine:
-                    num_unknown += 1
-                elif engine[tensor] == own:
-                    agreeing.add(tensor)
-                else:
-                    holds = had[tensor].get(engine[tensor])
-                    causes = _causes(holds, engine[tensor] == base, cast, is_new=engine[tensor] == new)
-                    is_loaded = last.get(tensor, engine[tensor]) == engine[tensor]
-                    differences.append(
-                        Difference(tensor=tensor, causes=causes, holds_version=holds, cast=cast, is_loaded=is_loaded)
-                    )
-            yield EngineVersion(
+    for version, keys in groupby(sorted({*counted, *listed}), key=lambda key: key[0]):
+        writers = [writer for _, writer in keys]
+        updated = {
+            tensor
+            for writer in writers
+            for tensor, own in zip(*listed.get((version, writer), _NOTHING)[1:3], strict=True)
+            if own is not None and _note(had[tensor], own, version)
+        }
+        for writer in writers:
+            step, num_plain, num_plain_updated = counted.get((version, writer), (None, 0, 0))
+            own_step, *columns = listed.get((version, writer), _NOTHING)
+            yield engines[writer].looked_at(
+                had,
                 version=version,
                 writer=writer,
-                step=step,
-                given=dict(given_by),
-                agreeing=frozenset(agreeing),
-                differences=tuple(differences),
-                num_unknown=num_unknown,
-                num_updated=len(agreeing & updated),
+                step=own_step if step is None else step,
+                tensors=list(zip(*columns, strict=True)),
+                updated=updated,
+                plain=(num_plain, num_plain_updated),
             )
+
+
+_NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
+
+
+def _note(had: dict[int, int], own: int, version: int) -> bool:
+    """Keep that the trainer had a tensor at a version; whether it is another than before."""
+    is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
+    had.pop(own, None)
+    had[own] = version
+    return is_updated
+
+
+class _Engine:
+    """One engine on its way through the versions."""
+
+    def __init__(self) -> None:
+        self._has: dict[str, int] = {}
+        self._given: dict[str, int] = {}
+        self._given_at: dict[str, int] = {}
+        self._was_given = False
+
+    def looked_at(
+        self,
+        had: Mapping[str, Mapping[int, int]],
+        *,
+        version: int,
+        writer: str,
+        step: int,
+        tensors: Sequence[tuple[Any, ...]],
+        updated: Collection[str],
+        plain: tuple[int, int],
+    ) -> EngineVersion:
+        """The next version; `plain` counts the tensors beside these that agree, and those of them that were updated."""
+        agreeing, differences, num_unknown = set(), [], 0
+        for tensor, own, unmerged, given, held, cast in tensors:
+            if given is not None:
+                self._has[tensor] = self._given[tensor] = given
+                self._given_at[tensor] = version
+            if held is not None:
+                self._has[tensor] = held
+            if own is None or tensor not in self._has:
+                num_unknown += 1
+            elif self._has[tensor] == own:
+                agreeing.add(tensor)
+            else:
+                has = self._has[tensor]
+                holds = had[tensor].get(has)
+                differences.append(
+                    Difference(
+                        tensor=tensor,
+                        causes=_causes(holds, has == unmerged, cast, is_new=has == given),
+                        holds_version=holds,
+                        cast=cast,
+                        is_loaded=self._given.get(tensor, has) == has,
+                    )
+                )
+        num_plain, num_plain_updated = plain
+        self._was_given = self._was_given or bool(num_plain or self._given)
+        return EngineVersion(
+            version=version,
+            writer=writer,
+            step=step,
+            given=dict(self._given_at),
+            agreeing=frozenset(agreeing),
+            num_agreeing=num_plain + len(agreeing),
+            differences=tuple(differences),
+            num_unknown=num_unknown,
+            num_updated=num_plain_updated + len(agreeing & set(updated)),
+            was_given=self._was_given,
+        )
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
     """What may have made an engine's tensor; `is_new` says that it is what the engine was just given."""
-    changed = QUANTISED if cast is not None else OTHER
+    changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # what is there is old before it is anything else
-        return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else (changed,)
+        return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
     if is_unmerged:
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
     # A tensor of few values, as a norm of ones, comes out of a change as it was before by chance.
-    return (changed,) if holds is None else (STALE, changed)
+    return changed[:1] if holds is None else (STALE, *changed)
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
@@ -189,8 +265,9 @@ def _resolved(differences: Sequence[Difference], is_late: bool) -> dict[str, lis
         first, *others = each.causes
         if first == ADAPTER and others and is_late:
             first = STALE
-        elif first == STALE and others and sure[others[0]] > late:
-            first = others[0]
+        elif first == STALE and others:
+            other = max(others, key=lambda cause: sure[cause])
+            first = other if sure[other] > late else first
         found[first].append(each)
     return found
 
@@ -203,7 +280,7 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[Difference]]], of_ve
     last, differences = seen[-1]
     worst = min(differences, key=lambda each: -1 if each.holds_version is None else each.holds_version)
     if cause == STALE:
-        if not last.given:
+        if not last.was_given:
             cause = NEVER
         elif any(version.num_updated for version, _ in seen):
             cause = PARTIAL
@@ -233,7 +310,7 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
 
     Raises WeightsMissing when the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
-    versions = list(engine_versions(Database(trace)))
+    versions = list(engine_versions(Database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
             f"{trace}: has no digests of the engine's weights; record TRL with vLLM, and without {option('engine_weights', 'none')}"

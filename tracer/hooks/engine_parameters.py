@@ -19,13 +19,13 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     for name, shape in shapes.items():
         own = _engine_name(model, name)
         module, _, kind = own.rpartition(".")
-        before, _, leaf = module.rpartition(".")
+        leaf = module.rpartition(".")[2]
         if own in parameters:
             parameter, first = parameters[own].data, 0
             fits = tuple(parameter.shape) == shape or _is_padded(parameter, shape, own)
         elif leaf in fused_with:
             fused, parts = fused_with[leaf]
-            parameter = getattr(parameters.get(f"{before}.{fused}.{kind}"), "data", None)
+            parameter = getattr(parameters.get(f"{module.removesuffix(leaf)}{fused}.{kind}"), "data", None)
             given = name.rpartition(".")[0].removesuffix(leaf)
             rows = [shapes.get(f"{given}{part}.{kind}", (0,))[:1] or (0,) for part in parts]
             first = sum(length for (length,) in rows[: parts.index(leaf)])
