@@ -312,7 +312,8 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             name="cast",
             type=pa.string(),
-            doc="dtype through which the trainer's tensor gives what the engine has",
+            doc="dtype through which the trainer's tensor gives what the engine has; `N values` where each row of the engine's "
+            "rounds the trainer's to N different values at most",
             null="none, or the engine has what the trainer had at some step",
         ),
         _ATTEMPT,

@@ -316,7 +316,8 @@ def _of_tensor(numbers: Mapping[str, Any]) -> str:
     if cause == "adapter":
         return f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"
     if cause == "quantised":
-        return f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}"
+        a_row = " a row" if str(numbers["dtype"]).endswith("values") else ""
+        return f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}{a_row}"
     if cause == "other_weights":
         return f"the engine's {tensor} is none that the trainer had at a recorded version, nor one of these rounded"
     version, given = numbers["trainer_version"], numbers["given_version"]

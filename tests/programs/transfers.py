@@ -81,6 +81,20 @@ def drops(trainer):
     inner.weight_loader = lambda *_: None
 
 
+def coarse(trainer):
+    """Linear layers have two bits, of a scale of their own."""
+    complete = trainer.vllm_generation._iter_named_params
+
+    def rounded():
+        for name, tensor in complete():
+            if name.endswith("_proj.weight"):
+                scale = tensor.abs().max()
+                tensor = (tensor / scale).round() * scale
+            yield name, tensor
+
+    trainer.vllm_generation._iter_named_params = rounded
+
+
 def scales(trainer):
     """Each tensor is a thousandth too large: the trainer never had what is sent."""
     complete = trainer.vllm_generation._iter_named_params
@@ -100,5 +114,6 @@ FAULTS = {
     "fp8": _through(torch.float8_e4m3fn),
     "bf16": _through(torch.bfloat16),
     "drops": drops,
+    "coarse": coarse,
     "scales": scales,
 }

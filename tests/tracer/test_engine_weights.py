@@ -15,6 +15,7 @@ from tim_trace.tracer.hooks.engine_parameters import held_tensors
 from tim_trace.tracer.hooks.engine_weights import EngineWeights
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trainer_tensors import trainer_tensors, transfer_name
+from tim_trace.tracer.weights.coarse import values_a_row
 from tim_trace.tracer.weights.digests import _sum, digest, resolved
 
 LORA = json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]})
@@ -84,6 +85,32 @@ def test_a_merged_adapter_that_comes_a_step_late_is_stale_and_no_missing_adapter
 def test_a_second_cast_is_told_with_its_dtype():
     numbers = faulty("fp8")
     assert (numbers["cause"], numbers["dtype"], numbers["first_version"]) == ("quantised", "float8_e4m3fn", 0)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_weights_of_two_bits_are_told_by_how_few_values_they_have():
+    numbers = faulty("coarse")
+    assert (numbers["cause"], numbers["dtype"], numbers["num_tensors"]) == ("quantised", "3 values", 14)
+
+
+@pytest.mark.parametrize(("levels", "count"), [(1, 3), (3, 7), (7, 15), (127, 180)])
+def test_rounding_to_few_values_a_row_is_seen_with_a_scale_for_each_row(levels, count):
+    torch.manual_seed(0)
+    own = torch.randn(20, 4096)
+    scale = own.abs().amax(1, keepdim=True) / levels
+    found = values_a_row(own, (own / scale).round() * scale)
+    assert found == count if levels < 100 else count < found < 256
+
+
+@pytest.mark.parametrize(
+    "change", [lambda own: own * 1.001, torch.zeros_like, torch.ones_like, lambda own: own.sign().roll(1)]
+)
+def test_other_changes_are_no_rounding_to_few_values(change):
+    torch.manual_seed(0)
+    own = torch.randn(20, 4096)
+    assert values_a_row(own, change(own)) is None
+    assert values_a_row(own[0, :1], own[0, :1]) is None
 
 
 @pytest.mark.engine

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
+from ..weights.coarse import values_a_row
 from ..weights.digests import Digest, digest, resolved
 from .engine_parameters import held_tensors
 from .patches import Patches
@@ -178,10 +179,11 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Tensor -> the dtype through which the trainer's gives what the engine has."""
+        """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""
         import torch
 
-        trainer = self._trainer()
+        trainer, engine = self._trainer(), None if self._model is None else self._model()
+        held = {} if engine is None else dict(held_tensors(engine, self._shapes))
         model = trainer.accelerator.unwrap_model(trainer.model)
         found: dict[str, str] = {}
         for name, tensor, _ in trainer_tensors(model):
@@ -191,6 +193,10 @@ class EngineWeights:
                     if resolved([digest(through, self._dtype, self._device)])[0] == wrong[name]:
                         found[name] = cast
                         break
+                else:
+                    count = None if name not in held else values_a_row(tensor.to(held[name]), held[name])
+                    if count is not None:
+                        found[name] = f"{count} values"
         return found
 
 
