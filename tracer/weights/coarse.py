@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-NUM_ROWS = 8
+NUM_ROWS = 64
 MAX_VALUES = 256
 """What eight bits hold."""
 MIN_TIMES_MORE = 2
 """Times as many different values as that a row of the trainer's has."""
-MIN_COSINE = 0.5
-"""Between the two sides' rows: rounding to two bits leaves 0.7, other weights 0."""
+MIN_COSINE_SCORE = 6.0
+"""Standard deviations of what chance gives, by which the two sides' rows must point the same way."""
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
@@ -26,7 +26,7 @@ def values_a_row(own: Any, coarse: Any) -> int | None:
         return None
     own_RC, coarse_RC = own_RC.double(), coarse_RC.double()
     cosine = (own_RC * coarse_RC).sum() / (own_RC.norm() * coarse_RC.norm())
-    return count if float(cosine) > MIN_COSINE else None
+    return count if float(cosine) * own_RC.numel() ** 0.5 > MIN_COSINE_SCORE else None
 
 
 def _some_rows(tensor: Any) -> Any:

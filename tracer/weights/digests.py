@@ -12,6 +12,7 @@ import xxhash
 
 _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 22
+_CAST_ELEMENTS = 1 << 16
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """An int, or on an accelerator a tensor of one int64 that `resolved` reads with the others."""
@@ -28,10 +29,10 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None) -> Digest:
     tensor = tensor.detach()
     if device is not None and tensor.device.type != device.type:
         tensor = tensor.to(device)
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
     flat = tensor.contiguous().reshape(-1)
-    return _of_bytes(flat) if flat.device.type == "cpu" else _sum(flat)
+    return _of_bytes(flat, dtype) if flat.device.type == "cpu" else _sum(flat.to(dtype))
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
@@ -47,10 +48,14 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
     return found
 
 
-def _of_bytes(flat: Any) -> int:
+def _of_bytes(flat: Any, dtype: Any) -> int:
+    """The digest of a cast that is never there as a whole: a piece stays in the processor's cache."""
     import torch
 
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy()) if flat.numel() else xxhash.xxh3_64_intdigest(b"")
+    found = xxhash.xxh3_64()
+    for piece in flat.split(_CAST_ELEMENTS) if flat.numel() else ():
+        found.update(piece.to(dtype).view(torch.uint8).numpy())
+    return found.intdigest()
 
 
 def _sum(flat: Any) -> Any:
