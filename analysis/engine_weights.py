@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -47,6 +47,16 @@ _LISTED = f"""
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
 """Those of the others, one by one."""
+
+
+_UNACCOUNTED = """
+    SELECT DISTINCT step FROM (SELECT DISTINCT step, writer FROM sequences) AS sampled
+    WHERE NOT EXISTS (
+        SELECT 1 FROM (SELECT DISTINCT step, writer, dtype FROM engine_weights) AS told
+        WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
+    )
+"""
+"""Steps that a process sampled for without digests; an engine in another process serves all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +250,16 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
     # A tensor of few values, as a norm of ones, comes out of a change as it was before by chance.
     return changed[:1] if holds is None else (STALE, *changed)
+
+
+def read_engine_verdict(database: Database) -> EngineVerdict:
+    """What the digests say of the steps that a database holds, of its first trace."""
+    steps = database.kept_steps.get(database.sources[0].run)
+    found = engine_verdict(list(engine_versions(database)), steps)
+    if not found.agreeing_steps:
+        return found
+    unaccounted = {step for (step,) in database.connection.execute(_UNACCOUNTED).fetchall()}
+    return replace(found, agreeing_steps=found.agreeing_steps - unaccounted)
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:

@@ -11,7 +11,7 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..engine_weights import EngineVerdict, engine_verdict, engine_versions
+from ..engine_weights import read_engine_verdict
 from ..info import attempts
 from ..trace.cache import cached
 from ..trace.database import Database
@@ -76,12 +76,7 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
     )
 
 
-@cached
-def _engine(database: Database) -> EngineVerdict:
-    steps = database.kept_steps.get(database.sources[0].run)
-    return engine_verdict(list(engine_versions(database)), steps)
-
-
+_engine = cached(read_engine_verdict)
 _sums = cached(read_pair_sums)
 
 

@@ -8,7 +8,8 @@ import pytest
 from bigrams import BOTH_FP32, Recording, moved, table
 from builders import tim_trace
 from tim_trace.analysis import weights
-from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.check import check, gather
+from tim_trace.analysis.check.detectors.engine_weights import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions
 from tim_trace.analysis.trace.database import Database
@@ -17,6 +18,7 @@ from tim_trace.schemas.errors import InvalidOption, WeightsMissing
 from tim_trace.schemas.layout import ENGINE_WEIGHTS
 from tim_trace.schemas.tables import ENGINE_WEIGHTS_TABLE
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.store import Store
 
 UP, DOWN, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.7.mlp.down_proj.weight", "model.norm.weight"
 
@@ -197,6 +199,8 @@ def of_table(step, logits):
 def recorded(path, rows, rollout=behind):
     """A run whose engine computes with the weights before the first update, and what the digests say of them."""
     trace = Recording(rollout=rollout, weights=moving, contracts=BOTH_FP32).write(path)
+    (state,) = Store(trace).writers()[0]
+    rows = [row | {"writer": state.writer} if row["writer"] == "p1" else row for row in rows]
     with Recorder(trace, resume=True) as recorder:
         add(recorder, rows)
     return trace
@@ -233,11 +237,20 @@ def test_steps_whose_digests_are_not_there_are_judged_by_logprobs(tmp_path):
     assert [finding.code for finding in check(trace).findings] == ["weights_differ"]
 
 
+def test_an_engine_without_digests_beside_one_that_has_them_is_judged_by_logprobs(tmp_path):
+    rows = run_of(lambda v, t, of: of(v), writer="another process")
+    assert [finding.code for finding in check(recorded(tmp_path / "t", rows)).findings] == ["weights_differ"]
+    served = [row | {"dtype": None} for row in rows]
+    assert [finding.code for finding in check(recorded(tmp_path / "u", served)).findings] == ["computation_differs"]
+
+
 def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):
     trace = recorded(tmp_path / "t", run_of(lambda v, t, of: of(0)))
-    with Recorder(trace, resume=True) as recorder:
-        recorder.add_metrics(9, {"loss": 0.0})
-    assert check(trace, pair="train:rollout").findings[0].signal == "engine_weights"
+    assert check(trace).findings[0].signal == "engine_weights"
+    data = gather(Database(trace), ("train", "rollout"), trace=str(trace))
+    data.sample.b.name = "replay/as-recorded"
+    assert not find_engine_weights(data)
+    assert not weights_agree(data)
 
 
 @pytest.mark.parametrize(
