@@ -323,6 +323,10 @@ def main() -> None:
     "--routing", is_flag=True, default=False, help="Keep the router choices of a mixture of experts, token by token."
 )
 @click.option(
+    "--engine-weights", default="given", show_default=True, type=click.Choice(["given", "held", "none"]),
+    help="Digests of vLLM's weights to keep: of what it is given, or of what it has held at every version too.",
+)  # fmt: skip
+@click.option(
     "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
 )
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
@@ -897,6 +901,10 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     help="What a row stands for.",
 )
 @click.option(
+    "--engine", is_flag=True, default=False,
+    help="The engine's weights beside the trainer's: when each tensor was given last, and whether the two agree.",
+)  # fmt: skip
+@click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Round the weights to it: what an engine of that dtype loads.",
 )  # fmt: skip
@@ -908,7 +916,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @_prints()
 def weights(
-    trace: str, by: str, dtype: str | None, verify: bool, weights_from: str | None,
+    trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
     exported: tuple[int, str] | None, form: _Form,
 ) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed."""
@@ -922,10 +930,14 @@ def weights(
         _tell(f"wrote version {exported[0]} to {folder}")
         return
     with _library_output_held_back():
-        rows = versions(trace, by=by, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress)
+        rows = versions(
+            trace, by=by, engine=engine, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress
+        )
     form.table(rows, "weights")
-    if dtype is None and (engine := engine_dtype(trace)) is not None:
-        _tell(f"the engine held them as {engine}: tim-trace weights {trace} --dtype {engine} says what changed there")
+    if engine:
+        return
+    if dtype is None and (held := engine_dtype(trace)) is not None:
+        _tell(f"the engine held them as {held}: tim-trace weights {trace} --dtype {held} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 

@@ -21,6 +21,7 @@ from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, write_adapter, write_folder
 from ..tracer.weights.reader import Tensor, WeightReader
 from ..tracer.weights.source import open_weights
+from .engine_weights import engine_weights
 from .rounded_weights import changes, rounded, torch_name
 from .rows import Rows
 
@@ -33,6 +34,7 @@ def weights(
     trace: str | os.PathLike[str],
     *,
     by: str = "version",
+    engine: bool = False,
     dtype: str | None = None,
     verify: bool = False,
     weights_from: str | os.PathLike[str] | None = None,
@@ -46,6 +48,10 @@ def weights(
     column `verified` says `ok` or what is wrong. By `module` layers are taken together, and `num_unchanged` counts
     the versions in which no element changed.
 
+    With `engine` a row is a tensor of the engine, or by `module` those of a layer together: the trainer's version as it last
+    began to sample, the version at which the tensor was given last, the latest one whose bits the engine has, whether these
+    are the trainer's, at how many versions they were not, and why: a code of WEIGHT_CAUSES.
+
     With `dtype` (fp32, bf16 or fp16) elements, bytes and shares are those of the weights rounded to it: what an engine
     of that dtype loads, where the trainer keeps a master of more bits. `weights_from` is the folder of the run's checkpoints,
     where the trace has no weights of its own.
@@ -56,6 +62,13 @@ def weights(
         raise InvalidOption(f"got {by!r}; use version or module", option="by")
     if dtype is not None and by == "module":
         raise InvalidOption(f"goes with {option('by', 'version')}", option="dtype")
+    if engine:
+        if dtype is not None or verify:
+            raise InvalidOption(
+                f"goes with neither {option('dtype')} nor {option('verify')}, which are of the trainer's weights",
+                option="engine",
+            )
+        return engine_weights(trace, by="module" if by == "module" else "tensor")
     reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
         if by == "module":

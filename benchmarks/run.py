@@ -21,6 +21,7 @@ import querying
 import replaying
 import reports
 import startup
+import transfers
 import watching
 import weights
 import writing
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "packing": packing.compare,
     "memory": memory.compare,
     "weights": weights.compare,
+    "transfers": transfers.compare,
     "startup": startup.compare,
     "demo": demo.compare,
 }

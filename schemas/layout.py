@@ -8,9 +8,9 @@ from dataclasses import dataclass
 MANIFEST = "trace.json"
 SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
 PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "journal"
-TOKENIZER, WEIGHTS = "tokenizer", "weights"
-FOLDERS = (SEQUENCES, SCORES, METRICS, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER)
-TABLES = (SEQUENCES, SCORES, METRICS)
+TOKENIZER, WEIGHTS, ENGINE_WEIGHTS = "tokenizer", "weights", "engine_weights"
+FOLDERS = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER)
+TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS)
 
 HYPERPARAMETER = "hyperparameter/"
 """What the names of a run's settings begin with, among what was logged."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from .layout import METRICS, SCORES, SEQUENCES
+from .layout import ENGINE_WEIGHTS, METRICS, SCORES, SEQUENCES
 
 TOKENS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
@@ -271,4 +271,54 @@ METRICS_TABLE = Table(
     ),
 )
 
-TABLES = {table.name: table for table in (SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE)}
+ENGINE_WEIGHTS_TABLE = Table(
+    name=ENGINE_WEIGHTS,
+    doc="One row a (step, tensor): what the trainer held when the engine began to sample for the step, and what the engine was given. "
+    "Digests have 64 bits, are taken in `dtype`, and are equal where the bits are.",
+    columns=(
+        Column(name="step", type=pa.int64(), doc="the step that the engine sampled for", null=""),
+        Column(name="policy_version", type=pa.int64(), doc="optimizer updates of the trainer", unit="updates", null=""),
+        Column(name="tensor", type=pa.string(), doc="the name under which the engine is given it", null=""),
+        Column(
+            name="dtype",
+            type=pa.string(),
+            doc="dtype that the engine computes in, to which every side is rounded before its digest is taken",
+            null="that of the tensor: the engine is in another process",
+        ),
+        Column(
+            name="trainer",
+            type=pa.uint64(),
+            doc="digest of the trainer's tensor, adapters merged",
+            null="not read, or the trainer has none of this name",
+        ),
+        Column(
+            name="unmerged",
+            type=pa.uint64(),
+            doc="digest of the trainer's tensor without its adapter",
+            null="no adapter changes the tensor",
+        ),
+        Column(
+            name="given",
+            type=pa.uint64(),
+            doc="digest of what the engine was given last, since the step before",
+            null="it was given none",
+        ),
+        Column(
+            name="held",
+            type=pa.uint64(),
+            doc="digest of what the engine holds, cut out of the tensors that it fuses",
+            null="not read, or in no known place of the engine's parameters",
+        ),
+        Column(
+            name="cast",
+            type=pa.string(),
+            doc="dtype through which the trainer's tensor gives what the engine has; `N values` where each row of the engine's "
+            "rounds the trainer's to N different values at most",
+            null="none, or the engine has what the trainer had at some step",
+        ),
+        _ATTEMPT,
+        _WRITER,
+    ),
+)
+
+TABLES = {table.name: table for table in (SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE)}

@@ -26,6 +26,7 @@ from .store import Store
 from .whole_file import write_part
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
+ENGINE_WEIGHTS_CHOICES = ("given", "held", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ def record(
     weights_below: str = "500MB",
     weights_from: str | None = None,
     routing: bool = False,
+    engine_weights: str = "given",
     resume: bool = False,
     force: bool = False,
 ) -> Recording:
@@ -67,7 +69,9 @@ def record(
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
     run saves anyway, to read weights from there instead. `routing` keeps what the routers of a mixture of experts chose
-    in the `train` pass, for every token of prompts and responses.
+    in the `train` pass, for every token of prompts and responses. `engine_weights` says which digests of vLLM's weights are
+    kept beside the trainer's: of what it is `given` (what it holds is read once, and wherever the two differ), of what it
+    has `held` at every version, or `none`.
 
     `resume` adds to the trace that lies at `output`, where there is one: its steps that are made again stay apart, as another
     attempt. `force` replaces a trace, once the command has started.
@@ -87,6 +91,8 @@ def record(
     spec.check_records()
     if weights not in WEIGHTS_CHOICES:
         raise InvalidOption(f"got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}", option="weights")
+    if engine_weights not in ENGINE_WEIGHTS_CHOICES:
+        raise InvalidOption(f"got {engine_weights!r}; use {', '.join(ENGINE_WEIGHTS_CHOICES)}", option="engine_weights")
     limit = parse_size(weights_below, option="weights_below")
     manifest = Manifest(
         run_id=str(uuid.uuid4()),
@@ -110,6 +116,7 @@ def record(
             weights="none" if weights_from is not None and weights == "auto" else weights,
             weights_below=limit,
             routing=routing,
+            engine_weights=engine_weights,
         )
         try:
             child = Child.start(command, _environment(order))

@@ -27,7 +27,7 @@ ROW_GROUP_TOKENS = 1 << 20
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
 _SPLIT_FLOATS = ("logprobs", "entropy", "top2_gap", "advantages")
-_REPEATED_TEXT = ("pass", "contract", "writer", "finish_reason", "group_id", "dense", "name")
+_REPEATED_TEXT = ("pass", "contract", "writer", "finish_reason", "group_id", "dense", "name", "tensor", "dtype")
 
 
 def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:

@@ -11,6 +11,7 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..engine_weights import read_engine_verdict
 from ..info import attempts
 from ..trace.cache import cached
 from ..trace.database import Database
@@ -70,10 +71,12 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
         has_weights=database.sources[0].store.exists(WEIGHTS),
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         attempts=attempts(database),
+        engine=_engine(database),
         keep=sample.compared,
     )
 
 
+_engine = cached(read_engine_verdict)
 _sums = cached(read_pair_sums)
 
 

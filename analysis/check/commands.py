@@ -73,6 +73,11 @@ def weights(data: PairData) -> Advice:
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
+def engine_weights(data: PairData) -> Advice:
+    """`tim-trace weights` with the engine's tensors beside the trainer's."""
+    return Advice(f"tim-trace weights {_trace(data)} --engine")
+
+
 def triangulate(data: PairData) -> Advice:
     """`tim-trace triangulate` of one step: how the mismatch splits between the two sides."""
     step = int(data.sample.steps[-1])

@@ -22,6 +22,7 @@ FAULTS = {
     "lengths": "one side lacks tokens that the other has",
     "copies": "one pass is a copy of the other",
     "weights_differ": "the weights differ: stale, partly synchronised, without the adapter, or quantised",
+    "computation_differs": "the weights are the same, and one side computes otherwise: kernel, cache, positions or precision",
     "change_inside_sequence": "weights or prefix cache changed inside of sequences",
     "position_onset": "the mismatch begins at one position of all sequences (KV cache or rotary embedding)",
     "subset": "the mismatch is concentrated in a part of the run",
@@ -42,6 +43,8 @@ WEIGHT_CAUSES = {
     "partial_sync": "some of the weights were not synchronised",
     "adapter": "the adapter is on one side only",
     "quantised": "one side's weights are quantised",
+    "never_synchronised": "the engine was never given the trainer's weights",
+    "other_weights": "the engine has weights that the trainer never had",
 }
 """Why weights differ -> in words. `weights_differ` has one in `numbers["cause"]` where the recording says it."""
 
@@ -57,6 +60,7 @@ _ENGINE = frozenset(
     {
         "padded_vocabulary",
         "weights_differ",
+        "computation_differs",
         "change_inside_sequence",
         "position_onset",
         "subset",

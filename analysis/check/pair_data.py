@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 from ...schemas.contract import Contract
 from ...schemas.steps import ALL_STEPS
 from ..advice import NOTHING, Advice
+from ..engine_weights import EngineVerdict
 from ..info import AttemptInfo
 from .finding import Finding, Number
 from .sample import Sample
@@ -41,6 +42,8 @@ class PairData:
     """Identity of the trained model, as the recording describes it."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Attempts at training, where there are several."""
+    engine: EngineVerdict = field(default_factory=EngineVerdict)
+    """What digests say of the weights that the engine sampled with."""
     keep: np.ndarray
     """[N] bool: the compared tokens that no earlier finding explains."""
 

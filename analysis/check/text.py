@@ -91,6 +91,10 @@ EVIDENCE: Mapping[str, str] = {
     "contract": "the contract of {side} says {setting} {value}",
     "one_adapter": "only {side} has an adapter, and " + _WEIGHTS,
     "logits": _WEIGHTS + "{behind_text}; logprobs alone do not say why: the replay decides",
+    "engine_weights": "{what_text}; {num_tensors:,} of {of_tensors:,} tensors are so at version {trainer_version}, and some at "
+    "{num_versions:,} of {of_versions:,} versions, from {first_version} on: digests of every tensor say it",
+    "equal_weights": "the engine sampled with the trainer's weights, every tensor of them, as their digests say; and the logits "
+    "differ by {level:.2g} nats rms, where rounding of {dtypes} gives {allowed:.2g} at most",
     "too_few": "{num_tokens:,} tokens compare: from fewer than {least:,} nothing is told but missing values and equal bits; record "
     "more sequences",
     "rounding": "the logits differ by {level:.2g} nats rms, within {allowed:.2g} that rounding of {dtypes} gives at most, and "
@@ -151,6 +155,8 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str | float]]] =
         else "as routers of a mixture of experts do"
     },
     "one_adapter": lambda n: _of_weights(n),
+    "engine_weights": lambda n: {"what_text": _of_tensor(n)},
+    "equal_weights": lambda n: _of_weights(n),
     "logits": lambda n: _of_weights(n),
     "rounding": lambda n: {
         "dtypes": " and ".join(f"{n[f'dtype_{side}'] or 'an unknown dtype'} ({n[side]})" for side in "ab")
@@ -302,6 +308,25 @@ def _recorded(numbers: Mapping[str, Any]) -> str:
     if "logprobs_mode" in numbers:
         parts.append(f"logprobs_mode {numbers['logprobs_mode']}")
     return f"; recorded: {', '.join(parts)}" if parts else ""
+
+
+def _of_tensor(numbers: Mapping[str, Any]) -> str:
+    """What the engine has in the place of one of the trainer's tensors."""
+    tensor, cause = numbers["tensor"], numbers["cause"]
+    if cause == "adapter":
+        return f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"
+    if cause == "quantised":
+        a_row = " a row" if str(numbers["dtype"]).endswith("values") else ""
+        return f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}{a_row}"
+    if cause == "other_weights":
+        return f"the engine's {tensor} is none that the trainer had at a recorded version, nor one of these rounded"
+    version, given = numbers["trainer_version"], numbers["given_version"]
+    how = "it was never given"
+    if given is not None and not numbers["is_loaded"]:
+        how = f"what it was given at version {given} was not loaded"
+    elif given is not None:
+        how = f"it was given last at version {given}{', and was old then' if given != numbers['holds_version'] else ''}"
+    return f"the engine's {tensor} is that of version {numbers['holds_version']}, the trainer is at {version}; {how}"
 
 
 def _of_weights(numbers: Mapping[str, Any]) -> Mapping[str, str | float]:

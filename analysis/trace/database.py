@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
-from ...schemas.layout import HYPERPARAMETER, TABLES
+from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ...schemas.tables import TABLES as TABLE_SPECS
@@ -279,8 +279,8 @@ class Database:
             within.append(f"(run = {quoted(run)} AND {step_condition(kept, recorded[run])})")
             until.append(f"(run = {quoted(run)} AND {_IS_SETTING} AND step <= {kept[-1]})")
         self._within = " OR ".join(within)
-        for table in ("sequences", "scores", "metrics"):
-            kept_rows = " OR ".join([self._within, *until]) if table == "metrics" else self._within
+        for table in TABLES:
+            kept_rows = " OR ".join([self._within, *until]) if table == METRICS else self._within
             for name in (table, f"all_{table}"):
                 self._narrow(name, kept_rows)
         self.connection.execute(_PASSES_OF_SCORES)

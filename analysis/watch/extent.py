@@ -67,9 +67,7 @@ class Surveyor:
 
     def survey(self, source: Source) -> Extents:
         """Count what lies there. Raises DamagedTrace."""
-        files = {
-            entry.relative: (table, entry) for table, entries in source.snapshot.files.items() for entry in entries
-        }
+        files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
         if not self._seen <= set(files) or self._newest != source.newest:
             # Somebody removed files, or steps were made again: what was counted of them is void.
             self._newest, self._seen, self._sealed = source.newest, set(), Extents()
@@ -78,7 +76,11 @@ class Surveyor:
             rows = _sealed_rows(source, table, entry)
             self._sealed = self._sealed + self._count(table, rows) + Extents(ranges=_range(path, table, rows))
             self._seen.add(path)
-        journaled = (self._count(table, rows.select(_COLUMNS[table])) for table, rows in source.journals.items())
+        journaled = (
+            self._count(table, rows.select(_COLUMNS[table]))
+            for table, rows in source.journals.items()
+            if table in _COLUMNS
+        )
         return sum(journaled, self._sealed)
 
     def _count(self, table: str, rows: pa.Table) -> Extents:

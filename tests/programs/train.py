@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny
 import torch
+import transfers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -108,6 +109,7 @@ def main():
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
+    parser.add_argument("--transfer", choices=list(transfers.FAULTS), help="how the transfer to vLLM goes wrong")
     parser.add_argument("--rollout-function", action="store_true")
     parser.add_argument("--pretend", metavar="VERSION")
     parser.add_argument("--without", metavar="FUNCTION")
@@ -179,6 +181,8 @@ def train(arguments):
         **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
         **({"peft_config": lora(json.loads(arguments.lora))} if arguments.lora else {}),
     )
+    if arguments.transfer:
+        transfers.FAULTS[arguments.transfer](trainer)
     if arguments.die_after:
         trainer.add_callback(Dies(arguments.die_after))
     for _ in range(arguments.trainings):

@@ -29,6 +29,11 @@ class Patches:
         setattr(owner, name, wrapped)
         return True
 
+    @property
+    def wrapped(self) -> list[tuple[Any, str]]:
+        """Owner and name of every function that is wrapped."""
+        return [(owner, name) for owner, name, _ in self._originals]
+
     def restore(self) -> None:
         while self._originals:
             owner, name, original = self._originals.pop()

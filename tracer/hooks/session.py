@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,9 @@ class Order:
     weights_below: int = 500_000_000
     routing: bool = False
     """Whether a mixture of experts' router choices are kept."""
+    engine_weights: str = "given"
+    """Whose digests are kept beside the trainer's: of what the engine is `given`, of what it is found to have `held` at every
+    version too, or of `none`."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -56,6 +59,7 @@ class Session:
         self.capture = Capture.parse(order.capture, order.capture_fraction)
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
+        self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
         self._num_trainings = 0
@@ -83,6 +87,15 @@ class Session:
             self._close_at_exit()
         return self._recorder
 
+    @property
+    def engine_weights(self) -> Any:
+        """The account of the engine's weights in this process."""
+        if self._engine_weights is None:
+            from .engine_weights import EngineWeights
+
+            self._engine_weights = EngineWeights(self)
+        return self._engine_weights
+
     def begin_training(self) -> None:
         """Have what comes from here on belong to another attempt at training than what came before.
 
@@ -90,6 +103,7 @@ class Session:
         on under another writer.
         """
         with self.guard("the start of a training"):
+            self.engine_weights.restart()
             from ..attempts import next_attempt
             from ..store import Store
 
@@ -101,16 +115,20 @@ class Session:
             self._num_trainings += 1
 
     @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
+    def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Keep an error of recording from the program; `what` names what is not recorded from here on.
 
-        The time that passes inside is what recording costs the program.
+        An error ends this process's recording, or is given to `otherwise`. The time that passes inside is what recording
+        costs the program.
         """
         begin, self._depth = time.perf_counter(), self._depth + 1
         try:
             yield
         except Exception as error:
-            self.stop(what, error)
+            if otherwise is None:
+                self.stop(what, error)
+            else:
+                otherwise(error)
         finally:
             self._depth -= 1
             if not self._depth:

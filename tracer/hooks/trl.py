@@ -6,6 +6,7 @@ Shapes: B rows of one process's generation batch, P padded prompt width, T padde
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -95,9 +96,34 @@ def _install_class(session: Session, trainer_class: type, patches: Patches) -> N
     for name, wrapper in wrappers.items():
         if not patches.wrap(trainer_class, name, wrapper):
             missing[f"{trainer_class.__name__}.{name}"] = POINTS[name]
+    _hear_transfers(session, patches)
     sentence = version_sentence("trl", trl.__version__, missing)
     if sentence:
         session.note(sentence)
+
+
+def _hear_transfers(session: Session, patches: Patches) -> None:
+    """Hear the tensors that TRL gathers of a sharded trainer, and those that it sends to a server."""
+
+    def gather(original: Callable[..., Any], generation: Any) -> Any:
+        return session.engine_weights.gathered(original(generation))
+
+    def send(original: Callable[..., Any], client: Any, metadata: Any, named_params: Any) -> Any:
+        return original(client, metadata, session.engine_weights.heard(named_params))
+
+    for module, owner, name, wrapper in (
+        ("vllm_generation", "VLLMGeneration", "_iter_named_params", gather),
+        ("vllm_client", "VLLMClient", "update_named_params", send),
+    ):
+        found = getattr(sys.modules.get(f"trl.generation.{module}"), owner, None)
+        if found is not None:
+            patches.wrap(found, name, wrapper)
+
+
+def _sends_weights(trainer: Any) -> bool:
+    """Whether this process sends its weights to an engine outside of it."""
+    is_server = getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "server"
+    return bool(is_server and trainer.is_world_process_zero())
 
 
 class TrainerHooks:
@@ -115,6 +141,8 @@ class TrainerHooks:
     def generate_and_score(
         self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        if getattr(trainer, "use_vllm", False):
+            self.session.engine_weights.hold(trainer)
         if not trainer.model.training or not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
@@ -137,6 +165,8 @@ class TrainerHooks:
         result = original(trainer, *args, **kwargs)
         state = self._state(trainer)
         generation = state.generation
+        if generation is not None and _sends_weights(trainer):
+            self.session.engine_weights.tell(generation.step)
         if generation is not None and adapters(trainer):
             # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
             with self.session.guard("weights"):

@@ -77,11 +77,14 @@ class EngineHooks:
         result = original(llm, *args, **kwargs)
         with self.session.guard("vLLM's engine arguments"):
             self._arguments[id(llm)] = arguments(original, llm, *args, **kwargs)
+        self.session.engine_weights.watch(llm)
         return result
 
     def generate(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(llm, *args, **kwargs)
+        if self.session.generation is not None:
+            self.session.engine_weights.tell(self.session.generation.step)
         requested: list[Requested] = []
         with self.session.guard("vLLM's rollouts"):
             prepared, requested = self._ask(original, llm, args, kwargs)

@@ -99,7 +99,7 @@ def _said(value: Any) -> Any:
     return str(value)
 
 
-def _runner(llm: Any) -> Any:
+def model_runner(llm: Any) -> Any:
     """The model runner, where the engine lives in this process; None elsewhere."""
     executor = getattr(llm.llm_engine, "model_executor", None)
     worker = getattr(executor, "driver_worker", None)
@@ -108,14 +108,14 @@ def _runner(llm: Any) -> Any:
 
 def attention_backends(llm: Any) -> list[str] | None:
     """The attention kernels in use; None when the engine lives in another process."""
-    groups = getattr(_runner(llm), "attn_groups", None)
+    groups = getattr(model_runner(llm), "attn_groups", None)
     if not groups:
         return None
     return sorted({group.backend.get_name() for part in groups for group in part})
 
 
 def _model_class(llm: Any) -> str | None:
-    model = getattr(_runner(llm), "model", None)
+    model = getattr(model_runner(llm), "model", None)
     return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
 
 

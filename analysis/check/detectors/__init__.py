@@ -14,6 +14,7 @@ from ..thresholds import MAX_NOT_LOGPROBS_SHARE, MIN_FALL, MIN_FALL_SCORE, MIN_L
 from .alignment import find_retokenised, find_shift
 from .broken import find_broken
 from .constants import find_constants
+from .engine_weights import find_engine_weights
 from .equality import find_copied_rows, find_equal
 from .log_base import find_unit
 from .missing import find_missing
@@ -45,9 +46,15 @@ _BEHIND = (find_one_sided, find_temperature, find_other_weights)
 def find(data: PairData) -> list[Finding]:
     """Ask every detector, from what is seen bit for bit to what only statistics tell.
 
-    Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
+    Weights of the engine that are known to be others come first, and no statistics are asked for what these explain. Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
     that explains the mismatch ends the search. Both are told.
     """
+    engine = find_engine_weights(data)
+    return [*engine, *(each for each in _find(data, is_known=bool(engine)) if each.fails or not engine)]
+
+
+def _find(data: PairData, *, is_known: bool) -> list[Finding]:
+    """What the values say; `is_known` says that the engine's weights are known to be others."""
     above = find_positive(data)
     if above and (unit := find_unit(data)):
         return unit
@@ -70,6 +77,8 @@ def find(data: PairData) -> list[Finding]:
     faults = copied or _first(data, (find_unit, find_shared_unit, find_constant_rows, *_ALIGNMENT))
     if faults:
         return [*faults, *_behind(data, faults[0]), *holes]
+    if is_known:
+        return [*holes, *_first(data, _SCALE)]
     faults = _first(data, _QUANTITY) or _since(data) or _first(data, (*_SCALE, *_PARTS, *_STATE))
     if not faults:
         return holes or [_rounding(data)]

@@ -22,6 +22,7 @@ from ..thresholds import (
     MIN_WEIGHTS_NOISE,
     MOVEMENT_SHRINKAGE,
 )
+from .engine_weights import weights_agree
 from .error_structure import error_structure, token_effect
 from .numerics import allowed_noise, precisions
 
@@ -138,13 +139,16 @@ def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
 def find_other_weights(data: PairData) -> list[Finding]:
     """The mismatch is larger than rounding, or belongs to tokens as only other weights make it."""
     size, structure = logit_mismatch(data), error_structure(data)
-    differ = size.is_excessive or size.is_of_weights
+    agree = weights_agree(data)
+    differ = size.is_excessive or (size.is_of_weights and not agree)
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
-    if differ and len(adapters) == 1:
+    if differ and len(adapters) == 1 and not agree:
         declaration = {"cause": "adapter", "side": adapters[0]}
         return [_finding(data, "weights_differ", "one_adapter", 0.8, commands.weights(data), **declaration)]
     if structure.changes_inside(is_excessive=differ):
         return [_finding(data, "change_inside_sequence", "persistence", 0.5, commands.weights(data))]
+    if differ and agree:
+        return [_finding(data, "computation_differs", "equal_weights", 0.5, commands.triangulate(data))]
     if differ:
         return [_finding(data, "weights_differ", "logits", 0.5, commands.weights_replay(data))]
     return []

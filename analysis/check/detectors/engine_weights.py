@@ -1,0 +1,52 @@
+"""The engine's weights where a recording accounts for them, tensor by tensor: what differs, and that nothing does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
+from .. import commands
+from ..finding import Finding
+from ..pair_data import PairData
+
+
+def find_engine_weights(data: PairData) -> list[Finding]:
+    """Each cause for which the engine sampled with other weights than the trainer's, as the digests of both say."""
+    if not _is_of_both(data):
+        return []
+    steps = data.sample.steps[data.seq]
+    return [
+        data.finding(
+            "weights_differ",
+            "engine_weights",
+            np.isin(steps, list(fault.steps)),
+            next=commands.engine_weights(data),
+            numbers={
+                "cause": fault.cause,
+                "side": ROLLOUT,
+                "tensor": fault.tensor,
+                "trainer_version": fault.version,
+                "holds_version": fault.holds_version,
+                "given_version": fault.given_version,
+                "is_loaded": int(fault.is_loaded),
+                "dtype": fault.cast,
+                "num_tensors": fault.num_tensors,
+                "of_tensors": fault.of_tensors,
+                "num_versions": fault.num_versions,
+                "of_versions": fault.of_versions,
+                "first_version": fault.first_version,
+            },
+        )
+        for fault in data.engine.faults
+    ]
+
+
+def weights_agree(data: PairData) -> bool:
+    """Whether every tensor of the engine was the trainer's at each step of the kept tokens."""
+    steps = np.unique(data.sample.steps[data.seq]).tolist()
+    return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
+
+
+def _is_of_both(data: PairData) -> bool:
+    names = set(data.names.values())
+    return ROLLOUT in names and bool(names & {TRAIN, CURRENT})

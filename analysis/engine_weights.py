@@ -1,0 +1,380 @@
+"""The engine's weights beside the trainer's, tensor by tensor, from the digests that a recording keeps of both.
+
+A tensor of the engine is what it was found to hold, else what it was given last. Digests that are equal are equal bits in the
+engine's dtype, so that nothing here is estimated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from ..schemas.errors import WeightsMissing, option
+from ..schemas.modules import module_of
+from .rows import Rows
+from .trace.database import Database
+
+STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
+    "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
+)  # fmt: skip
+"""Why an engine's weights are not the trainer's: the codes of `weights_differ`."""
+
+COLUMNS = (
+    "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
+)  # fmt: skip
+
+_GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
+"""Holds for a row whose tensor needs no look at the versions before."""
+
+_COUNTED = f"""
+    SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
+    FROM (
+        SELECT *, lag(trainer) OVER (PARTITION BY writer, tensor ORDER BY policy_version) AS before,
+            bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain
+        FROM {{view}}
+    ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
+"""
+"""Versions of the tensors that were given as the trainer had them at every version: they are counted alone."""
+
+_LISTED = f"""
+    SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
+        list("cast")
+    FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
+    WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
+"""
+"""Those of the others, one by one."""
+
+
+_UNACCOUNTED = """
+    SELECT DISTINCT step FROM (SELECT DISTINCT step, writer FROM sequences) AS sampled
+    WHERE NOT EXISTS (
+        SELECT 1 FROM (SELECT DISTINCT step, writer, dtype FROM engine_weights) AS told
+        WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
+    )
+"""
+"""Steps that a process sampled for without digests; an engine in another process serves all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A tensor of the engine that is not the trainer's, at one policy version."""
+
+    tensor: str
+    causes: tuple[str, ...]
+    """What the bits allow, the more probable first: STALE, ADAPTER, QUANTISED or OTHER."""
+    holds_version: int | None
+    """The latest version whose tensor the engine has; None where the trainer had it at none."""
+    cast: str | None
+    """dtype through which the trainer's tensor gives it."""
+    is_loaded: bool
+    """Whether it is what the engine was given last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineVersion:
+    """One engine as it began to sample with one policy version."""
+
+    version: int
+    writer: str
+    step: int
+    given: dict[str, int]
+    """Tensor -> the version at which it was given last; of those that are looked at one by one, without what never was."""
+    agreeing: frozenset[str]
+    """Tensors that are the trainer's, of those that are looked at one by one."""
+    num_agreeing: int
+    """Of all tensors."""
+    differences: tuple[Difference, ...]
+    num_unknown: int
+    """Tensors of which one side is not known."""
+    num_updated: int
+    """Agreeing tensors that are not what the trainer had at the version before."""
+    was_given: bool
+    """Whether the engine was given anything up to here."""
+
+    @property
+    def num_known(self) -> int:
+        return self.num_agreeing + len(self.differences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFault:
+    """One cause for which the engine's weights are not the trainer's, and the last version at which it was seen."""
+
+    cause: str
+    tensor: str
+    """Of that version's the one that is furthest behind."""
+    version: int
+    """The trainer's."""
+    holds_version: int | None
+    given_version: int | None
+    """When it was given last; None where it never was."""
+    is_loaded: bool
+    """Whether the engine has what it was given last."""
+    num_tensors: int
+    """Of that version."""
+    of_tensors: int
+    num_versions: int
+    """At which it was seen."""
+    of_versions: int
+    first_version: int
+    cast: str | None
+    steps: frozenset[int]
+    """Sampled with such weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineVerdict:
+    """What the digests say of some steps."""
+
+    faults: tuple[EngineFault, ...] = ()
+    """The cause of most differences first."""
+    agreeing_steps: frozenset[int] = field(default=frozenset())
+    """Sampled with weights that are the trainer's, every tensor of them."""
+
+
+def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterator[EngineVersion]:
+    """Every policy version at which an engine sampled, in order; of steps that were made again the newest attempt's.
+
+    Tensors that the engine was always given as the trainer had them are only counted, unless `every_tensor` is asked for.
+    """
+    view = "every_engine_weights" if database.kept_steps else "engine_weights"
+    words = {"view": view, "every": "true" if every_tensor else "false"}
+    run = database.connection.execute
+    counted = {(version, writer): rest for version, writer, *rest in run(_COUNTED.format_map(words)).fetchall()}
+    listed = {(version, writer): rest for version, writer, *rest in run(_LISTED.format_map(words)).fetchall()}
+    engines: dict[str, _Engine] = defaultdict(_Engine)
+    had: dict[str, dict[int, int]] = defaultdict(dict)
+    for version, keys in groupby(sorted({*counted, *listed}), key=lambda key: key[0]):
+        writers = [writer for _, writer in keys]
+        updated = {
+            tensor
+            for writer in writers
+            for tensor, own in zip(*listed.get((version, writer), _NOTHING)[1:3], strict=True)
+            if own is not None and _note(had[tensor], own, version)
+        }
+        for writer in writers:
+            step, num_plain, num_plain_updated = counted.get((version, writer), (None, 0, 0))
+            own_step, *columns = listed.get((version, writer), _NOTHING)
+            yield engines[writer].looked_at(
+                had,
+                version=version,
+                writer=writer,
+                step=own_step if step is None else step,
+                tensors=list(zip(*columns, strict=True)),
+                updated=updated,
+                plain=(num_plain, num_plain_updated),
+            )
+
+
+_NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
+
+
+def _note(had: dict[int, int], own: int, version: int) -> bool:
+    """Keep that the trainer had a tensor at a version; whether it is another than before."""
+    is_updated = had.get(own) != version and (not had or own != next(reversed(had)))
+    had.pop(own, None)
+    had[own] = version
+    return is_updated
+
+
+class _Engine:
+    """One engine on its way through the versions."""
+
+    def __init__(self) -> None:
+        self._has: dict[str, int] = {}
+        self._given: dict[str, int] = {}
+        self._given_at: dict[str, int] = {}
+        self._was_given = False
+
+    def looked_at(
+        self,
+        had: Mapping[str, Mapping[int, int]],
+        *,
+        version: int,
+        writer: str,
+        step: int,
+        tensors: Sequence[tuple[Any, ...]],
+        updated: Collection[str],
+        plain: tuple[int, int],
+    ) -> EngineVersion:
+        """The next version; `plain` counts the tensors beside these that agree, and those of them that were updated."""
+        agreeing, differences, num_unknown = set(), [], 0
+        for tensor, own, unmerged, given, held, cast in tensors:
+            if given is not None:
+                self._has[tensor] = self._given[tensor] = given
+                self._given_at[tensor] = version
+            if held is not None:
+                self._has[tensor] = held
+            if own is None or tensor not in self._has:
+                num_unknown += 1
+            elif self._has[tensor] == own:
+                agreeing.add(tensor)
+            else:
+                has = self._has[tensor]
+                holds = had[tensor].get(has)
+                differences.append(
+                    Difference(
+                        tensor=tensor,
+                        causes=_causes(holds, has == unmerged, cast, is_new=has == given),
+                        holds_version=holds,
+                        cast=cast,
+                        is_loaded=self._given.get(tensor, has) == has,
+                    )
+                )
+        num_plain, num_plain_updated = plain
+        self._was_given = self._was_given or bool(num_plain or self._given)
+        return EngineVersion(
+            version=version,
+            writer=writer,
+            step=step,
+            given=dict(self._given_at),
+            agreeing=frozenset(agreeing),
+            num_agreeing=num_plain + len(agreeing),
+            differences=tuple(differences),
+            num_unknown=num_unknown,
+            num_updated=num_plain_updated + len(agreeing & set(updated)),
+            was_given=self._was_given,
+        )
+
+
+def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
+    """What may have made an engine's tensor; `is_new` says that it is what the engine was just given."""
+    changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
+    if not is_new:  # what is there is old before it is anything else
+        return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
+    if is_unmerged:
+        return (ADAPTER,) if holds is None else (ADAPTER, STALE)
+    # A tensor of few values, as a norm of ones, comes out of a change as it was before by chance.
+    return changed[:1] if holds is None else (STALE, *changed)
+
+
+def read_engine_verdict(database: Database) -> EngineVerdict:
+    """What the digests say of the steps that a database holds, of its first trace."""
+    steps = database.kept_steps.get(database.sources[0].run)
+    found = engine_verdict(list(engine_versions(database)), steps)
+    if not found.agreeing_steps:
+        return found
+    unaccounted = {step for (step,) in database.connection.execute(_UNACCOUNTED).fetchall()}
+    return replace(found, agreeing_steps=found.agreeing_steps - unaccounted)
+
+
+def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
+    """What the digests say of some steps, or of all."""
+    asked = [each for each in versions if steps is None or each.step in steps]
+    is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
+    by_cause: dict[str, list[tuple[EngineVersion, list[Difference]]]] = defaultdict(list)
+    for version in asked:
+        for cause, differences in _resolved(version.differences, is_late).items():
+            by_cause[cause].append((version, differences))
+    faults = [_fault(cause, seen, len({v.version for v in asked})) for cause, seen in by_cause.items()]
+    faults.sort(key=lambda fault: -sum(len(found) for _, found in by_cause[_of_bits(fault.cause)]))
+    wrong = {v.step for v in asked if v.differences or v.num_unknown or not v.num_known}
+    return EngineVerdict(faults=tuple(faults), agreeing_steps=frozenset({v.step for v in asked} - wrong))
+
+
+def _resolved(differences: Sequence[Difference], is_late: bool) -> dict[str, list[Difference]]:
+    """Cause -> differences of one version. `is_late` says that the engine has old tensors which are no adapter's base."""
+    sure = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
+    late = sum(each.causes[0] == STALE for each in differences)
+    found: dict[str, list[Difference]] = defaultdict(list)
+    for each in differences:
+        first, *others = each.causes
+        if first == ADAPTER and others and is_late:
+            first = STALE
+        elif first == STALE and others:
+            other = max(others, key=lambda cause: sure[cause])
+            first = other if sure[other] > late else first
+        found[first].append(each)
+    return found
+
+
+def _of_bits(cause: str) -> str:
+    return STALE if cause in (PARTIAL, NEVER) else cause
+
+
+def _fault(cause: str, seen: list[tuple[EngineVersion, list[Difference]]], of_versions: int) -> EngineFault:
+    last, differences = seen[-1]
+    worst = min(differences, key=lambda each: -1 if each.holds_version is None else each.holds_version)
+    if cause == STALE:
+        if not last.was_given:
+            cause = NEVER
+        elif any(version.num_updated for version, _ in seen):
+            cause = PARTIAL
+    return EngineFault(
+        cause=cause,
+        tensor=worst.tensor,
+        version=last.version,
+        holds_version=worst.holds_version,
+        given_version=last.given.get(worst.tensor),
+        is_loaded=worst.is_loaded,
+        num_tensors=len(differences),
+        of_tensors=last.num_known,
+        num_versions=len({version.version for version, _ in seen}),
+        of_versions=of_versions,
+        first_version=seen[0][0].version,
+        cast=worst.cast,
+        steps=frozenset(version.step for version, _ in seen),
+    )
+
+
+def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
+    """List the engine's tensors beside the trainer's, as the engine last began to sample.
+
+    A row has the trainer's version, the version at which the tensor was given last, the latest version whose bits the engine
+    has, whether these are the trainer's, and at how many of the versions they were not, and why. By `module` layers are taken
+    together, and a row is that of the tensor that is furthest behind.
+
+    Raises WeightsMissing when the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
+    """
+    versions = list(engine_versions(Database(trace), every_tensor=True))
+    if not versions:
+        raise WeightsMissing(
+            f"{trace}: has no digests of the engine's weights; record TRL with vLLM, and without {option('engine_weights', 'none')}"
+        )
+    faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
+    tables = [
+        _of_tensors([version for version in versions if version.writer == writer], faults)
+        for writer in sorted({version.writer for version in versions})
+    ]
+    newest = max(row[1] for rows in tables for row in rows)
+    rows = [row for rows in tables for row in rows if row[1] == newest]
+    return Rows(COLUMNS, _furthest(rows, module_of if by == "module" else str))
+
+
+_Row = tuple[str, int, int | None, int | None, bool | None, int, int, str | None]
+
+
+def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> list[_Row]:
+    """A row a tensor of one engine."""
+    last, seen, wrong, causes = versions[-1], Counter[str](), Counter[str](), {}
+    for version in versions:
+        seen.update(version.agreeing)
+        for each in version.differences:
+            seen[each.tensor] += 1
+            wrong[each.tensor] += 1
+            cause = next((cause for cause in each.causes if cause in faults), each.causes[0])
+            causes[each.tensor] = faults.get(cause, cause)
+    holds: dict[str, int | None] = {each.tensor: each.holds_version for each in last.differences}
+    rows: list[_Row] = []
+    for tensor in dict.fromkeys([*last.given, *seen]):
+        agrees = True if tensor in last.agreeing else False if tensor in holds else None
+        held = last.version if agrees else holds.get(tensor)
+        rows.append((
+            tensor, last.version, last.given.get(tensor), held, agrees, seen[tensor], wrong[tensor], causes.get(tensor),
+        ))  # fmt: skip
+    return rows
+
+
+def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
+    """Of the rows of one name the one that differs, and of these the one that is furthest behind."""
+    found: dict[str, _Row] = {}
+    for row in rows:
+        name = name_of(row[0])
+        known = found.get(name)
+        if known is None or (row[6], -(row[3] or 0)) > (known[6], -(known[3] or 0)):
+            found[name] = (name, *row[1:])
+    return list(found.values())

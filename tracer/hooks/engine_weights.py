@@ -1,0 +1,204 @@
+"""Accounting for the engine's weights: what the trainer holds, what the engine was given, and what it holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from ...schemas.layout import ENGINE_WEIGHTS
+from ...schemas.tables import ENGINE_WEIGHTS_TABLE
+from ..weights.coarse import values_a_row
+from ..weights.digests import Digest, digest, resolved
+from .engine_parameters import held_tensors
+from .patches import Patches
+from .trainer_tensors import is_whole, trainer_tensors
+from .vllm_contract import model_runner
+
+GIVEN, HELD, NONE = "given", "held", "none"
+
+CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
+"""dtypes through which a tensor may have gone on its way."""
+
+_WHAT = "the engine's weights are not accounted for from here on"
+
+
+class EngineWeights:
+    """One process's engine and trainer, tensor by tensor.
+
+    A policy version is told when the engine first samples with it for training. What the engine holds is read the first time
+    and after 1, 2, 4, 8, ... versions, whenever what it was given is not what the trainer holds, and from the first time on that
+    it is not what it was given. An error ends the account and nothing else.
+    """
+
+    def __init__(self, session: Any):
+        self._session = session
+        self._level = session.order.engine_weights
+        self._patches = Patches()
+        self._model: Any = None
+        self._dtype: Any = None
+        self._device: Any = None
+        self._is_loading = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._version: int | None = None
+        self._told: int | None = None
+        self._num_told = 0
+        self._trainer: Any = None
+        self._is_whole = False
+        self._own: dict[str, Digest] = {}
+        self._unmerged: dict[str, Digest] = {}
+        self._given: dict[str, Digest] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._last: dict[str, int] = {}
+        self._known: dict[str, set[int]] = {}
+
+    def restart(self) -> None:
+        """Forget everything but the engine: another training begins."""
+        self._begin()
+
+    @property
+    def is_on(self) -> bool:
+        return self._level != NONE and bool(self._session.is_recording)
+
+    def _guard(self) -> Any:
+        return self._session.guard(_WHAT, otherwise=self._end)
+
+    def _end(self, error: Exception) -> None:
+        self._level = NONE
+        self._session.note(f"{_WHAT}: {type(error).__name__}: {error}")
+
+    def watch(self, llm: Any) -> None:
+        """Hear what an engine of this process is given."""
+        if not self.is_on:
+            return
+        with self._guard():
+            runner = model_runner(llm)
+            model = None if runner is None else runner.get_model()
+            if model is None:
+                return
+            if not any(type(model) is owner for owner, _ in self._patches.wrapped):
+                self._patches.wrap(type(model), "load_weights", self._load)
+            self._model = weakref.ref(model)
+            self._dtype = llm.llm_engine.vllm_config.model_config.dtype
+            self._device = next(model.parameters()).device
+
+    def _load(self, original: Callable[..., Any], model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_loading or not self.is_on or self._model is None or self._model() is not model:
+            return original(model, weights, *args, **kwargs)
+        self._is_loading = True
+        try:
+            if isinstance(weights, (list, tuple)):
+                for name, tensor in weights:
+                    self._hear(name, tensor)
+                return original(model, weights, *args, **kwargs)
+            return original(model, self.heard(weights), *args, **kwargs)
+        finally:
+            self._is_loading = False
+
+    def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same tensors, each listened to before the engine has it."""
+        for name, tensor in weights:
+            self._hear(name, tensor)
+            yield name, tensor
+
+    def _hear(self, name: str, tensor: Any) -> None:
+        if self.is_on:
+            with self._guard():
+                self._given[name] = digest(tensor, self._dtype, self._device)
+
+    def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """What TRL gathers of a sharded trainer: the trainer's own, since no process holds it whole before."""
+        for name, tensor in weights:
+            if self.is_on and self._trainer is not None and not self._is_whole:
+                with self._guard():
+                    self._own[name] = digest(tensor, self._dtype, self._device)
+                    self._shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+
+    def hold(self, trainer: Any) -> None:
+        """Take the trainer's digests, once a policy version, before the engine is given anything of it."""
+        version = int(trainer.state.global_step)
+        if not self.is_on or self._version == version:
+            return
+        with self._guard():
+            self._version, self._trainer = version, weakref.ref(trainer)
+            self._own, self._unmerged = {}, {}
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self._is_whole = is_whole(model)
+            if self._is_whole:
+                for name, tensor, unmerged in trainer_tensors(model):
+                    self._shapes[name] = tuple(tensor.shape)
+                    self._own[name] = digest(tensor, self._dtype, self._device)
+                    if unmerged is not None:
+                        self._unmerged[name] = digest(unmerged, self._dtype, self._device)
+
+    def tell(self, step: int) -> None:
+        """Record this policy version, once, as the engine begins to sample with it for a step."""
+        if not self.is_on or self._version is None or self._told == self._version:
+            return
+        with self._guard():
+            self._told = self._version
+            batch = self._rows(step, self._version)
+            writer = self._session.recorder.writer
+            writer.submit(lambda: writer.append(ENGINE_WEIGHTS, batch), batch.nbytes)
+
+    def _rows(self, step: int, version: int) -> pa.RecordBatch:
+        is_due = self._num_told & (self._num_told - 1) <= 0
+        self._num_told += 1
+        own, unmerged = _read(self._own), _read(self._unmerged)
+        given, self._given = _read(self._given), {}
+        self._last |= given
+        for name, value in own.items():
+            self._known.setdefault(name, set()).add(value)
+        held: dict[str, int] = {}
+        model = None if self._model is None else self._model()
+        wrong = [name for name, value in own.items() if self._last.get(name) != value]
+        if model is not None and (is_due or wrong or self._level == HELD):
+            held = _read({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
+            if any(held.get(name, value) != value for name, value in given.items()):
+                self._level = HELD
+        has = {name: held.get(name, self._last.get(name)) for name in own}
+        wrong_now = {name: value for name, value in has.items() if value not in (None, own[name], unmerged.get(name))}
+        is_strange = any(value not in self._known[name] for name, value in wrong_now.items())
+        casts = self._casts(wrong_now) if is_strange and self._is_whole else {}
+        names = list(own) + [name for name in given if name not in own]
+        dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
+        writer = self._session.recorder.writer
+        columns: list[list[Any]] = [
+            [step] * len(names), [version] * len(names), names, [dtype] * len(names),
+            *([side.get(name) for name in names] for side in (own, unmerged, given, held)),
+            [casts.get(name) for name in names],
+            [writer.state.attempt] * len(names), [writer.name] * len(names),
+        ]  # fmt: skip
+        schema = ENGINE_WEIGHTS_TABLE.schema
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
+        """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""
+        import torch
+
+        trainer, engine = self._trainer(), None if self._model is None else self._model()
+        held = {} if engine is None else dict(held_tensors(engine, self._shapes))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        found: dict[str, str] = {}
+        for name, tensor, _ in trainer_tensors(model):
+            if name in wrong and tensor.is_floating_point():
+                for cast in CASTS:
+                    through = tensor.to(getattr(torch, cast)).to(tensor.dtype)
+                    if resolved([digest(through, self._dtype, self._device)])[0] == wrong[name]:
+                        found[name] = cast
+                        break
+                else:
+                    count = None if name not in held else values_a_row(tensor.to(held[name]), held[name])
+                    if count is not None:
+                        found[name] = f"{count} values"
+        return found
+
+
+def _read(digests: dict[str, Digest]) -> dict[str, int]:
+    return dict(zip(digests, resolved(list(digests.values())), strict=True))

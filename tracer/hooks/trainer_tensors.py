@@ -1,0 +1,67 @@
+"""A TRL trainer's tensors as its engine has to be given them: by the names of the transfer, adapters merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from ..weights.layout import is_sharded
+
+
+def is_whole(model: Any) -> bool:
+    """Whether every tensor of a model is whole in this process, so that it can be read from here."""
+    return not any(
+        is_sharded(parameter)
+        or getattr(parameter, "ds_id", None) is not None
+        or type(parameter).__name__ == "FlatParameter"
+        for parameter in model.parameters()
+    )
+
+
+def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
+    """The name under which TRL gives a parameter to vLLM; None for one that it does not give."""
+    if adapter_prefix is not None:
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if adapter_prefix in name or "original_module" in name:
+            return None
+        name = name.replace("modules_to_save.default.", "")
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, tensor, and the tensor without its adapter, or None where no adapter changes it.
+
+    An adapter is merged by PEFT itself, in a copy of its layer that lives as long as the layer's turn.
+    """
+    prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
+    merged = _adapted(model) if prefix is not None else {}
+    for name, parameter in model.named_parameters():
+        given = transfer_name(name, prefix)
+        if given is None:
+            continue
+        layer, _, inner = name.rpartition(".base_layer.")
+        if layer in merged:
+            yield given, _merged(merged[layer], inner), parameter.data
+        else:
+            yield given, parameter.data, None
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """Name -> layer, of those whose adapter is not merged into them at the moment."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) and hasattr(module, "merge") and not module.merged
+    }
+
+
+def _merged(layer: Any, inner: str) -> Any:
+    import torch
+
+    with torch.no_grad():
+        twin = copy.deepcopy(layer)
+        twin.merge()
+        return twin.get_base_layer().get_parameter(inner).data
