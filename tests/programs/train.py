@@ -99,7 +99,7 @@ def break_recorder():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trainer", choices=["grpo", "rloo"], default="grpo")
+    parser.add_argument("--trainer", choices=["grpo", "rloo", "derived", "copied", "other"], default="grpo")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--bf16-engine", action="store_true")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts")
@@ -146,9 +146,9 @@ def train(arguments):
     experts = {"experts_implementation": arguments.experts} if arguments.experts else {}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, **experts)
     prompts = [{"prompt": f"{a}+{b}{'=' * (1 + a % 3)}"} for a in range(10) for b in range(10)]
-    config_class, trainer_class = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[
-        arguments.trainer
-    ]
+    config_class, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer)}.get(arguments.trainer, (GRPOConfig, GRPOTrainer))
+    if arguments.trainer in ("derived", "copied", "other"):
+        trainer_class = getattr(importlib.import_module("trainers"), arguments.trainer)(trainer_class)
     settings = {
         "output_dir": arguments.model + "-out",
         "max_steps": arguments.steps,

@@ -485,6 +485,32 @@ def test_a_function_that_is_gone_is_named_with_what_is_not_recorded():
     assert rows(run, "SELECT count(*), count(reward) FROM sequences") == [(24, 0)]
 
 
+@pytest.mark.parametrize("kind", ["derived", "copied"])
+def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind):
+    run = train("--trainer", kind, "--steps", "2", capture="logprobs")
+    assert run.result["weights"] == train("--trainer", kind, "--steps", "2").result["weights"]
+    query = 'SELECT "pass", count(*), count(logprobs) FROM scores GROUP BY ALL ORDER BY ALL'
+    assert rows(run, query) == [("current", 16, 16), ("train", 16, 16)]
+    for step, reward in rows(run, "SELECT step, avg(reward) FROM sequences GROUP BY step"):
+        np.testing.assert_allclose(reward, logged(run, "reward")[step], **FLOAT32)
+    (said,) = info(str(run.trace)).missing
+    assert "objective and gradient take the loss that TRL makes of its settings" in said
+
+
+def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
+    derived, plain = (train("--trainer", kind, "--steps", "2", capture="logprobs") for kind in ("derived", "grpo"))
+    query = "SELECT advantage FROM sequences WHERE step = 1 ORDER BY seq_id"
+    assert rows(derived, query) == [(2 * advantage,) for (advantage,) in rows(plain, query)]
+
+
+def test_a_trainer_with_other_functions_is_named():
+    run = train("--trainer", "other", "--steps", "2", capture="logprobs")
+    for said in (run.done.stderr, *info(str(run.trace)).missing):
+        assert "a trainer of module trainers was seen and is not recorded: other.<locals>.PolicyTrainer" in said
+        assert "it has no _generate_and_score_completions" in said
+    assert "no process trained" not in run.done.stderr
+
+
 def test_an_error_of_recording_never_takes_training_down():
     run = train("--break-recorder", capture="logprobs")
     assert run.done.stderr.count("RECORDING STOPPED") == 1

@@ -1,14 +1,14 @@
-"""Recording TRL's GRPO and RLOO trainers.
+"""Recording TRL's GRPO and RLOO trainers, and those that derive from them or have their functions.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from .engine_call import EngineCall
 from .patches import Patches
 from .session import Session
 from .tokenizer import tokenizer_identity
+from .trainer_class import lacks, name_of, own_loss, trl_version, unknown_output, unrecorded
 from .trl_batches import (
     ROW_KEY,
     engine_call_of,
@@ -46,58 +47,84 @@ from .trl_distributions import HeadTap
 from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_weights import keeps_weights, own_tensors
-from .versions import version_sentence
-
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
 OPTIMIZER_STEPS = 5
 """The optimizer's statistics are taken at the first step and then every so many."""
 
 POINTS = {
     "train": "steps that a second call of train() makes again, apart from those of the first",
-    "_generate_and_score_completions": "sequences, rewards, advantages, rollout and train logprobs",
-    "_generate": "the lengths of prompts and responses, without which no sequence is recorded",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
     "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
     "log": "logged metrics",
 }
-"""Function of a trainer -> what it gives."""
+"""Function that a recorded trainer may lack -> what it gives."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainers that a module of TRL defines."""
+    """Hook the class of every trainer that is made."""
     patches = Patches()
-    for name in TRAINERS:
-        trainer_class = getattr(module, name, None)
-        if inspect.isclass(trainer_class) and trainer_class.__module__ == module.__name__:
-            _install_class(session, trainer_class, patches)
+    patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
 
 
-def _install_class(session: Session, trainer_class: type, patches: Patches) -> None:
-    import trl
+class TrainerClasses:
+    """The classes that trainers were made of, and what is recorded of each."""
 
-    session.hooks["trl"] = trl.__version__
-    hooks = TrainerHooks(session)
-    wrappers: dict[str, Callable[..., Any]] = {
-        "train": hooks.train,
-        "_generate_and_score_completions": hooks.generate_and_score,
-        "_generate": hooks.generate,
-        "_calculate_rewards": hooks.calculate_rewards,
-        "_get_per_token_logps_and_entropies": hooks.score,
-        "compute_loss": hooks.compute_loss,
-        "_maybe_log_save_evaluate": hooks.step_end,
-        "log": hooks.log,
-    }
-    missing = {}
-    for name, wrapper in wrappers.items():
-        if not patches.wrap(trainer_class, name, wrapper):
-            missing[f"{trainer_class.__name__}.{name}"] = POINTS[name]
-    sentence = version_sentence("trl", trl.__version__, missing)
-    if sentence:
-        session.note(sentence)
+    def __init__(self, session: Session, patches: Patches):
+        self._session = session
+        self._patches = patches
+        self._hooks = TrainerHooks(session)
+        self._seen: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._session.guard("a trainer (its functions could not be hooked)"):
+            if type(trainer) not in self._seen:
+                self._seen.add(type(trainer))
+                self._hook(type(trainer))
+        return original(trainer, *args, **kwargs)
+
+    def _hook(self, trainer_class: type) -> None:
+        reason = unrecorded(trainer_class)
+        if reason is not None:
+            self._patches.wrap(trainer_class, "train", partial(self._train_unrecorded, reason))
+            return
+        if version := trl_version():
+            self._session.hooks["trl"] = version
+        hooks, missing = self._hooks, {}
+        wrappers: dict[str, Callable[..., Any]] = {
+            "train": hooks.train,
+            "_generate_and_score_completions": hooks.generate_and_score,
+            "_generate": hooks.generate,
+            "_calculate_rewards": hooks.calculate_rewards,
+            "_get_per_token_logps_and_entropies": hooks.score,
+            "compute_loss": hooks.compute_loss,
+            "_maybe_log_save_evaluate": hooks.step_end,
+            "log": hooks.log,
+        }
+        for name, wrapper in wrappers.items():
+            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
+                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
+        sentence = lacks(trainer_class, missing)
+        if sentence:
+            self._session.note(sentence)
+
+    def _of_class(
+        self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run a hook for trainers of its class; a call through super() is a part of what the class below does."""
+        if type(trainer) is not trainer_class and type(trainer) in self._seen:
+            return original(trainer, *args, **kwargs)
+        return hook(original, trainer, *args, **kwargs)
+
+    def _train_unrecorded(
+        self, reason: str, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if unrecorded(type(trainer)) is not None:
+            self._session.note(reason)
+        return original(trainer, *args, **kwargs)
 
 
 class TrainerHooks:
@@ -126,6 +153,10 @@ class TrainerHooks:
             self.session.generation = state.generation
         try:
             output = original(trainer, inputs, *args, **kwargs)
+            problem = unknown_output(type(trainer), output)
+            if problem is not None:
+                self.session.note(problem)
+                return output
             with self.session.guard("the generation batch"):
                 if state.generation is not None:
                     self._record_generation(trainer, state, state.generation, output)
@@ -189,6 +220,7 @@ class TrainerHooks:
             if state.loss is not None:
                 with self.session.guard("current logprobs"):
                     self._record_loss(trainer, state, state.loss)
+                self._tell_of_scorings(trainer, state.loss)
             return result
         finally:
             state.loss = None
@@ -213,6 +245,14 @@ class TrainerHooks:
                 values.pop("step", None)
                 self._add_metrics(trainer, values)
         return result
+
+    def _tell_of_scorings(self, trainer: Any, loss: Loss) -> None:
+        if not loss.scorings:
+            lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
+            self.session.note(
+                f"not recorded: {lost} logprobs, because the loss of {name_of(type(trainer))} has its logprobs of another "
+                "function than _get_per_token_logps_and_entropies"
+            )
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
         """The size of the update, now and then."""
@@ -264,7 +304,8 @@ class TrainerHooks:
         first = trainer.accelerator.process_index * rows
         batch = state.name_of_generation(version + 1)
         seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
-        group_ids = [f"{batch}-{(first + row) // trainer.num_generations}" for row in range(rows)]
+        num_generations = getattr(trainer, "num_generations", 1)
+        group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
         return Generation(
             step=version + 1,
             policy_version=version,
@@ -278,6 +319,8 @@ class TrainerHooks:
         tokenizer = trainer.processing_class
         recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(tokenizer))
         tell_of_routing(self.session, trainer)
+        if sentence := own_loss(type(trainer)):
+            self.session.note(sentence)
         if trainer.is_world_process_zero():
             recorder.save_tokenizer(tokenizer)
             recorder.add_hyperparameters(trainer.args.to_dict())
