@@ -1164,16 +1164,28 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if not recording.is_there:
         return f"{output} was removed while the command ran: nothing of the recording is left"
     if not recording.num_sequences:
-        return (
-            f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "
-            "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
-            "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
-        )
+        return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
     return (
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
         f"next: tim-trace info {output}{_stats_command(output, pair)}"
+    )
+
+
+def _nothing_recorded(output: str, recording: Any) -> str:
+    if recording.exit_code:
+        return (
+            f"nothing was recorded to {output}: the command ended with exit code {recording.exit_code} before; "
+            "its own error is above"
+        )
+    reasons = dict.fromkeys(sentence for writer in recording.writers for sentence in writer.not_recorded)
+    if reasons:
+        return "\n".join([f"nothing was recorded to {output}:", *reasons])
+    return (
+        f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or called "
+        "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
+        "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
     )
 
 
