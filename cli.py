@@ -1163,12 +1163,13 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if not recording.is_there:
         return f"{output} was removed while the command ran: nothing of the recording is left"
-    if not recording.num_sequences:
+    if not recording.num_sequences and not recording.num_eval_sequences:
         return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
+    evaluated = f", {recording.num_eval_sequences:,} sequences of evaluation" if recording.num_eval_sequences else ""
     return (
-        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
+        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
         f"next: tim-trace info {output}{_stats_command(output, pair)}"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
-from ..schemas.layout import DENSE, METRICS, PASSES, SCORES, SEQUENCES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.layout import DENSE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import open_dense, sealed_root
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
@@ -109,7 +109,7 @@ class _Verifier:
 
     def run(self) -> Iterator[int]:
         """Read everything, and tell after each part how many bytes it had."""
-        for table in (SEQUENCES, SCORES, METRICS):
+        for table in TABLES:
             for entry in self.snapshot.files[table]:
                 yield self._file(table, entry.relative, entry.file)
         sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
@@ -172,6 +172,8 @@ class _Verifier:
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
+            UNION SELECT DISTINCT dense FROM all_eval_scores WHERE dense IS NOT NULL
+            UNION SELECT DISTINCT routing FROM all_eval_scores WHERE routing IS NOT NULL
         """
         try:
             for (group,) in Database(self.source).connection.execute(query).fetchall():

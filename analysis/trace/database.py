@@ -279,7 +279,7 @@ class Database:
             within.append(f"(run = {quoted(run)} AND {step_condition(kept, recorded[run])})")
             until.append(f"(run = {quoted(run)} AND {_IS_SETTING} AND step <= {kept[-1]})")
         self._within = " OR ".join(within)
-        for table in ("sequences", "scores", "metrics"):
+        for table in TABLES:
             kept_rows = " OR ".join([self._within, *until]) if table == "metrics" else self._within
             for name in (table, f"all_{table}"):
                 self._narrow(name, kept_rows)

@@ -108,6 +108,7 @@ def main():
     parser.add_argument("--config", default="{}", help="more settings of the trainer's config, as JSON")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate on four prompts after every step")
     parser.add_argument("--rollout-function", action="store_true")
     parser.add_argument("--pretend", metavar="VERSION")
     parser.add_argument("--without", metavar="FUNCTION")
@@ -168,6 +169,7 @@ def train(arguments):
         "seed": 0,
         "disable_tqdm": True,
         "gradient_checkpointing": False,
+        **({"eval_strategy": "steps", "eval_steps": 1} if arguments.evaluate else {}),
         **json.loads(arguments.config),
     }
     trainer = trainer_class(
@@ -175,6 +177,7 @@ def train(arguments):
         args=config_class(**settings),
         reward_funcs=[digits, short],
         train_dataset=Dataset.from_list(prompts),
+        eval_dataset=Dataset.from_list(prompts[:4]) if arguments.evaluate else None,
         processing_class=tokenizer,
         **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
         **({"peft_config": lora(json.loads(arguments.lora))} if arguments.lora else {}),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...schemas.layout import EVAL_SPLIT, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
@@ -142,14 +143,15 @@ class TrainerHooks:
     def generate_and_score(
         self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not trainer.model.training or not self.session.is_recording:
+        if not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
-        if not adapters(trainer):
+        split = TRAIN_SPLIT if trainer.model.training else EVAL_SPLIT
+        if split == TRAIN_SPLIT and not adapters(trainer):
             with self.session.guard("weights"):
                 self._keep_weights(trainer, state)
         with self.session.guard("the generation batch"):
-            state.generation = self._begin(trainer, len(inputs))
+            state.generation = self._begin(trainer, split, len(inputs))
             self.session.generation = state.generation
         try:
             output = original(trainer, inputs, *args, **kwargs)
@@ -168,7 +170,7 @@ class TrainerHooks:
         result = original(trainer, *args, **kwargs)
         state = self._state(trainer)
         generation = state.generation
-        if generation is not None and adapters(trainer):
+        if generation is not None and generation.split == TRAIN_SPLIT and adapters(trainer):
             # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
             with self.session.guard("weights"):
                 self._keep_weights(trainer, state)
@@ -210,9 +212,10 @@ class TrainerHooks:
         self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         state = self._state(trainer)
-        if trainer.model.training and self.session.is_recording:
-            with self.session.guard("weights"):
-                self._keep_weights(trainer, state)
+        if self.session.is_recording:
+            if trainer.model.training:
+                with self.session.guard("weights"):
+                    self._keep_weights(trainer, state)
             with self.session.guard("the loss"):
                 state.loss = loss_of(state.recorded, inputs)
         try:
@@ -247,11 +250,11 @@ class TrainerHooks:
         return result
 
     def _tell_of_scorings(self, trainer: Any, loss: Loss) -> None:
-        if not loss.scorings:
+        if not loss.scorings and loss.recorded.batch.split == TRAIN_SPLIT:
             lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
             self.session.note(
-                f"not recorded: {lost} logprobs, because the loss of {name_of(type(trainer))} has its logprobs of another "
-                "function than _get_per_token_logps_and_entropies"
+                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another function than "
+                "_get_per_token_logps_and_entropies"
             )
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
@@ -294,7 +297,7 @@ class TrainerHooks:
         if state.keeps_weights:
             self.session.recorder.add_weights(version, own_tensors(trainer))
 
-    def _begin(self, trainer: Any, rows: int) -> Generation:
+    def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)
         if not state.described:
             self._describe(trainer)
@@ -302,16 +305,20 @@ class TrainerHooks:
         state.refresh_contracts()
         version = int(trainer.state.global_step)
         first = trainer.accelerator.process_index * rows
-        batch = state.name_of_generation(version + 1)
+        step = version if split == EVAL_SPLIT else version + 1
+        batch = state.name_of_generation(split, step)
         seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
         num_generations = getattr(trainer, "num_generations", 1)
+        if split == EVAL_SPLIT:
+            num_generations = getattr(trainer, "num_generations_eval", num_generations)
         group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
         return Generation(
-            step=version + 1,
+            split=split,
+            step=step,
             policy_version=version,
             seq_ids=seq_ids,
             group_ids=group_ids,
-            captured=self.session.recorder.captures(version + 1, seq_ids),
+            captured=np.zeros(rows, bool) if split == EVAL_SPLIT else self.session.recorder.captures(step, seq_ids),
         )
 
     def _describe(self, trainer: Any) -> None:
@@ -335,7 +342,7 @@ class TrainerHooks:
             return None
         if state.loss is not None:
             recorded, rows = state.loss.recorded, state.loss.rows
-            if state.loss.scorings or recorded.train_scored[rows].any():
+            if recorded.batch.split == EVAL_SPLIT or state.loss.scorings or recorded.train_scored[rows].any():
                 return None
             return TrainRows(
                 captured=recorded.captured[rows],
@@ -344,7 +351,7 @@ class TrainerHooks:
             )
         generation = state.generation
         assert generation is not None
-        if generation.prompt_lengths is None or generation.response_lengths is None:
+        if generation.split == EVAL_SPLIT or generation.prompt_lengths is None or generation.response_lengths is None:
             return None
         if any(not scoring.is_reference for scoring in generation.scorings):
             return None
@@ -378,6 +385,7 @@ class TrainerHooks:
         settings = sampling(trainer)
         call = engine_call_of(generation)
         batch = recorder.add_sequences(
+            split=generation.split,
             step=generation.step,
             seq_ids=generation.seq_ids,
             group_ids=generation.group_ids,
@@ -456,7 +464,8 @@ class TrainerHooks:
             version = int(trainer.state.global_step)
             # Without a forward of its own before the loss, the trainer's logprobs are those that the loss used first.
             has_train = loss.recorded.train_scored[loss.rows].any()
-            for pass_name in (CURRENT,) if has_train else (CURRENT, TRAIN):
+            made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
+            for pass_name in made[:-1] if has_train else made:
                 self._add_scores(
                     state, loss.recorded, pass_name, contract, scoring,
                     rows=loss.rows, scored_mask=loss.scored_mask, policy_version=version,
@@ -476,8 +485,10 @@ class TrainerHooks:
         policy_version: int | None,
     ) -> None:
         recorder = self.session.recorder
-        recorder.add_contract(pass_name, contract)
-        first = state.next_forwards(pass_name, -(-len(rows) // scoring.rows_a_forward))
+        split = recorded.batch.split
+        if split == TRAIN_SPLIT:
+            recorder.add_contract(pass_name, contract)
+        first = state.next_forwards(split, pass_name, -(-len(rows) // scoring.rows_a_forward))
         forward = recorded.forward(rows, scoring.rows_a_forward, first)
         recorder.add_scores(
             pass_name,
