@@ -9,6 +9,7 @@ from runs import train
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 
@@ -296,6 +297,37 @@ def test_means_over_logged_steps_are_what_trl_logged():
         "by='step', loss_type='grpo', epsilon=0.01, epsilon_high=0.02, logging_steps=3"
     )
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("luspo", {"importance_sampling_level": "sequence"}),
+        pytest.param("bnpo", {}, marks=pytest.mark.slow),
+        pytest.param("cispo", {"epsilon_high": 1.001}, marks=pytest.mark.slow),
+        pytest.param("dapo", {}, marks=pytest.mark.slow),
+        pytest.param("dr_grpo", {}, marks=pytest.mark.slow),
+        pytest.param("grpo", {}, marks=pytest.mark.slow),
+        pytest.param("sapo", {}, marks=pytest.mark.slow),
+        pytest.param("vespo", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_without_its_truncated_responses_clips_and_pulls_as_trl_logged(kind, more):
+    options = {"loss_type": kind, **more}
+    config = MOVED | options | {"logging_steps": 1, "mask_truncated_completions": True, "max_completion_length": 4}
+    run = train("--steps", "4", config=config, capture="logprobs")
+    masked, kept = rows(
+        run, "SELECT count(*) FILTER (NOT m), count(*) FILTER (m) FROM (SELECT response_mask[1] AS m FROM sequences)"
+    )[0]
+    assert masked
+    assert kept
+    clipped = same_as_logged(run, epsilon=0.01, **options)
+    assert bool(clipped) == (kind in ("bnpo", "dapo", "dr_grpo", "grpo", "luspo"))
+    found = gradient(run.trace, micro_batches=0)
+    assert [step.grad_norm for step in found.steps] == [
+        row["grad_norm"] for row in run.result["history"] if "grad_norm" in row
+    ]
+    assert all(step.reproduced for step in found.steps)
 
 
 @pytest.mark.slow
