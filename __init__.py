@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tim_trace.analysis.corrections import corrections
     from tim_trace.analysis.diagnosis.diagnose import diagnose
     from tim_trace.analysis.dynamics.dynamics import dynamics
+    from tim_trace.analysis.export.export import export_run
     from tim_trace.analysis.gate.gate import gate
     from tim_trace.analysis.info import info
     from tim_trace.analysis.objective.objective import objective
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Loss", "Recorder", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate",
+    "Loss", "Recorder", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate",
     "gradient", "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
     "triangulate", "verify", "watch", "weights",
 ]  # fmt: skip

@@ -50,6 +50,7 @@ SECTIONS = {
         "info": "What a trace holds, who wrote it, and what is missing.",
         "verify": "Read every byte and compare it with what was written.",
         "query": "Run a named query, or list them.",
+        "export": "Write a run for pandas, TensorBoard or W&B.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -1037,6 +1038,27 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
         show(views, again=not is_one)
 
 
+@_example("tim-trace export runs/demo --to parquet -o runs/demo-export")
+@main.command("export")
+@click.argument("trace", metavar="RUN")
+@click.option(
+    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="Whose files to write."
+)
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
+@_pair
+@_steps
+@click.option("--force", is_flag=True, default=False, help="Replace files that lie there.")
+def export_(trace: str, **options: Any) -> None:
+    """Write a run's sequences, or its figures by step, as files of another tool.
+
+    parquet and jsonl: one row a sequence with tokens, the logprobs of each pass and d, and what was logged beside it; import
+    parquet reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
+    """
+    from .analysis import export_run
+
+    _tell(str(export_run(trace, progress=_progress, **options)))
+
+
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
 @main.command()
 @click.argument("trace", metavar="RUN")
@@ -1049,6 +1071,9 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     "--confidence", default=0.95, show_default=True, type=float, metavar="C", help="Of the intervals over groups."
 )
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@click.option(
+    "--junit", metavar="FILE.xml", help="File of JUnit XML to write as well, a test case a condition, for CI pages."
+)
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
@@ -1175,17 +1200,30 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if not recording.is_there:
         return f"{output} was removed while the command ran: nothing of the recording is left"
-    if not recording.num_sequences:
-        return (
-            f"nothing was recorded to {output}: no process trained with TRL's GRPOTrainer or RLOOTrainer or called "
-            "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
-            "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
-        )
+    if not recording.num_sequences and not recording.num_eval_sequences:
+        return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
+    evaluated = f", {recording.num_eval_sequences:,} sequences of evaluation" if recording.num_eval_sequences else ""
     return (
-        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{slow}\n"
+        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
         f"next: tim-trace info {output}{_stats_command(output, pair)}"
+    )
+
+
+def _nothing_recorded(output: str, recording: Any) -> str:
+    if recording.exit_code:
+        return (
+            f"nothing was recorded to {output}: the command ended with exit code {recording.exit_code} before; "
+            "its own error is above"
+        )
+    reasons = dict.fromkeys(sentence for writer in recording.writers for sentence in writer.not_recorded)
+    if reasons:
+        return "\n".join([f"nothing was recorded to {output}:", *reasons])
+    return (
+        f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or called "
+        "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
+        "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
     )
 
 

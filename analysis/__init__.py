@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .diagnosis.diagnose import diagnose
     from .dynamics.dynamics import dynamics
     from .dynamics.length_decay_lr import LengthDecayLR
+    from .export.export import export_run
     from .gate.gate import gate
     from .info import info
     from .objective.objective import objective
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "LengthDecayLR", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "gate", "gradient",
+    "LengthDecayLR", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
     "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -51,6 +52,7 @@ make_lazy(
         "diagnose": ".diagnosis.diagnose",
         "dynamics": ".dynamics.dynamics",
         "export": ".weights",
+        "export_run": ".export.export",
         "gate": ".gate.gate",
         "gradient": "..replay.gradients.engine",
         "import_dump": "..tracer.importers.import_dump",

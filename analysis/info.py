@@ -108,6 +108,9 @@ class TraceInfo(Result):
     num_prompt_tokens: int
     num_response_tokens: int
     num_metrics: int
+    num_eval_sequences: int
+    """Sequences that were sampled to evaluate; in none of the numbers above."""
+    num_eval_steps: int
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
@@ -182,6 +185,8 @@ _COUNTS = """
            coalesce(sum(num_prompt_tokens), 0)::BIGINT AS num_prompt_tokens,
            coalesce(sum(num_response_tokens), 0)::BIGINT AS num_response_tokens,
            (SELECT count(*) FROM metrics) AS num_metrics,
+           (SELECT count(*) FROM eval_sequences) AS num_eval_sequences,
+           (SELECT count(DISTINCT step) FROM eval_sequences) AS num_eval_steps,
            (SELECT count(dense) FROM scores) AS num_captured
     FROM sequences
 """

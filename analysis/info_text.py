@@ -40,6 +40,7 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         ("sequences", f"{info.num_sequences:,}"),
         ("tokens", f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts"),
         ("metrics", f"{info.num_metrics:,} values"),
+        *_evaluation(info),
         ("capture", _capture(info)),
         (
             "size",
@@ -88,6 +89,17 @@ def _steps(info: TraceInfo) -> str:
     if info.first_step is None:
         return "none"
     return f"{info.num_steps:,} ({info.first_step} to {info.last_step})"
+
+
+def _evaluation(info: TraceInfo) -> list[tuple[str, str]]:
+    if not info.num_eval_sequences:
+        return []
+    return [
+        (
+            "evaluation",
+            f"{info.num_eval_sequences:,} sequences at {info.num_eval_steps:,} steps, in eval_sequences and eval_scores",
+        )
+    ]
 
 
 def _capture(info: TraceInfo) -> str:

@@ -172,6 +172,8 @@ class _Verifier:
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
+            UNION SELECT DISTINCT dense FROM all_eval_scores WHERE dense IS NOT NULL
+            UNION SELECT DISTINCT routing FROM all_eval_scores WHERE routing IS NOT NULL
         """
         try:
             for (group,) in Database(self.source).connection.execute(query).fetchall():

@@ -169,7 +169,10 @@ def pages():
         "python.md": {"names": "\n\n".join(public_names())},
         "faults.md": {"thresholds": thresholds("check/thresholds.py")},
         "trace-format.md": {
-            "tables": "\n\n".join(table(spec) for spec in TABLES.values()),
+            "tables": "\n\n".join(
+                f"### {spec.name}\n\n{spec.doc}" if spec.name.startswith("eval_") else table(spec)
+                for spec in TABLES.values()
+            ),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
         },
     }

@@ -7,10 +7,29 @@ from dataclasses import dataclass
 
 MANIFEST = "trace.json"
 SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
+EVAL_SEQUENCES, EVAL_SCORES = "eval_sequences", "eval_scores"
 PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "journal"
 TOKENIZER, WEIGHTS, ENGINE_WEIGHTS = "tokenizer", "weights", "engine_weights"
-FOLDERS = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER)
-TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS)
+FOLDERS = (
+    SEQUENCES,
+    SCORES,
+    METRICS,
+    ENGINE_WEIGHTS,
+    EVAL_SEQUENCES,
+    EVAL_SCORES,
+    PASSES,
+    DENSE,
+    SUMS,
+    WEIGHTS,
+    WRITERS,
+    JOURNAL,
+    TOKENIZER,
+)
+TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORES)
+
+TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
+SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
+"""What sequences were sampled for -> the tables of these sequences and of their scores."""
 
 HYPERPARAMETER = "hyperparameter/"
 """What the names of a run's settings begin with, among what was logged."""
@@ -83,7 +102,7 @@ _OWN = re.compile(
         rf"{WEIGHTS}/{_SEGMENT_NAME}\.\d+\.json",
         rf"{SUMS}/[a-z_]+-[0-9a-f]+\.parquet",
         rf"{WRITERS}/{_WRITER}\.json",
-        rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z]+\.arrows",
+        rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z_]+\.arrows",
         rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
     ))
 )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from .layout import ENGINE_WEIGHTS, METRICS, SCORES, SEQUENCES
+from .layout import ENGINE_WEIGHTS, EVAL_SCORES, EVAL_SEQUENCES, METRICS, SCORES, SEQUENCES
 
 TOKENS = pa.list_(pa.int32())
 FLOATS = pa.list_(pa.float32())
@@ -321,4 +321,32 @@ ENGINE_WEIGHTS_TABLE = Table(
     ),
 )
 
-TABLES = {table.name: table for table in (SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE)}
+_EVAL_STEP = replace(
+    _STEP, doc="optimizer updates that the evaluated weights had seen: global_step (0 before the first)"
+)
+
+EVAL_SEQUENCES_TABLE = replace(
+    SEQUENCES_TABLE,
+    name=EVAL_SEQUENCES,
+    doc="One row a sequence that was sampled to evaluate, with the columns of `sequences`. No figure of a run is over them.",
+    columns=(_EVAL_STEP, *SEQUENCES_TABLE.columns[1:]),
+)
+
+EVAL_SCORES_TABLE = replace(
+    SCORES_TABLE,
+    name=EVAL_SCORES,
+    doc="One row a (pass, step, sequence) of these, with the columns of `scores`; `contract` is NULL: a pass's contract is that "
+    "of training.",
+)
+
+TABLES = {
+    table.name: table
+    for table in (
+        SEQUENCES_TABLE,
+        SCORES_TABLE,
+        METRICS_TABLE,
+        ENGINE_WEIGHTS_TABLE,
+        EVAL_SEQUENCES_TABLE,
+        EVAL_SCORES_TABLE,
+    )
+}

@@ -66,6 +66,8 @@ class WriterState:
     num_sequences: int = 0
     num_tokens: int = 0
     """Response tokens of these sequences."""
+    num_eval_sequences: int = 0
+    """Sequences that were sampled to evaluate; in none of the numbers above."""
     spent_s: float = 0.0
     """Time that hooks took from the recorded program's own thread, waiting included, seconds."""
     waited_s: float = 0.0

@@ -62,7 +62,7 @@ def run(*arguments, env=None, cwd=None, stdin=None, timeout=600):
 
 
 READING = {
-    "attribute", "check", "compare", "corrections", "diagnose", "dynamics", "gate", "import", "info", "objective", "query", "report",
+    "attribute", "check", "compare", "corrections", "diagnose", "dynamics", "export", "gate", "import", "info", "objective", "query", "report",
     "sql", "stats", "verify", "weights",
 }  # fmt: skip
 REPLAYING = {"gradient", "replay", "triangulate"}

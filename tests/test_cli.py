@@ -18,6 +18,7 @@ from tim_trace.analysis.comparison.compare import compare
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.dynamics.dynamics import dynamics
+from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
@@ -62,6 +63,7 @@ TWINS = {
     "watch": watch,
     "gate": gate,
     "report": report,
+    "export": export_run,
 }
 
 
@@ -241,7 +243,7 @@ def test_a_thing_has_one_option_name():
     assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
     assert {name for name, options in every.items() if "--steps" in options} == {
         "replay", "triangulate", "gradient", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
-        "attribute", "report", "compare", "import",
+        "attribute", "report", "compare", "import", "export",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())
     assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")

@@ -128,6 +128,7 @@ def check_sentence(error, kind):
 
 GIVEN = {
     "export": {"version": 1, "folder": "/proc/nowhere"},
+    "export_run": {"to": "jsonl", "output": "out", "force": True},
     "gate": {"fail_on": ["check"]},
     "import_dump": {"format": "auto", "path": "/proc/nowhere", "output": "/proc/nowhere"},
     "import_parquet": {"path": "/proc/nowhere", "output": "/proc/nowhere"},
@@ -138,9 +139,14 @@ GIVEN = {
 }
 """What a verb needs beside a trace."""
 
-WRITES = {("record", "output"), ("import_dump", "output"), ("import_parquet", "output"), ("export", "folder")} | {
-    ("report", name) for name in ("output", "png", "pdf")
-}
+WRITES = {
+    ("record", "output"),
+    ("import_dump", "output"),
+    ("import_parquet", "output"),
+    ("export", "folder"),
+    ("export_run", "output"),
+    ("gate", "junit"),
+} | {("report", name) for name in ("output", "png", "pdf")}
 """Arguments that are written to: a str is no mistake there."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.errors import InvalidRecord
+from ..schemas.layout import TRAIN_SPLIT
 from ..schemas.passes import CURRENT
 from .ragged import Padding, shown
 from .staging import is_tensor, to_numpy
@@ -24,10 +25,12 @@ class Batch:
         folder: Path | None = None,
         *,
         attempt: int | None = None,
+        split: str = TRAIN_SPLIT,
     ):
-        """`attempt` is the attempt at training that made the sequences; None outside of training."""
+        """`attempt` is the attempt at training that made the sequences; None outside of training. `split` is one of SPLITS."""
         self.step = step
         self.attempt = attempt
+        self.split = split
         self.seq_ids = seq_ids
         self.policy_version = policy_version
         self.folder = folder

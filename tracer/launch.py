@@ -46,6 +46,10 @@ class Recording:
         return sum(writer.num_sequences for writer in self.writers)
 
     @property
+    def num_eval_sequences(self) -> int:
+        return sum(writer.num_eval_sequences for writer in self.writers)
+
+    @property
     def num_tokens(self) -> int:
         return sum(writer.num_tokens for writer in self.writers)
 

@@ -10,6 +10,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ..schemas.capture import Capture
 from ..schemas.clock import now
 from ..schemas.contract import Contract
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
-from ..schemas.layout import HYPERPARAMETER, METRICS, ROUTING, SCORES, SEQUENCES
+from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.loss import Loss
 from ..schemas.manifest import Manifest
 from ..schemas.passes import check_pass, check_pass_name
@@ -53,6 +54,7 @@ from .rows import (
     with_holes,
 )
 from .scalars import listed, names, per_row, step_number
+from .sequence_names import SequenceNames
 from .staging import Staged, to_numpy
 from .store import Store
 from .writer import QUEUE_BYTES, TraceWriter
@@ -145,10 +147,8 @@ class Recorder:
         self._contracts: dict[str, tuple[Contract, str]] = {}
         self._checks_logprobs = True
         self._ordered = True
-        self._step: int | None = None
-        self._seq_ids: dict[int, set[str]] = {}
+        self._names = {split: SequenceNames() for split in SPLITS}
         self._metric_step: int | None = None
-        self._num_sequences = 0
         self._warned: set[str] = set()
         self._routed: dict[str, dict[str, Any]] = {}
 
@@ -234,6 +234,7 @@ class Recorder:
         repetition_penalty: Any = None,
         max_tokens: Any = None,
         finish_reason: Any = None,
+        split: str = TRAIN_SPLIT,
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
@@ -244,11 +245,14 @@ class Recorder:
         for each reward function. Everything else is one value or [B]; None is "not recorded".
 
         `step` is an integer from 0 on. Steps may not go back, and a sequence's name may come once a step; names are
-        made when none are given.
+        made when none are given. `split` is "eval" for sequences that are sampled to evaluate: they and their scores are in
+        the views `eval_sequences` and `eval_scores`, and in no figure of the run.
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call, or at the end.
         """
         step = step_number(step)
+        if not isinstance(split, str) or split not in SPLITS:
+            raise InvalidRecord(f"step {step}, split: got {shown(split)}; give {' or '.join(map(repr, SPLITS))}")
         rows = num_rows(response_ids, f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
@@ -259,12 +263,13 @@ class Recorder:
                 f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
                 "or their sum as reward="
             )
-        before = self._step, self._seq_ids, self._num_sequences
+        named = self._names[split]
+        before = replace(named)
         given = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
-        self._refuse_repeated(step, given or [])
-        seq_ids = self._sequence_names(step, given, rows)
-        known = self._seq_ids[step]
-        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt)
+        named.refuse_repeated(step, given or [])
+        seq_ids = self._sequence_names(split, step, given, rows)
+        known = named.add(step, seq_ids, ordered=self._ordered)
+        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         per_token_advantage = advantage is not None and is_per_token(advantage)
         staged = Staged(
             response_ids=response_ids,
@@ -296,11 +301,11 @@ class Recorder:
             self._submit(
                 staged,
                 lambda: self._sequence_rows(batch, staged.values(), reward_names),
-                lambda prepared: self._append_sequences(prepared),
+                lambda prepared: self._append_sequences(prepared, split),
                 refused,
             )
         except BaseException:
-            self._step, self._seq_ids, self._num_sequences = before
+            self._names[split] = before
             raise
         return batch
 
@@ -370,7 +375,9 @@ class Recorder:
             routing=None if routing is None else list(routing.arrays.values()),
         )
         staged.wait |= not batch.is_resolved
-        contract = self._contracts[pass_name][1] if pass_name in self._contracts else None
+        # A contract is that of training; in evaluation the model has no dropout, and the engine its own settings.
+        has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
+        contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
         arrays = [] if distribution is None else list(distribution.arrays)
         routed = [] if routing is None else list(routing.arrays)
@@ -471,37 +478,15 @@ class Recorder:
 
         self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
 
-    def _refuse_repeated(self, step: int, seq_ids: list[str]) -> None:
-        """Raise InvalidRecord for a name that comes twice, before any of them counts as known."""
-        known, seen = self._seq_ids.get(step, ()), set[str]()
-        for name in seq_ids:
-            if name in known or name in seen:
-                raise InvalidRecord(
-                    f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
-                )
-            seen.add(name)
-
-    def _sequence_names(self, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
-        if self._ordered and self._step is not None and step < self._step:
-            raise InvalidRecord(f"sequences of step {step} after step {self._step}: {_BACK}")
+    def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
+        known = self._names[split]
+        if self._ordered and known.step is not None and step < known.step:
+            raise InvalidRecord(f"sequences of step {step} after step {known.step}: {_BACK}")
         if seq_ids is None:
-            names = [f"{self.writer.name}-{self._num_sequences + row}" for row in range(rows)]
-        else:
-            names = [str(seq_id) for seq_id in seq_ids]
-        if len(names) != rows:
-            raise InvalidRecord(f"step {step}: {len(names)} seq_ids for {rows} responses")
-        if self._ordered and step != self._step:
-            self._seq_ids = {}
-        known = self._seq_ids.setdefault(step, set())
-        for name in names:
-            if name in known:
-                raise InvalidRecord(
-                    f"step {step}, sequence {name!r}: comes a second time; (step, seq_id) names one sequence"
-                )
-            known.add(name)
-        self._step = step
-        self._num_sequences += rows
-        return names
+            return [f"{self.writer.name}-{known.count + row}" for row in range(rows)]
+        if len(seq_ids) != rows:
+            raise InvalidRecord(f"step {step}: {len(seq_ids)} seq_ids for {rows} responses")
+        return [str(seq_id) for seq_id in seq_ids]
 
     def _sequence_rows(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> SequenceRows:
         rows, where = len(batch), f"step {batch.step}"
@@ -615,8 +600,11 @@ class Recorder:
             )
         return arrays
 
-    def _append_sequences(self, rows: SequenceRows) -> None:
-        self.writer.append(SEQUENCES, rows.to_batch())
+    def _append_sequences(self, rows: SequenceRows, split: str) -> None:
+        self.writer.append(SPLITS[split][0], rows.to_batch())
+        if split == EVAL_SPLIT:
+            self.writer.state.num_eval_sequences += len(rows.seq_ids)
+            return
         self.writer.state.num_sequences += len(rows.seq_ids)
         self.writer.state.num_tokens += int(rows.response_ids.lengths.sum())
 
@@ -640,7 +628,7 @@ class Recorder:
             starts = start + np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64)
             places = {int(row): (group, int(first)) for row, first in zip(captured, starts, strict=True)}
             scores.dense = [places.get(int(row)) for row in chosen]
-        self.writer.append(SCORES, scores.to_batch())
+        self.writer.append(SPLITS[batch.split][1], scores.to_batch())
 
     def _submit(
         self,

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace
-from ..schemas.layout import SCORES, Segment
+from ..schemas.layout import EVAL_SCORES, SCORES, Segment
 from ..schemas.tables import TABLES as TABLE_SPECS
 from . import dense
 from .journal import DENSE_TABLE, JOURNALED, read_journal
@@ -74,7 +74,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
     schema = TABLE_SPECS[table].schema
     names = set(schema.names)
     encodings = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _SPLIT_FLOATS if name in names}
-    parts = _by_pass(batches) if table == SCORES else [pa.Table.from_batches(batches)]
+    parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
         path,
         relative,

@@ -11,13 +11,16 @@ from typing import Any
 from ...schemas.errors import InvalidOption
 from ...schemas.results import Table
 from ...tracer.progress import Progress, no_progress
+from ...tracer.whole_file import write_whole
 from ..check.check import check
 from ..check.result import CheckResult
 from ..check.text import evidence_text
+from ..report.targets import explained, local
 from ..rows import table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..trace.database import Database
 from .condition import CHECK, Condition, parse_condition
+from .junit import junit_xml
 from .measured import Measured, Run
 
 FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
@@ -75,6 +78,7 @@ def gate(
     pair: str = "train:rollout",
     confidence: float = 0.95,
     partial: bool = False,
+    junit: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
     """Say whether a run passes conditions on its numbers: for the checks of training code.
@@ -92,6 +96,8 @@ def gate(
     `fails` of a verdict, and so the exit code, goes by the value alone; `verdict` is `cannot tell` where the interval holds
     both values that fail and values that do not, or where there should be an interval and is none. NaN and infinities fail.
 
+    `junit` names a file of JUnit XML to write, one test case a condition; what lies there is replaced.
+
     Raises InvalidOption for a condition that cannot be read or a metric that is not there, NothingToCompare when the
     passes share no token or the trace has no value of a metric, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for an answer from the rest.
@@ -102,6 +108,7 @@ def gate(
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
+    target = None if junit is None else local(junit)
     Database(trace).check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     measured = Run(trace, pair, confidence, progress).measure(list(conditions.values()))
@@ -111,7 +118,11 @@ def gate(
         else _checked(check(trace, pair=pair, partial=partial, progress=progress))
         for text in fail_on
     ]
-    return Gated(verdicts=tuple(verdicts))
+    gated = Gated(verdicts=tuple(verdicts))
+    if junit is not None and target is not None:
+        with explained(junit):
+            write_whole(target, junit_xml(gated, os.fspath(trace)))
+    return gated
 
 
 def _judged(condition: Condition, measured: Measured) -> Verdict:

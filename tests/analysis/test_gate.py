@@ -1,6 +1,7 @@
 """Conditions on a run: what they mean, their intervals, and the exit code."""
 
 import math
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -35,6 +36,22 @@ def noisy(tmp_path_factory):
     draw = np.random.default_rng(3)
     gaps = [draw.normal(0, draw.exponential(0.05), draw.integers(5, 41)).clip(-5, 0.9).tolist() for _ in range(300)]
     return record(tmp_path_factory.mktemp("gate") / "run", gaps, lambda place: -1 - place % 3)
+
+
+def test_junit_has_a_test_case_a_condition(noisy, tmp_path):
+    conditions = ["tim.k3>1", "tim.k3>1e-9", "check"]
+    for _ in range(2):  # what lies there is replaced
+        found = gate(noisy, fail_on=conditions, junit=tmp_path / "gate.xml")
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures")) == ("3", str(sum(verdict.fails for verdict in found.verdicts)))
+    cases = suite.findall("testcase")
+    assert [case.get("name") for case in cases] == conditions
+    for case, verdict in zip(cases, found.verdicts, strict=True):
+        assert (case.find("failure") is not None) == verdict.fails
+    assert repr(found.verdicts[1].value) in cases[1].find("failure").get("message")
+    done = tim_trace("gate", noisy, "--fail-on", "tim.k3>1e-9", "--junit", tmp_path / "more.xml")
+    assert done.code == 1
+    assert ElementTree.parse(tmp_path / "more.xml").getroot().get("failures") == "1"
 
 
 def judged(trace, *conditions, **options):

@@ -100,7 +100,7 @@ def break_recorder():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trainer", choices=["grpo", "rloo"], default="grpo")
+    parser.add_argument("--trainer", choices=["grpo", "rloo", "derived", "copied", "other"], default="grpo")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--bf16-engine", action="store_true")
     parser.add_argument("--moe", action="store_true", help="a mixture of experts")
@@ -110,6 +110,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="start so many processes of itself with torchrun")
     parser.add_argument("--transfer", choices=list(transfers.FAULTS), help="how the transfer to vLLM goes wrong")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate on four prompts after every step")
     parser.add_argument("--rollout-function", action="store_true")
     parser.add_argument("--pretend", metavar="VERSION")
     parser.add_argument("--without", metavar="FUNCTION")
@@ -148,9 +149,9 @@ def train(arguments):
     experts = {"experts_implementation": arguments.experts} if arguments.experts else {}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, **experts)
     prompts = [{"prompt": f"{a}+{b}{'=' * (1 + a % 3)}"} for a in range(10) for b in range(10)]
-    config_class, trainer_class = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[
-        arguments.trainer
-    ]
+    config_class, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer)}.get(arguments.trainer, (GRPOConfig, GRPOTrainer))
+    if arguments.trainer in ("derived", "copied", "other"):
+        trainer_class = getattr(importlib.import_module("trainers"), arguments.trainer)(trainer_class)
     settings = {
         "output_dir": arguments.model + "-out",
         "max_steps": arguments.steps,
@@ -170,6 +171,7 @@ def train(arguments):
         "seed": 0,
         "disable_tqdm": True,
         "gradient_checkpointing": False,
+        **({"eval_strategy": "steps", "eval_steps": 1} if arguments.evaluate else {}),
         **json.loads(arguments.config),
     }
     trainer = trainer_class(
@@ -177,6 +179,7 @@ def train(arguments):
         args=config_class(**settings),
         reward_funcs=[digits, short],
         train_dataset=Dataset.from_list(prompts),
+        eval_dataset=Dataset.from_list(prompts[:4]) if arguments.evaluate else None,
         processing_class=tokenizer,
         **({"rollout_func": sample_with_a_tool} if arguments.rollout_function else {}),
         **({"peft_config": lora(json.loads(arguments.lora))} if arguments.lora else {}),

@@ -48,6 +48,15 @@ def test_recording_nothing_says_what_may_be_the_reason(tmp_path):
     assert tim_trace("info", tmp_path / "run").code == 0
 
 
+@pytest.mark.parametrize(("program", "code"), [("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_a_command_that_fails_before_anything_is_recorded_is_told_as_that(tmp_path, program, code):
+    done = tim_trace("record", "-o", tmp_path / "run", "--", *SAY, program)
+    assert done.code == code
+    said = done.stderr.splitlines()[-1]
+    assert f"the command ended with exit code {code} before; its own error is above" in said
+    assert "Is the command Python" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ from runs import train
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 
@@ -298,6 +299,39 @@ def test_means_over_logged_steps_are_what_trl_logged():
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("luspo", {"importance_sampling_level": "sequence"}),
+        pytest.param("bnpo", {}, marks=pytest.mark.slow),
+        pytest.param("cispo", {"epsilon_high": 1.001}, marks=pytest.mark.slow),
+        pytest.param("dapo", {}, marks=pytest.mark.slow),
+        pytest.param("dr_grpo", {}, marks=pytest.mark.slow),
+        pytest.param("grpo", {}, marks=pytest.mark.slow),
+        pytest.param("sapo", {}, marks=pytest.mark.slow),
+        pytest.param("vespo", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_without_its_truncated_responses_clips_and_pulls_as_trl_logged(kind, more):
+    options = {"loss_type": kind, **more}
+    config = MOVED | options | {"logging_steps": 2, "mask_truncated_completions": True, "max_completion_length": 4}
+    run = train("--steps", "4", config=config, capture="logprobs")
+    masked, kept = rows(
+        run, "SELECT count(*) FILTER (NOT m), count(*) FILTER (m) FROM (SELECT response_mask[1] AS m FROM sequences)"
+    )[0]
+    assert masked
+    assert kept
+    if kind in ("sapo", "vespo"):
+        found = stats(run.trace, by="step", like="trl", epsilon=0.01, logging_steps=2, **options).dicts()
+        assert {value for row in found for name, value in row.items() if name not in ("run", "step")} == {None}
+    else:
+        assert same_as_logged(run, epsilon=0.01, logging_steps=2, **options)
+    found = gradient(run.trace, micro_batches=0)
+    norms = [row["grad_norm"] for row in run.result["history"] if "grad_norm" in row]
+    assert [step.grad_norm for step in found.steps][1::2] == norms
+    assert all(step.reproduced for step in found.steps)
+
+
 @pytest.mark.slow
 def test_means_over_logged_steps_of_vllm_s_rollouts_are_what_trl_logged():
     options = {
@@ -483,6 +517,32 @@ def test_a_function_that_is_gone_is_named_with_what_is_not_recorded():
     run = train("--pretend", "9.9.9", "--without", "_calculate_rewards", capture="logprobs")
     assert "not recorded: rewards (GRPOTrainer._calculate_rewards was not found)" in run.done.stderr
     assert rows(run, "SELECT count(*), count(reward) FROM sequences") == [(24, 0)]
+
+
+@pytest.mark.parametrize("kind", ["derived", "copied"])
+def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind):
+    run = train("--trainer", kind, "--steps", "2", capture="logprobs")
+    assert run.result["weights"] == train("--trainer", kind, "--steps", "2").result["weights"]
+    query = 'SELECT "pass", count(*), count(logprobs) FROM scores GROUP BY ALL ORDER BY ALL'
+    assert rows(run, query) == [("current", 16, 16), ("train", 16, 16)]
+    for step, reward in rows(run, "SELECT step, avg(reward) FROM sequences GROUP BY step"):
+        np.testing.assert_allclose(reward, logged(run, "reward")[step], **FLOAT32)
+    (said,) = info(str(run.trace)).missing
+    assert "objective and gradient take the loss that TRL makes of its settings" in said
+
+
+def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
+    derived, plain = (train("--trainer", kind, "--steps", "2", capture="logprobs") for kind in ("derived", "grpo"))
+    query = "SELECT advantage FROM sequences WHERE step = 1 ORDER BY seq_id"
+    assert rows(derived, query) == [(2 * advantage,) for (advantage,) in rows(plain, query)]
+
+
+def test_a_trainer_with_other_functions_is_named():
+    run = train("--trainer", "other", "--steps", "2", capture="logprobs")
+    for said in (run.done.stderr, *info(str(run.trace)).missing):
+        assert "a trainer of module trainers was seen and is not recorded: other.<locals>.PolicyTrainer" in said
+        assert "it has no _generate_and_score_completions" in said
+    assert "no process trained" not in run.done.stderr
 
 
 def test_an_error_of_recording_never_takes_training_down():

@@ -11,7 +11,7 @@ from .session import Order, Session
 
 
 def activate() -> Session | None:
-    """Hook `trl` and `vllm` for when they are imported; None outside of `tim-trace record`."""
+    """Hook trainers and `vllm` for when they are imported; None outside of `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None
@@ -29,7 +29,7 @@ def _guarded(session: Session, name: str, install: Callable[[Session, Any], None
     return hook
 
 
-def _trl_trainer(session: Session, module: Any) -> None:
+def _trainers(session: Session, module: Any) -> None:
     from . import trl
 
     trl.install(session, module)
@@ -42,7 +42,6 @@ def _vllm_llm(session: Session, module: Any) -> None:
 
 
 _HOOKS: dict[str, Callable[[Session, Any], None]] = {
-    "trl.trainer.grpo_trainer": _trl_trainer,
-    "trl.trainer.rloo_trainer": _trl_trainer,
+    "transformers.trainer": _trainers,
     "vllm.entrypoints.llm": _vllm_llm,
 }

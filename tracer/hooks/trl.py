@@ -1,19 +1,20 @@
-"""Recording TRL's GRPO and RLOO trainers.
+"""Recording TRL's GRPO and RLOO trainers, and those that derive from them or have their functions.
 
 Shapes: B rows of one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...schemas.layout import EVAL_SPLIT, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
@@ -22,6 +23,7 @@ from .engine_call import EngineCall
 from .patches import Patches
 from .session import Session
 from .tokenizer import tokenizer_identity
+from .trainer_class import lacks, name_of, own_loss, trl_version, unknown_output, unrecorded
 from .trl_batches import (
     ROW_KEY,
     engine_call_of,
@@ -47,59 +49,89 @@ from .trl_distributions import HeadTap
 from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_weights import keeps_weights, own_tensors
-from .versions import version_sentence
-
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
 OPTIMIZER_STEPS = 5
 """The optimizer's statistics are taken at the first step and then every so many."""
 
 POINTS = {
     "train": "steps that a second call of train() makes again, apart from those of the first",
-    "_generate_and_score_completions": "sequences, rewards, advantages, rollout and train logprobs",
-    "_generate": "the lengths of prompts and responses, without which no sequence is recorded",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
     "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
     "log": "logged metrics",
 }
-"""Function of a trainer -> what it gives."""
+"""Function that a recorded trainer may lack -> what it gives."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainers that a module of TRL defines."""
+    """Hook the class of every trainer that is made."""
     patches = Patches()
-    for name in TRAINERS:
-        trainer_class = getattr(module, name, None)
-        if inspect.isclass(trainer_class) and trainer_class.__module__ == module.__name__:
-            _install_class(session, trainer_class, patches)
+    patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
 
 
-def _install_class(session: Session, trainer_class: type, patches: Patches) -> None:
-    import trl
+class TrainerClasses:
+    """The classes that trainers were made of, and what is recorded of each."""
 
-    session.hooks["trl"] = trl.__version__
-    hooks = TrainerHooks(session)
-    wrappers: dict[str, Callable[..., Any]] = {
-        "train": hooks.train,
-        "_generate_and_score_completions": hooks.generate_and_score,
-        "_generate": hooks.generate,
-        "_calculate_rewards": hooks.calculate_rewards,
-        "_get_per_token_logps_and_entropies": hooks.score,
-        "compute_loss": hooks.compute_loss,
-        "_maybe_log_save_evaluate": hooks.step_end,
-        "log": hooks.log,
-    }
-    missing = {}
-    for name, wrapper in wrappers.items():
-        if not patches.wrap(trainer_class, name, wrapper):
-            missing[f"{trainer_class.__name__}.{name}"] = POINTS[name]
-    _hear_transfers(session, patches)
-    sentence = version_sentence("trl", trl.__version__, missing)
-    if sentence:
-        session.note(sentence)
+    def __init__(self, session: Session, patches: Patches):
+        self._session = session
+        self._patches = patches
+        self._hooks = TrainerHooks(session)
+        self._seen: weakref.WeakSet[type] = weakref.WeakSet()
+        self._hears = False
+        """Whether transfers of weights are heard."""
+
+    def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._session.guard("a trainer (its functions could not be hooked)"):
+            if type(trainer) not in self._seen:
+                self._seen.add(type(trainer))
+                self._hook(type(trainer))
+        return original(trainer, *args, **kwargs)
+
+    def _hook(self, trainer_class: type) -> None:
+        reason = unrecorded(trainer_class)
+        if reason is not None:
+            self._patches.wrap(trainer_class, "train", partial(self._train_unrecorded, reason))
+            return
+        if version := trl_version():
+            self._session.hooks["trl"] = version
+        hooks, missing = self._hooks, {}
+        wrappers: dict[str, Callable[..., Any]] = {
+            "train": hooks.train,
+            "_generate_and_score_completions": hooks.generate_and_score,
+            "_generate": hooks.generate,
+            "_calculate_rewards": hooks.calculate_rewards,
+            "_get_per_token_logps_and_entropies": hooks.score,
+            "compute_loss": hooks.compute_loss,
+            "_maybe_log_save_evaluate": hooks.step_end,
+            "log": hooks.log,
+        }
+        for name, wrapper in wrappers.items():
+            if not self._patches.wrap(trainer_class, name, partial(self._of_class, trainer_class, wrapper)):
+                missing[f"{trainer_class.__qualname__}.{name}"] = POINTS[name]
+        if not self._hears:
+            self._hears = True
+            _hear_transfers(self._session, self._patches)
+        sentence = lacks(trainer_class, missing)
+        if sentence:
+            self._session.note(sentence)
+
+    def _of_class(
+        self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run a hook for trainers of its class; a call through super() is a part of what the class below does."""
+        if type(trainer) is not trainer_class and type(trainer) in self._seen:
+            return original(trainer, *args, **kwargs)
+        return hook(original, trainer, *args, **kwargs)
+
+    def _train_unrecorded(
+        self, reason: str, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if unrecorded(type(trainer)) is not None:
+            self._session.note(reason)
+        return original(trainer, *args, **kwargs)
 
 
 def _hear_transfers(session: Session, patches: Patches) -> None:
@@ -143,17 +175,22 @@ class TrainerHooks:
     ) -> Any:
         if getattr(trainer, "use_vllm", False):
             self.session.engine_weights.hold(trainer)
-        if not trainer.model.training or not self.session.is_recording:
+        if not self.session.is_recording:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
-        if not adapters(trainer):
+        split = TRAIN_SPLIT if trainer.model.training else EVAL_SPLIT
+        if split == TRAIN_SPLIT and not adapters(trainer):
             with self.session.guard("weights"):
                 self._keep_weights(trainer, state)
         with self.session.guard("the generation batch"):
-            state.generation = self._begin(trainer, len(inputs))
+            state.generation = self._begin(trainer, split, len(inputs))
             self.session.generation = state.generation
         try:
             output = original(trainer, inputs, *args, **kwargs)
+            problem = unknown_output(type(trainer), output)
+            if problem is not None:
+                self.session.note(problem)
+                return output
             with self.session.guard("the generation batch"):
                 if state.generation is not None:
                     self._record_generation(trainer, state, state.generation, output)
@@ -165,9 +202,9 @@ class TrainerHooks:
         result = original(trainer, *args, **kwargs)
         state = self._state(trainer)
         generation = state.generation
-        if generation is not None and _sends_weights(trainer):
+        if generation is not None and generation.split == TRAIN_SPLIT and _sends_weights(trainer):
             self.session.engine_weights.tell(generation.step)
-        if generation is not None and adapters(trainer):
+        if generation is not None and generation.split == TRAIN_SPLIT and adapters(trainer):
             # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
             with self.session.guard("weights"):
                 self._keep_weights(trainer, state)
@@ -209,9 +246,10 @@ class TrainerHooks:
         self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         state = self._state(trainer)
-        if trainer.model.training and self.session.is_recording:
-            with self.session.guard("weights"):
-                self._keep_weights(trainer, state)
+        if self.session.is_recording:
+            if trainer.model.training:
+                with self.session.guard("weights"):
+                    self._keep_weights(trainer, state)
             with self.session.guard("the loss"):
                 state.loss = loss_of(state.recorded, inputs)
         try:
@@ -219,6 +257,7 @@ class TrainerHooks:
             if state.loss is not None:
                 with self.session.guard("current logprobs"):
                     self._record_loss(trainer, state, state.loss)
+                self._tell_of_scorings(trainer, state.loss)
             return result
         finally:
             state.loss = None
@@ -243,6 +282,14 @@ class TrainerHooks:
                 values.pop("step", None)
                 self._add_metrics(trainer, values)
         return result
+
+    def _tell_of_scorings(self, trainer: Any, loss: Loss) -> None:
+        if not loss.scorings and loss.recorded.batch.split == TRAIN_SPLIT:
+            lost = "current" if loss.recorded.train_scored[loss.rows].all() else "current and train"
+            self.session.note(
+                f"{lost} logprobs of {name_of(type(trainer))} are not recorded: its loss has them of another function than "
+                "_get_per_token_logps_and_entropies"
+            )
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
         """The size of the update, now and then."""
@@ -284,7 +331,7 @@ class TrainerHooks:
         if state.keeps_weights:
             self.session.recorder.add_weights(version, own_tensors(trainer))
 
-    def _begin(self, trainer: Any, rows: int) -> Generation:
+    def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)
         if not state.described:
             self._describe(trainer)
@@ -292,15 +339,20 @@ class TrainerHooks:
         state.refresh_contracts()
         version = int(trainer.state.global_step)
         first = trainer.accelerator.process_index * rows
-        batch = state.name_of_generation(version + 1)
+        step = version if split == EVAL_SPLIT else version + 1
+        batch = state.name_of_generation(split, step)
         seq_ids = [f"{batch}-{first + row}" for row in range(rows)]
-        group_ids = [f"{batch}-{(first + row) // trainer.num_generations}" for row in range(rows)]
+        num_generations = getattr(trainer, "num_generations", 1)
+        if split == EVAL_SPLIT:
+            num_generations = getattr(trainer, "num_generations_eval", num_generations)
+        group_ids = [f"{batch}-{(first + row) // num_generations}" for row in range(rows)]
         return Generation(
-            step=version + 1,
+            split=split,
+            step=step,
             policy_version=version,
             seq_ids=seq_ids,
             group_ids=group_ids,
-            captured=self.session.recorder.captures(version + 1, seq_ids),
+            captured=np.zeros(rows, bool) if split == EVAL_SPLIT else self.session.recorder.captures(step, seq_ids),
         )
 
     def _describe(self, trainer: Any) -> None:
@@ -308,6 +360,8 @@ class TrainerHooks:
         tokenizer = trainer.processing_class
         recorder.describe(model=model_identity(trainer), tokenizer=tokenizer_identity(tokenizer))
         tell_of_routing(self.session, trainer)
+        if sentence := own_loss(type(trainer)):
+            self.session.note(sentence)
         if trainer.is_world_process_zero():
             recorder.save_tokenizer(tokenizer)
             recorder.add_hyperparameters(trainer.args.to_dict())
@@ -322,7 +376,7 @@ class TrainerHooks:
             return None
         if state.loss is not None:
             recorded, rows = state.loss.recorded, state.loss.rows
-            if state.loss.scorings or recorded.train_scored[rows].any():
+            if recorded.batch.split == EVAL_SPLIT or state.loss.scorings or recorded.train_scored[rows].any():
                 return None
             return TrainRows(
                 captured=recorded.captured[rows],
@@ -331,7 +385,7 @@ class TrainerHooks:
             )
         generation = state.generation
         assert generation is not None
-        if generation.prompt_lengths is None or generation.response_lengths is None:
+        if generation.split == EVAL_SPLIT or generation.prompt_lengths is None or generation.response_lengths is None:
             return None
         if any(not scoring.is_reference for scoring in generation.scorings):
             return None
@@ -365,6 +419,7 @@ class TrainerHooks:
         settings = sampling(trainer)
         call = engine_call_of(generation)
         batch = recorder.add_sequences(
+            split=generation.split,
             step=generation.step,
             seq_ids=generation.seq_ids,
             group_ids=generation.group_ids,
@@ -443,7 +498,8 @@ class TrainerHooks:
             version = int(trainer.state.global_step)
             # Without a forward of its own before the loss, the trainer's logprobs are those that the loss used first.
             has_train = loss.recorded.train_scored[loss.rows].any()
-            for pass_name in (CURRENT,) if has_train else (CURRENT, TRAIN):
+            made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
+            for pass_name in made[:-1] if has_train else made:
                 self._add_scores(
                     state, loss.recorded, pass_name, contract, scoring,
                     rows=loss.rows, scored_mask=loss.scored_mask, policy_version=version,
@@ -463,8 +519,10 @@ class TrainerHooks:
         policy_version: int | None,
     ) -> None:
         recorder = self.session.recorder
-        recorder.add_contract(pass_name, contract)
-        first = state.next_forwards(pass_name, -(-len(rows) // scoring.rows_a_forward))
+        split = recorded.batch.split
+        if split == TRAIN_SPLIT:
+            recorder.add_contract(pass_name, contract)
+        first = state.next_forwards(split, pass_name, -(-len(rows) // scoring.rows_a_forward))
         forward = recorded.forward(rows, scoring.rows_a_forward, first)
         recorder.add_scores(
             pass_name,

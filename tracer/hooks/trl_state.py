@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.contract import Contract
+from ...schemas.layout import EVAL_SPLIT
 from .. import environment
 from ..batch import Batch
 from ..dense import Distribution
@@ -49,6 +50,7 @@ class TrainRows:
 class Generation:
     """A generation batch on its way."""
 
+    split: str
     step: int
     policy_version: int
     seq_ids: list[str]
@@ -109,6 +111,9 @@ class Loss:
 _KEPT_BATCHES = 4
 """Generation batches that the loss may still go through."""
 
+_EVALUATED = -1
+"""Number of the batch that is evaluated: training's stay beside it."""
+
 
 class TrainerState:
     """What is known of one trainer."""
@@ -118,8 +123,9 @@ class TrainerState:
         self.loss: Loss | None = None
         self.recorded: dict[int, Recorded] = {}
         self._num_batches = 0
-        self._generation = (0, 0)
-        self.num_forwards: dict[str, int] = {}
+        self._generations: dict[str, tuple[int, int]] = {}
+        self.num_forwards: dict[tuple[str, str], int] = {}
+        """Split and pass -> its forwards so far."""
         self.described = False
         self.keeps_weights: bool | None = None
         """Whether weights are kept; None before that was decided."""
@@ -130,24 +136,27 @@ class TrainerState:
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
-    def name_of_generation(self, step: int) -> str:
+    def name_of_generation(self, split: str, step: int) -> str:
         """Names a generation batch: its step, and of a step with several its number from the second on, as 7.2."""
-        before, count = self._generation
-        self._generation = (step, count + 1 if step == before else 1)
+        before, count = self._generations.get(split, (-1, 0))
+        self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Number a recorded batch, so that a loss finds it; the oldest is forgotten."""
+        """Number a recorded batch, so that a loss finds it; the oldest is forgotten, of evaluation all but the newest."""
+        if recorded.batch.split == EVAL_SPLIT:
+            self.recorded[_EVALUATED] = recorded
+            return _EVALUATED
         index = self._num_batches
         self._num_batches += 1
         self.recorded[index] = recorded
         self.recorded.pop(index - _KEPT_BATCHES, None)
         return index
 
-    def next_forwards(self, pass_name: str, count: int) -> int:
+    def next_forwards(self, split: str, pass_name: str, count: int) -> int:
         """Number of the first of `count` forwards of a pass."""
-        first = self.num_forwards.get(pass_name, 0)
-        self.num_forwards[pass_name] = first + count
+        first = self.num_forwards.get((split, pass_name), 0)
+        self.num_forwards[split, pass_name] = first + count
         return first
 
     def refresh_contracts(self) -> None:

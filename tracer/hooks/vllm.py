@@ -10,6 +10,7 @@ from typing import Any
 
 from ...schemas.capture import Capture
 from ...schemas.contract import Contract
+from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
 from .calls import arguments
@@ -160,8 +161,9 @@ class EngineHooks:
 
     def _record(self, llm: Any, call: EngineCall) -> None:
         recorder = self.session.recorder
-        recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params))
         generation: Generation | None = self.session.generation
+        if generation is None or generation.split == TRAIN_SPLIT:
+            recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params))
         if generation is not None:
             generation.engine_calls.append(call)
             return

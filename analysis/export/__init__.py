@@ -1,0 +1,1 @@
+"""A trace in the files of other tools."""

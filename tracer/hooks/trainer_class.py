@@ -1,0 +1,75 @@
+"""Which trainers are recorded: those with the functions of TRL's GRPO and RLOO trainers, wherever their class comes from.
+
+Users derive from TRL's classes, and unsloth and ms-swift generate and copy them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from .versions import TESTED, untested, version_sentence
+
+NEEDED = ("_generate_and_score_completions", "_generate")
+"""Functions without which no sequence is recorded."""
+
+OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
+"""What `_generate_and_score_completions` returns by name, of what is recorded."""
+
+
+def name_of(trainer_class: type) -> str:
+    return f"{trainer_class.__module__}.{trainer_class.__qualname__}"
+
+
+def trl_version() -> str | None:
+    """Version of the TRL that this process has imported; None where it has none."""
+    return getattr(sys.modules.get("trl"), "__version__", None)
+
+
+def unrecorded(trainer_class: type) -> str | None:
+    """Sentence on why trainers of a class are not recorded; None where they are."""
+    lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
+    return _unrecorded(trainer_class, f"it has no {' and no '.join(lacking)}") if lacking else None
+
+
+def unknown_output(trainer_class: type, output: Any) -> str | None:
+    """Sentence on why what a trainer generated cannot be recorded; None where it can."""
+    if isinstance(output, dict):
+        lacking = [name for name in OUTPUT if name not in output]
+        found = f"a dict without {', '.join(lacking)}" if lacking else None
+    else:
+        found = f"a {type(output).__name__} and no dict"
+    return None if found is None else _unrecorded(trainer_class, f"its {NEEDED[0]} returns {found}")
+
+
+def _unrecorded(trainer_class: type, reason: str) -> str:
+    version = trl_version()
+    release = ""
+    if version is not None and untested("trl", version):
+        release = f" (trl {version} is not a tested version; tested: {' and '.join(TESTED['trl'])}.x)"
+    return (
+        f"a trainer of module {trainer_class.__module__} was seen and is not recorded: {trainer_class.__qualname__}, because "
+        f"{reason}{release}; trainers are recorded by the functions of TRL's GRPOTrainer, a loop of your own by "
+        "tim_trace.Recorder"
+    )
+
+
+def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
+    """Sentence on an untested release of TRL, and on what is not recorded of a class that is; None where nothing is to say."""
+    version = trl_version()
+    return None if version is None else version_sentence("trl", version, missing)
+
+
+def own_loss(trainer_class: type) -> str | None:
+    """Sentence on a loss that TRL does not define; None where it defines it."""
+    for name in ("compute_loss", "_compute_loss"):
+        function = inspect.unwrap(getattr(trainer_class, name, own_loss))
+        module = str(getattr(function, "__module__", ""))
+        if function is not own_loss and not module.startswith(("trl.trainer.", "transformers.")):
+            return (
+                f"{name_of(trainer_class)} has a {name} of its own, from {module}: objective and gradient take the loss that "
+                "TRL makes of its settings"
+            )
+    return None
