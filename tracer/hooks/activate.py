@@ -11,7 +11,7 @@ from .session import Order, Session
 
 
 def activate() -> Session | None:
-    """Hook `trl` and `vllm` for when they are imported; None outside of `tim-trace record`."""
+    """Hook `trl`, `verl`, `ray` and `vllm` for when they are imported; None outside of `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None
@@ -35,6 +35,30 @@ def _trl_trainer(session: Session, module: Any) -> None:
     trl.install(session, module)
 
 
+def _verl_trainer(session: Session, module: Any) -> None:
+    from . import verl
+
+    verl.install(session, module)
+
+
+def _verl_worker(session: Session, module: Any) -> None:
+    from . import verl_worker
+
+    verl_worker.install(session, module)
+
+
+def _ray(session: Session, module: Any) -> None:
+    from . import ray
+
+    ray.install(session, module)
+
+
+def _vllm_async(session: Session, module: Any) -> None:
+    from . import vllm_async
+
+    vllm_async.install(session, module)
+
+
 def _vllm_llm(session: Session, module: Any) -> None:
     from . import vllm
 
@@ -44,5 +68,11 @@ def _vllm_llm(session: Session, module: Any) -> None:
 _HOOKS: dict[str, Callable[[Session, Any], None]] = {
     "trl.trainer.grpo_trainer": _trl_trainer,
     "trl.trainer.rloo_trainer": _trl_trainer,
+    "verl.trainer.ppo.v1.trainer_base": _verl_trainer,
+    "verl.workers.engine_workers": _verl_worker,
+    "verl.workers.utils.losses": _verl_worker,
+    "verl.utils.transferqueue_utils": _verl_worker,
+    "ray": _ray,
     "vllm.entrypoints.llm": _vllm_llm,
+    "vllm.v1.engine.async_llm": _vllm_async,
 }

@@ -18,6 +18,9 @@ from ...schemas.capture import Capture
 ENVIRONMENT = "TIM_TRACE_RECORD"
 """Environment variable by which `tim-trace record` tells its children what to record, and where."""
 
+BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
+"""The folder that comes first on PYTHONPATH of every process that records itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
