@@ -62,7 +62,7 @@ def record(
     resume: bool = False,
     force: bool = False,
 ) -> Recording:
-    """Run COMMAND and record what TRL's trainers and vLLM do in it.
+    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the

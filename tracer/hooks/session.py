@@ -96,12 +96,20 @@ class Session:
             from ..attempts import next_attempt
             from ..store import Store
 
-            if self._recorder is not None and self._pid == os.getpid():
-                self._recorder.writer.state.spent_s = self.spent_s
-                self._recorder.close()
-                self._recorder, self.spent_s = None, 0.0
+            self._seal()
             self._attempt = next_attempt(Store(self.order.run), self.order.session, self._num_trainings)
             self._num_trainings += 1
+
+    def seal(self) -> None:
+        """Finish what was recorded so far, for other processes to read; what comes later has another writer."""
+        with self.guard("what was recorded so far"):
+            self._seal()
+
+    def _seal(self) -> None:
+        if self._recorder is not None and self._pid == os.getpid():
+            self._recorder.writer.state.spent_s = self.spent_s
+            self._recorder.close()
+            self._recorder, self.spent_s = None, 0.0
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:

@@ -100,6 +100,8 @@ class TrainerHooks:
                 "step": int(trainer.global_steps),
                 "policy_version": _version(trainer),
                 "is_train": _bypasses(trainer.config),
+                "is_last": _is_last(trainer),
+                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)}),
             }
         try:
             return original(trainer, batch, *args, **kwargs)
@@ -164,7 +166,8 @@ class TrainerHooks:
             logprobs = column(scored, name, rows)
             if logprobs is None:
                 continue
-            recorder.add_contract(pass_name, self._contract(pass_name, config))
+            dtype = {"logprobs_dtype": str(scored[name].dtype).removeprefix("torch.")}
+            recorder.add_contract(pass_name, self._contract(pass_name, config) | dtype)
             recorder.add_scores(
                 pass_name,
                 recorded,
@@ -208,6 +211,12 @@ def _sampled_by(trainer: Any, rows: Sequence[Row]) -> list[int | None]:
         None if row.oldest_weights is None else int(row.oldest_weights) * int(trainer.parameter_sync_step)
         for row in rows
     ]
+
+
+def _is_last(trainer: Any) -> bool:
+    """Whether the actor's update that comes is the last."""
+    is_last_step = int(trainer.global_steps) >= int(trainer.total_training_steps)
+    return is_last_step and int(trainer.local_trigger_step) + 1 >= int(trainer.parameter_sync_step)
 
 
 def _bypasses(config: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from ...schemas.contract import Contract
@@ -32,8 +33,6 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
     `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward).
     """
-    import verl
-
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
@@ -41,7 +40,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     autocast = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
     return {
         "engine": "verl",
-        "engine_version": verl.__version__,
+        "engine_version": version("verl"),
         "source": source,
         "function": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "grad_enabled": grad,
@@ -61,11 +60,9 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 def configured_contract(config: Any) -> Contract:
     """What the run's configuration says of its trainer, where no worker told more."""
-    import verl
-
     return {
         "engine": "verl",
-        "engine_version": verl.__version__,
+        "engine_version": version("verl"),
         "known_from": "the run's configuration",
         "strategy": config.actor_rollout_ref.actor.strategy,
         "temperature": config.actor_rollout_ref.rollout.temperature,

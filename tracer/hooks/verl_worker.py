@@ -18,7 +18,6 @@ from .calls import arguments
 from .patches import Patches
 from .session import Session
 from .trl_batches import right_padded
-from .verl_batches import rows_of
 from .verl_contract import model_identity, scoring_contract
 
 UPDATE_KEY = "tim_trace_update"
@@ -37,6 +36,8 @@ class Update:
     places: dict[int, int]
     """verl's row -> row of `batch`, without those that verl made up."""
     policy_version: int
+    is_last: bool
+    """Whether the training ends with it."""
     is_train: bool
     """Whether the logprobs that the loss uses first are the trainer's own, since verl computed none before."""
     num_mini_batches: int = 0
@@ -100,8 +101,7 @@ class WorkerHooks:
         finally:
             self._update = None
             if update is not None:
-                with self.session.guard("current logprobs"):
-                    self.session.recorder.flush()  # Ray may kill this process at any time
+                self._keep(update.is_last)
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -133,21 +133,31 @@ class WorkerHooks:
         import torch
 
         self._begin_training()
-        rows = rows_of(meta)
+        keys = keys_of(meta)
+        rows = [(index, key) for index, key in enumerate(keys) if key not in set(told["left_out"])]
         lengths = np.array([len(ids) for ids in data["responses"].unbind()], np.int64)
-        data[ROW_KEY] = torch.arange(len(meta.keys))
+        data[ROW_KEY] = torch.arange(len(keys))
         recorder = self.session.recorder
         batch = Batch(
-            told["step"], [row.key for row in rows], folder=recorder.folder, attempt=recorder.writer.state.attempt
+            told["step"], [key for _, key in rows], folder=recorder.folder, attempt=recorder.writer.state.attempt
         )
-        batch.resolve(lengths[[row.index for row in rows]], None)
+        batch.resolve(lengths[[index for index, _ in rows]], None)
         return Update(
             batch=batch,
             lengths=lengths,
-            places={row.index: place for place, row in enumerate(rows)},
+            places={index: place for place, (index, _) in enumerate(rows)},
             policy_version=told["policy_version"],
             is_train=told["is_train"],
+            is_last=told["is_last"],
         )
+
+    def _keep(self, is_last: bool) -> None:
+        """See that what was recorded outlives this process: Ray may kill it at any time, and ends no worker otherwise."""
+        if is_last:
+            self.session.seal()
+        else:
+            with self.session.guard("current logprobs"):
+                self.session.recorder.flush()
 
     def _begin_training(self) -> None:
         """Take part in the driver's attempt at training."""
@@ -181,7 +191,8 @@ class WorkerHooks:
         update.train_scored |= set(rows.tolist())
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
             if contract is not None:
-                recorder.add_contract(pass_name, contract)
+                dtype = str(output["log_probs"].dtype).removeprefix("torch.")
+                recorder.add_contract(pass_name, contract | {"logprobs_dtype": dtype})
             recorder.add_scores(
                 pass_name,
                 update.batch,
@@ -199,6 +210,8 @@ class WorkerHooks:
         if pass_name in self._declared or not self.session.is_recording:
             return
         self._declared.add(pass_name)
+        if engine.get_data_parallel_rank() or not engine.is_mp_src_rank_with_outputs():
+            return
         self._begin_training()
         recorder = self.session.recorder
         contract = scoring_contract(
@@ -207,7 +220,16 @@ class WorkerHooks:
         recorder.add_contract(pass_name, contract)
         if pass_name == TRAIN:
             recorder.describe(model=model_identity(engine))
-        recorder.flush()
+        self.session.seal()
+
+
+def keys_of(meta: Any) -> list[str]:
+    """The keys of the rows that a worker was given; the TransferQueue knows them where the driver left them out."""
+    if hasattr(meta, "keys"):
+        return list(meta.keys)
+    from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
+
+    return list(batch_meta2kv_batch_meta(meta).keys)
 
 
 def _asked(data: Any) -> dict[str, Any]:

@@ -72,6 +72,6 @@ class AsyncEngineHooks:
         if key in self._known:
             return
         self._known.add(key)
-        recorder = self.session.recorder
-        recorder.add_contract(ROLLOUT, async_contract(engine, params, self._model_patches.get(engine, [])))
-        recorder.flush()
+        contract = async_contract(engine, params, self._model_patches.get(engine, []))
+        self.session.recorder.add_contract(ROLLOUT, contract)
+        self.session.seal()
