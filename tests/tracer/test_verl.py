@@ -175,12 +175,37 @@ def test_versions_count_updates_where_a_step_has_several(session, queue):
     assert rows(trace, query) == [(8, 14)]
 
 
-def test_a_contract_says_in_which_dtype_the_logprobs_came(session, queue):
-    queue.columns["old_log_probs"] = nested(*TRAIN, dtype=torch.bfloat16)
+def test_a_worker_declares_what_decides_the_trainer_s_logprobs(session, queue):
+    hooks = WorkerHooks(session)
+    output = {"log_probs": nested(*TRAIN, dtype=torch.bfloat16)}
+    worker = SimpleNamespace(engine=an_engine())
+
+    def infer_batch(worker, data):
+        return output
+
+    def compute_log_prob(actor, data):
+        return hooks.infer(infer_batch, worker, {"temperature": 0.5})
+
+    hooks.score(compute_log_prob, SimpleNamespace(), made_batch())
+    session.seal()
     trace = recorded(session, queue, ONE)
-    contracts = dict(rows(trace, "SELECT pass, contract_json FROM passes"))
-    assert json.loads(contracts["train"])["logprobs_dtype"] == "bfloat16"
-    assert json.loads(contracts["rollout"])["logprobs_dtype"] == "float32"
+    contracts = rows(trace, "SELECT contract_json FROM passes WHERE pass = 'train'")
+    ((text,),) = contracts
+    assert json.loads(text)["logprobs_dtype"] == "bfloat16"
+    assert json.loads(text)["temperature"] == 0.5
+    assert json.loads(text)["model"]["attention"] == "sdpa"
+
+
+def test_the_actor_without_its_adapter_is_its_own_reference(session, queue):
+    hooks = WorkerHooks(session)
+    output = {"log_probs": nested(*TRAIN)}
+    asked = {"temperature": 1.0, "no_lora_adapter": True}
+    worker = SimpleNamespace(engine=an_engine())
+    score = lambda actor, data: hooks.infer(lambda worker, data: output, worker, asked)  # noqa: E731
+    hooks.score(score, SimpleNamespace(), made_batch())
+    session.seal()
+    names = rows(connect(session.order.run), "SELECT pass FROM passes")
+    assert names == [("reference",)]
 
 
 def test_the_contract_is_the_one_that_the_engine_declared_for_training(session, queue):
@@ -238,6 +263,7 @@ def an_engine(is_first=True):
     model.config = SimpleNamespace(_attn_implementation="sdpa", to_dict=dict)
     return SimpleNamespace(
         engine_config=SimpleNamespace(strategy="fsdp2", use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
+        model_config=SimpleNamespace(path="a-model"),
         module=model,
         is_mp_src_rank_with_outputs=lambda: is_first,
         get_data_parallel_size=lambda: 1,

@@ -41,6 +41,12 @@ def _verl_trainer(session: Session, module: Any) -> None:
     verl.install(session, module)
 
 
+def _verl_older_trainer(session: Session, module: Any) -> None:
+    from . import verl
+
+    verl.install_older(session, module)
+
+
 def _verl_worker(session: Session, module: Any) -> None:
     from . import verl_worker
 
@@ -69,6 +75,7 @@ _HOOKS: dict[str, Callable[[Session, Any], None]] = {
     "trl.trainer.grpo_trainer": _trl_trainer,
     "trl.trainer.rloo_trainer": _trl_trainer,
     "verl.trainer.ppo.v1.trainer_base": _verl_trainer,
+    "verl.trainer.ppo.ray_trainer": _verl_older_trainer,
     "verl.workers.engine_workers": _verl_worker,
     "verl.workers.utils.losses": _verl_worker,
     "verl.utils.transferqueue_utils": _verl_worker,

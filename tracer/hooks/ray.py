@@ -23,7 +23,7 @@ def install(session: Session, module: Any) -> Patches:
         return original(*args, **kwargs)
 
     if not patches.wrap(module, "init", init):
-        session.note("Ray's workers are recorded only where they inherit this environment (ray.init was not found)")
+        session.tell("Ray's workers are recorded only where they inherit this environment (ray.init was not found)")
     return patches
 
 

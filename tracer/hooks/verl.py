@@ -51,10 +51,26 @@ def install(session: Session, module: Any) -> Patches:
     }
     if not patches.wrap(module.Tracking, "log", hooks.log):
         missing["Tracking.log"] = "logged metrics"
-    sentence = version_sentence("verl", verl.__version__, missing)
-    if sentence:
-        session.tell(sentence)
+    hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
+
+
+def install_older(session: Session, module: Any) -> Patches:
+    """Say of verl's trainer of before that it is not recorded, once it trains."""
+    patches = Patches()
+
+    def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        session.note(_OLDER)
+        return original(trainer, *args, **kwargs)
+
+    patches.wrap(module.RayPPOTrainer, "fit", fit)
+    return patches
+
+
+_OLDER = (
+    "nothing of verl's RayPPOTrainer is recorded live; train with trainer.use_v1=True (PPOTrainer, verl 0.9), or import the "
+    "batches that it saves: tim-trace import verl"
+)
 
 
 class TrainerHooks:
@@ -64,6 +80,8 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._contracts: dict[str, Contract] = {}
+        self.sentence: str | None = None
+        """What to say of this version of verl."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
@@ -120,6 +138,8 @@ class TrainerHooks:
         from omegaconf import OmegaConf
 
         recorder, config = self.session.recorder, trainer.config
+        if self.sentence:
+            self.session.note(self.sentence)
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
         recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
@@ -166,8 +186,7 @@ class TrainerHooks:
             logprobs = column(scored, name, rows)
             if logprobs is None:
                 continue
-            dtype = {"logprobs_dtype": str(scored[name].dtype).removeprefix("torch.")}
-            recorder.add_contract(pass_name, self._contract(pass_name, config) | dtype)
+            recorder.add_contract(pass_name, self._contract(pass_name, config))
             recorder.add_scores(
                 pass_name,
                 recorded,

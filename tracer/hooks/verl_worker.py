@@ -5,13 +5,14 @@ Shapes: B rows of one update on this worker, T padded response width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from .calls import arguments
@@ -55,6 +56,7 @@ def install(session: Session, module: Any) -> Patches:
         "verl.workers.engine_workers": [
             ("TrainingWorker", "train_mini_batch", hooks.update),
             ("TrainingWorker", "train_batch", hooks.mini_batch),
+            ("TrainingWorker", "infer_batch", hooks.infer),
             ("ActorRolloutRefWorker", "compute_log_prob", hooks.score),
             ("ActorRolloutRefWorker", "compute_ref_log_prob", hooks.score_reference),
         ],
@@ -79,7 +81,9 @@ class WorkerHooks:
         self.session = session
         self._update: Update | None = None
         self._is_training = False
-        self._declared: set[Any] = set()
+        self._declared: set[str] = set()
+        self._scoring: str | None = None
+        self._contract: Contract | None = None
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Rows of the TransferQueue come to this worker: those of an update get their numbers."""
@@ -116,18 +120,29 @@ class WorkerHooks:
                 self._record(self._update, arguments(original, *args, **kwargs))
         return original(*args, **kwargs)
 
-    def score(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(worker, data, *args, **kwargs)
-        with self.session.guard("the trainer's contract"):
-            asked = _asked(data)
-            self._declare(worker.actor.engine, asked, REFERENCE if asked.get("no_lora_adapter") else TRAIN)
-        return result
+    def score(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scored(TRAIN, original, worker, *args, **kwargs)
 
-    def score_reference(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(worker, data, *args, **kwargs)
-        with self.session.guard("the reference's contract"):
-            self._declare(worker.ref.engine, _asked(data), REFERENCE)
-        return result
+    def score_reference(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scored(REFERENCE, original, worker, *args, **kwargs)
+
+    def _scored(self, pass_name: str, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scoring = pass_name
+        try:
+            return original(worker, *args, **kwargs)
+        finally:
+            self._scoring = None
+
+    def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """A forward without a loss, of rows that are at hand."""
+        asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
+        output = original(worker, data, *args, **kwargs)
+        if self._scoring is not None and output is not None and self.session.is_recording:
+            with self.session.guard("the contract of the trainer's logprobs"):
+                # The actor without its adapter is its own reference.
+                pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
+                self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
+        return output
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
         import torch
@@ -180,19 +195,15 @@ class WorkerHooks:
         entropy = output.get("entropy")
         entropy_BT = None if entropy is None else no_padding_2_padding(entropy.detach(), data)[kept]
         recorder = self.session.recorder
-        contract = (
-            scoring_contract(
-                update.engine, source="loss", grad=True, temperature=_number(data.get("temperature", None))
-            )
-            if CURRENT not in self._declared
-            else None
-        )
         is_first = update.is_train and not update.train_scored & set(rows.tolist())
         update.train_scored |= set(rows.tolist())
+        if self._contract is None:
+            self._contract = scoring_contract(
+                update.engine, source="loss", grad=True, temperature=plain(data.get("temperature", None)),
+                dtype=output["log_probs"].dtype,
+            )  # fmt: skip
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
-            if contract is not None:
-                dtype = str(output["log_probs"].dtype).removeprefix("torch.")
-                recorder.add_contract(pass_name, contract | {"logprobs_dtype": dtype})
+            recorder.add_contract(pass_name, self._contract)
             recorder.add_scores(
                 pass_name,
                 update.batch,
@@ -203,20 +214,17 @@ class WorkerHooks:
                 # Weights change within an update, and versions do not count that.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
             )
-        self._declared.add(CURRENT)
 
-    def _declare(self, engine: Any, asked: Mapping[str, Any], pass_name: str) -> None:
-        """Keep the contract of a pass that the driver records, once."""
-        if pass_name in self._declared or not self.session.is_recording:
+    def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
+        """Keep the contract of a pass that the driver records, once, in one of the processes that make it."""
+        if pass_name in self._declared:
             return
         self._declared.add(pass_name)
         if engine.get_data_parallel_rank() or not engine.is_mp_src_rank_with_outputs():
             return
         self._begin_training()
         recorder = self.session.recorder
-        contract = scoring_contract(
-            engine, source="recomputed", grad=False, temperature=_number(asked.get("temperature"))
-        )
+        contract = scoring_contract(engine, source="recomputed", grad=False, temperature=temperature, dtype=dtype)
         recorder.add_contract(pass_name, contract)
         if pass_name == TRAIN:
             recorder.describe(model=model_identity(engine))
@@ -232,11 +240,6 @@ def keys_of(meta: Any) -> list[str]:
     return list(batch_meta2kv_batch_meta(meta).keys)
 
 
-def _asked(data: Any) -> dict[str, Any]:
-    """What the driver asks along with the rows that it names; nothing where it gave the rows themselves."""
-    return dict(getattr(data, "extra_info", None) or {})
-
-
-def _number(value: Any) -> float | None:
-    value = getattr(value, "data", value)
-    return float(value) if isinstance(value, (int, float)) else None
+def plain(value: Any) -> Any:
+    """What a TensorDict holds beside its tensors, as it was put in."""
+    return getattr(value, "data", value)
