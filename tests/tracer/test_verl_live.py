@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tim_trace.analysis.check import check
+from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
@@ -50,7 +50,7 @@ def test_versions_say_which_weights_sampled_and_scored(run):
 
 
 def test_verl_s_numbers_come_out_as_verl_logged_them(run):
-    for row in stats(str(run.trace), by="step", like="verl").rows.dicts():
+    for row in stats(str(run.trace), by="step", like="verl").dicts():
         logged = run.result["logged"][row["step"]]
         names = [name for name in row if "/" in name]
         assert len(names) == 18

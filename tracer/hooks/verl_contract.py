@@ -104,7 +104,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
         "class": _class(model),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtypes": dtypes(model),
-        "config": config.to_dict() if hasattr(config, "to_dict") else {},
+        "config": getattr(config, "to_dict", dict)(),
     }
 
 
