@@ -1,5 +1,6 @@
 """Recording verl: what its batches, workers and settings become, without verl itself; test_verl_live.py runs it."""
 
+import asyncio
 import importlib.util
 import json
 import sys
@@ -13,6 +14,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.hooks import vllm_async
 from tim_trace.tracer.hooks.ray import with_order
 from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Session
 from tim_trace.tracer.hooks.verl import TrainerHooks
@@ -438,3 +440,44 @@ def test_a_runtime_environment_keeps_its_class():
         pass
 
     assert type(with_order(RuntimeEnv(pip=["a"]), "{}")) is RuntimeEnv
+
+
+class AsyncLLM:
+    """vLLM's serving engine as far as recording looks at one."""
+
+    def __init__(self):
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="processed_logprobs"))
+
+    async def generate(self, prompt, sampling_params, request_id):
+        yield request_id
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return method
+
+
+def test_a_serving_engine_declares_one_contract_for_each_sampling(session, monkeypatch):
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "0.32.0"
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+
+    def params(**values):
+        return SimpleNamespace(
+            **({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 5, "seed": None} | values)
+        )
+
+    async def serve(engine):
+        done = [await engine.collective_rpc(method="monkey_patch_model", kwargs={"vocab_size": 35})]
+        done.append(await engine.collective_rpc("update_weights"))
+        for values in ({}, {"max_tokens": 7}, {"seed": 3}, {"temperature": 0.0}):
+            done += [found async for found in engine.generate("p", params(**values), request_id="r")]
+        return done
+
+    patches = vllm_async.install(session, SimpleNamespace(AsyncLLM=AsyncLLM))
+    try:
+        assert asyncio.run(serve(AsyncLLM())) == ["monkey_patch_model", "update_weights", "r", "r", "r", "r"]
+    finally:
+        patches.restore()
+    found = [json.loads(text) for (text,) in rows(connect(session.order.run), "SELECT contract_json FROM passes")]
+    assert sorted(contract["sampling"]["temperature"] for contract in found) == [0.0, 1.0]
+    patch = {"method": "monkey_patch_model", "arguments": {"vocab_size": 35}}
+    assert all(contract["model_patches"] == [patch] for contract in found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class Update:
 
 def install(session: Session, module: Any) -> Patches:
     """Hook a module of verl's workers."""
+    session.hooks["verl"] = version("verl")
     hooks, patches = _hooks_of(session), Patches()
     owners: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
         "verl.utils.transferqueue_utils": [("", "_meta_to_realdata", hooks.fetch)],
