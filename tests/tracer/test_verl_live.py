@@ -87,3 +87,30 @@ def test_vllm_leaves_padding_of_the_vocabulary_out_and_the_trainer_does_not(run)
     assert (finding.code, finding.numbers["side"]) == ("padded_vocabulary", "train")
     # Random weights give every row of the head about the same probability.
     assert finding.numbers["lost_mass"] == pytest.approx(1 - WORDS / HEAD_ROWS, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The same with a head as long as the tokenizer, and several updates of the weights in a step."""
+    several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    return verl_run(*FLOAT32, *several, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=WORDS)
+
+
+def test_without_padding_of_the_vocabulary_both_sides_agree_to_rounding(exact):
+    ((mean, largest),) = rows(exact, "SELECT avg(abs(d)), max(abs(d)) FROM tokens")
+    assert mean < 1e-6
+    assert largest < 1e-5
+    assert {finding.code for finding in check(str(exact.trace)).findings} <= {"rounding"}
+
+
+def test_later_updates_of_a_step_have_their_own_logprobs_and_no_version(exact):
+    query = """
+        SELECT iteration, policy_version IS NULL AS is_later, count(*) FROM scores WHERE pass = 'current' AND step = 1
+        GROUP BY ALL ORDER BY ALL
+    """
+    assert rows(exact, query) == [(0, False, 4), (0, True, 4), (1, True, 8)]
+    query = """
+        SELECT a.policy_version IS NULL AS is_later, bool_or(a.logprobs <> b.logprobs) FROM scores AS a
+        JOIN scores AS b USING (step, seq_id) WHERE a.pass = 'current' AND b.pass = 'train' GROUP BY ALL ORDER BY ALL
+    """
+    assert rows(exact, query) == [(False, False), (True, True)]
