@@ -333,7 +333,7 @@ def main() -> None:
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
-    """Run COMMAND and record what TRL's trainers and vLLM do in it.
+    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
     """
@@ -1221,8 +1221,8 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     if reasons:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
-        f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or called "
-        "vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
+        f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or of verl's "
+        "PPOTrainer, or called vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
         "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
     )
 

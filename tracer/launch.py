@@ -20,7 +20,7 @@ from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .child import Child
 from .create import claimed, join_trace, new_trace, refuse_live
-from .hooks.session import ENVIRONMENT, Order
+from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import HEARTBEAT_S, this_process
 from .store import Store
 from .whole_file import write_part
@@ -68,7 +68,7 @@ def record(
     resume: bool = False,
     force: bool = False,
 ) -> Recording:
-    """Run COMMAND and record what TRL's trainers and vLLM do in it.
+    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
@@ -215,8 +215,7 @@ def _adopt(folder: Path) -> None:
 
 def _environment(order: Order) -> dict[str, str]:
     """The command's environment: Python finds our sitecustomize first, and in it the order to record."""
-    bootstrap = str(Path(__file__).parent / "bootstrap")
-    paths = [bootstrap, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
 
 

@@ -21,6 +21,13 @@ FROM (
 WHERE NOT isfinite(logprob){where}
 """
 
+_IN_HALF = """
+SELECT DISTINCT run, json_extract_string(contract_json, '$.logprobs_dtype') AS dtype
+FROM passes
+WHERE "pass" = {scored} AND dtype IN ('bfloat16', 'float16')
+ORDER BY run, dtype
+"""
+
 
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
@@ -60,6 +67,16 @@ def masked_out(
     return [
         f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
         f"mask of 0, which gives NaN, so that {effect}; here such tokens are left out"
+    ]
+
+
+def in_half(database: Database, scored: str, framework: str) -> list[str]:
+    """Say where a framework averaged half-precision logprobs in their own dtype, as far as the contract tells."""
+    found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
+    return [
+        f"{run}: {framework} held the logprobs of {scored} in {dtype} and averaged them so: what it logged has about 3 digits; "
+        "these are float64 sums of the same logprobs"
+        for run, dtype in found
     ]
 
 

@@ -25,6 +25,7 @@ from ..trace.pairs import quoted_pair
 from ..trace.ragged import blocks, tokens_of
 from ..trace.source import Pair
 from .framework import call, check_choice, literal, option_field
+from .notes import in_half
 
 REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
@@ -104,9 +105,12 @@ class Verl:
         return rows
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        if self.rollout_rs is None or "k1" not in self.rollout_rs:
-            return []
-        return ["the bounds of k1 lie on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"]
+        told = in_half(database, pair[0], "verl")
+        if self.rollout_rs is not None and "k1" in self.rollout_rs:
+            told.append(
+                "the bounds of k1 lie on 1 / rho, rollout over trainer: 'lower_upper' keeps 1/upper <= rho <= 1/lower"
+            )
+        return told
 
     def _unlogged(self) -> set[str]:
         """Columns that verl does not log with these options."""

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.frameworks.verl import REJECTIONS, token_sums
+from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS, token_sums
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.trace.pairs import parse_pair
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
@@ -332,3 +333,14 @@ def test_what_verl_has_no_numbers_of_is_refused(tmp_path):
     make_trace(tmp_path / "one", passes=("rollout",))
     with pytest.raises(NothingToCompare, match="has no logprobs of pass 'train'"):
         stats(tmp_path / "one", like="verl")
+
+
+@pytest.mark.parametrize(("dtype", "num_notes"), [("bfloat16", 1), ("float32", 0)])
+def test_numbers_that_verl_averaged_in_half_precision_are_told(tmp_path, dtype, num_notes):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_contract("train", {"engine": "verl", "logprobs_dtype": dtype})
+        batch = recorder.add_sequences(step=1, response_ids=[[1, 2]])
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -2.5]])
+    database = Database([str(tmp_path / "run")])
+    assert len(FRAMEWORK().notes(database, parse_pair("train:rollout"))) == num_notes

@@ -11,7 +11,7 @@ from .session import Order, Session
 
 
 def activate() -> Session | None:
-    """Hook trainers and `vllm` for when they are imported; None outside of `tim-trace record`."""
+    """Hook trainers, `verl`, `ray` and `vllm` for when they are imported; None outside of `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None
@@ -35,6 +35,36 @@ def _trainers(session: Session, module: Any) -> None:
     trl.install(session, module)
 
 
+def _verl_trainer(session: Session, module: Any) -> None:
+    from . import verl
+
+    verl.install(session, module)
+
+
+def _verl_older_trainer(session: Session, module: Any) -> None:
+    from . import verl
+
+    verl.install_older(session, module)
+
+
+def _verl_worker(session: Session, module: Any) -> None:
+    from . import verl_worker
+
+    verl_worker.install(session, module)
+
+
+def _ray(session: Session, module: Any) -> None:
+    from . import ray
+
+    ray.install(session, module)
+
+
+def _vllm_async(session: Session, module: Any) -> None:
+    from . import vllm_async
+
+    vllm_async.install(session, module)
+
+
 def _vllm_llm(session: Session, module: Any) -> None:
     from . import vllm
 
@@ -43,5 +73,12 @@ def _vllm_llm(session: Session, module: Any) -> None:
 
 _HOOKS: dict[str, Callable[[Session, Any], None]] = {
     "transformers.trainer": _trainers,
+    "verl.trainer.ppo.v1.trainer_base": _verl_trainer,
+    "verl.trainer.ppo.ray_trainer": _verl_older_trainer,
+    "verl.workers.engine_workers": _verl_worker,
+    "verl.workers.utils.losses": _verl_worker,
+    "verl.utils.transferqueue_utils": _verl_worker,
+    "ray": _ray,
     "vllm.entrypoints.llm": _vllm_llm,
+    "vllm.v1.engine.async_llm": _vllm_async,
 }

@@ -18,6 +18,9 @@ from ...schemas.capture import Capture
 ENVIRONMENT = "TIM_TRACE_RECORD"
 """Environment variable by which `tim-trace record` tells its children what to record, and where."""
 
+BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
+"""The folder that comes first on PYTHONPATH of every process that records itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -107,12 +110,20 @@ class Session:
             from ..attempts import next_attempt
             from ..store import Store
 
-            if self._recorder is not None and self._pid == os.getpid():
-                self._recorder.writer.state.spent_s = self.spent_s
-                self._recorder.close()
-                self._recorder, self.spent_s = None, 0.0
+            self._seal()
             self._attempt = next_attempt(Store(self.order.run), self.order.session, self._num_trainings)
             self._num_trainings += 1
+
+    def seal(self) -> None:
+        """Finish what was recorded so far, for other processes to read; what comes later has another writer."""
+        with self.guard("what was recorded so far"):
+            self._seal()
+
+    def _seal(self) -> None:
+        if self._recorder is not None and self._pid == os.getpid():
+            self._recorder.writer.state.spent_s = self.spent_s
+            self._recorder.close()
+            self._recorder, self.spent_s = None, 0.0
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:

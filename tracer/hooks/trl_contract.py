@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
-from ..routing import facts
+from .model_contract import dtypes, numerics
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
@@ -41,7 +40,7 @@ def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
             "world_size": accelerator.num_processes,
             "distributed_type": str(accelerator.distributed_type).rpartition(".")[2],
         },
-        "model": _numerics(model),
+        "model": numerics(model),
         "torch": environment.torch_settings() | {"autocast_dtype": str(_autocast_dtype(accelerator))},
         "versions": environment.numeric_versions(),
     }
@@ -55,7 +54,7 @@ def reference_contract(trainer: Any) -> Contract:
         return contract | {"weights": "the trained model with its adapter off"}
     return contract | {
         "weights": "the reference model",
-        "model": _numerics(trainer.accelerator.unwrap_model(reference)),
+        "model": numerics(trainer.accelerator.unwrap_model(reference)),
     }
 
 
@@ -69,7 +68,7 @@ def generation_contract(trainer: Any) -> Contract:
         "logprobs_note": "transformers' generation returns none, so this pass has no scores",
         "sampling": sampling(trainer),
         "device": environment.device_name(trainer.accelerator.device),
-        "model": _numerics(_unwrapped(trainer)),
+        "model": numerics(_unwrapped(trainer)),
         "torch": environment.torch_settings(),
         "versions": environment.numeric_versions(),
     }
@@ -103,7 +102,7 @@ def model_identity(trainer: Any) -> dict[str, Any]:
         "name": getattr(below, "name_or_path", None),
         "class": f"{type(below).__module__}.{type(below).__qualname__}",
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtypes": _dtypes(model),
+        "dtypes": dtypes(model),
         "config": below.config.to_dict(),
     }
     if configs:
@@ -137,26 +136,6 @@ def _as_json(value: Any) -> Any:
 
 def _unwrapped(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model)
-
-
-def _numerics(model: Any) -> dict[str, Any]:
-    return {
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "dtypes": _dtypes(model),
-        "attention": getattr(model.config, "_attn_implementation", None),
-        "experts": getattr(model.config, "_experts_implementation", None),
-        "quantization": str(getattr(model.config, "quantization_config", None) or "") or None,
-        "adapters": sorted(getattr(model, "peft_config", None) or {}),
-        **facts(model),
-    }
-
-
-def _dtypes(model: Any) -> dict[str, int]:
-    """Dtype -> parameters that have it."""
-    counts: Counter[str] = Counter()
-    for parameter in model.parameters():
-        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    return dict(sorted(counts.items()))
 
 
 def _autocast_dtype(accelerator: Any) -> Any:

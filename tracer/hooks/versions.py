@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-TESTED: Mapping[str, Sequence[str]] = {"trl": ("1.16",), "vllm": ("0.32",)}
+TESTED: Mapping[str, Sequence[str]] = {"trl": ("1.16",), "verl": ("0.9",), "vllm": ("0.32",)}
 """Library -> its tested releases, major.minor."""
 
 

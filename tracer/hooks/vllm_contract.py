@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -42,23 +42,43 @@ _SAMPLING = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any) -> Contract:
-    """What decides a vLLM rollout's logprobs: versions, engine arguments, resolved configuration, kernels, sampling."""
+    """What decides the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels, sampling."""
+    config = getattr(llm.llm_engine, "vllm_config", None)
+    return _contract(config, "vllm.LLM.generate") | {
+        "engine_arguments": {name: _said(value) for name, value in arguments.items()},
+        "attention_backend": attention_backends(llm),
+        "model_class": _model_class(llm),
+        "sampling": dict(sampling_settings(params)),
+    }
+
+
+def async_contract(engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]]) -> Contract:
+    """The same of an engine that serves requests: it lives in processes of its own, and does not tell its kernels.
+
+    `model_patches` are the calls by which the caller changed the engine's model. A request's own limit and seed are left
+    out.
+    """
+    sampling = {name: value for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")}
+    return _contract(engine.vllm_config, "vllm.AsyncLLM.generate") | {
+        "attention_backend": None,
+        "model_class": None,
+        "model_patches": [_said(dict(patch)) for patch in model_patches],
+        "sampling": sampling,
+    }
+
+
+def _contract(config: Any, function: str) -> Contract:
     import vllm
 
-    config = getattr(llm.llm_engine, "vllm_config", None)
     resolved = {part: _settings(getattr(config, part, None), names) for part, names in _CONFIGS.items()}
     mode = str((resolved.get("model_config") or {}).get("logprobs_mode"))
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
-        "function": "vllm.LLM.generate",
+        "function": function,
         "logprobs_mode": mode,
         "logprobs_of": _MODES.get(mode, mode),
-        "engine_arguments": {name: _said(value) for name, value in arguments.items()},
         "config": resolved,
-        "attention_backend": attention_backends(llm),
-        "model_class": _model_class(llm),
-        "sampling": dict(sampling_settings(params)),
         "device": _device(config),
         "torch": environment.torch_settings(),
         "versions": environment.numeric_versions(),

@@ -1,0 +1,116 @@
+"""Recording verl as it trains: Ray, FSDP2 workers and vLLM, with no change to any of them."""
+
+import json
+
+import pytest
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.info import info
+from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import connect
+from verl_runs import FLOAT32, REFERENCE, verl_run
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+WORDS, HEAD_ROWS = 35, 64
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Both sides in float32, so that what verl logs has the digits of float32, and updates that show."""
+    return verl_run(*FLOAT32, *REFERENCE, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=HEAD_ROWS)
+
+
+def rows(run, query):
+    return connect(run.trace).execute(query).fetchall()
+
+
+def test_sequences_are_those_that_verl_writes_itself(run):
+    found = rows(run, "SELECT seq_id, step, reward, group_id FROM sequences")
+    assert len(found) == 16
+    assert {seq_id for seq_id, *_ in found} == run.result["texts"].keys()
+    for seq_id, step, reward, group_id in found:
+        text = run.result["texts"][seq_id]
+        assert (step, reward) == (text["step"], text["score"])
+        assert seq_id.startswith(f"{group_id}_")
+
+
+def test_every_pass_has_every_sequence_and_one_contract(run):
+    query = "SELECT pass, count(*), count(DISTINCT contract), count(DISTINCT attempt) FROM scores GROUP BY ALL ORDER BY pass"
+    assert rows(run, query) == [(name, 16, 1, 1) for name in ("current", "reference", "rollout", "train")]
+    assert rows(run, "SELECT pass, count(*) FROM passes GROUP BY ALL HAVING count(*) > 1") == []
+
+
+def test_processes_end_their_recordings(run):
+    assert {writer.state for writer in info(str(run.trace)).writers} == {"finished"}
+
+
+def test_versions_say_which_weights_sampled_and_scored(run):
+    query = "SELECT DISTINCT step, pass, policy_version FROM scores WHERE pass <> 'reference' ORDER BY ALL"
+    assert rows(run, query) == [(s, name, s - 1) for s in (1, 2) for name in ("current", "rollout", "train")]
+
+
+def test_verl_s_numbers_come_out_as_verl_logged_them(run):
+    for row in stats(str(run.trace), by="step", like="verl").dicts():
+        logged = run.result["logged"][row["step"]]
+        names = [name for name in row if "/" in name]
+        assert len(names) == 18
+        # verl sums in float32.
+        assert {name: row[name] for name in names} == pytest.approx({name: logged[name] for name in names}, rel=2e-6)
+
+
+def test_what_verl_logs_is_recorded(run):
+    found = {
+        (step, name): value for step, name, value in rows(run, "SELECT step, name, value FROM metrics WHERE step > 0")
+    }
+    for step, logged in run.result["logged"].items():
+        assert {name: found[step, name] for name in logged} == pytest.approx(logged)
+
+
+def test_settings_are_recorded(run):
+    query = "SELECT value FROM metrics WHERE name = 'hyperparameter/actor_rollout_ref.actor.optim.lr'"
+    assert rows(run, query) == [(1e-3,)]
+
+
+def test_the_one_update_of_a_step_sees_the_trainer_s_own_logprobs(run):
+    query = """
+        SELECT count(*) FROM scores AS a JOIN scores AS b USING (step, seq_id)
+        WHERE a.pass = 'current' AND b.pass = 'train' AND a.logprobs <> b.logprobs
+    """
+    assert rows(run, query) == [(0,)]
+
+
+def test_vllm_leaves_padding_of_the_vocabulary_out_and_the_trainer_does_not(run):
+    contracts = {name: json.loads(text) for name, text in rows(run, "SELECT pass, contract_json FROM passes")}
+    (patch,) = contracts["rollout"]["model_patches"]
+    assert patch["arguments"]["vocab_size"] == WORDS
+    finding = check(str(run.trace)).findings[0]
+    assert (finding.code, finding.numbers["side"]) == ("padded_vocabulary", "train")
+    # Random weights give every row of the head about the same probability.
+    assert finding.numbers["lost_mass"] == pytest.approx(1 - WORDS / HEAD_ROWS, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The same with a head as long as the tokenizer, and several updates of the weights in a step."""
+    several = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    return verl_run(*FLOAT32, *several, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=WORDS)
+
+
+def test_without_padding_of_the_vocabulary_both_sides_agree_to_rounding(exact):
+    ((mean, largest),) = rows(exact, "SELECT avg(abs(d)), max(abs(d)) FROM tokens")
+    assert mean < 1e-6
+    assert largest < 1e-5
+    assert {finding.code for finding in check(str(exact.trace)).findings} <= {"rounding"}
+
+
+def test_later_updates_of_a_step_have_their_own_logprobs_and_no_version(exact):
+    query = """
+        SELECT iteration, policy_version IS NULL AS is_later, count(*) FROM scores WHERE pass = 'current' AND step = 1
+        GROUP BY ALL ORDER BY ALL
+    """
+    assert rows(exact, query) == [(0, False, 4), (0, True, 4), (1, True, 8)]
+    query = """
+        SELECT a.policy_version IS NULL AS is_later, bool_or(a.logprobs <> b.logprobs) FROM scores AS a
+        JOIN scores AS b USING (step, seq_id) WHERE a.pass = 'current' AND b.pass = 'train' GROUP BY ALL ORDER BY ALL
+    """
+    assert rows(exact, query) == [(False, False), (True, True)]

@@ -1,0 +1,244 @@
+"""Recording verl's PPO trainer (verl.trainer.ppo.v1), on the driver: sequences, rewards, advantages, passes and metrics.
+
+Its engines and workers are processes of their own: vllm_async.py and verl_worker.py record what only they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...schemas.contract import Contract
+from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
+from .calls import arguments
+from .declared import declared_contract
+from .patches import Patches
+from .session import Session
+from .tokenizer import tokenizer_identity
+from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
+from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
+from .verl_worker import UPDATE_KEY
+from .versions import version_sentence
+
+POINTS = {
+    "fit": "steps of a second training in a process, apart from those of the first",
+    "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
+    "_update_actor": "current logprobs",
+}
+"""Function of the trainer -> what it gives."""
+
+_NO_WEIGHTS = "weights are not recorded: verl's workers hold them in parts; without them no step can be replayed"
+_NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
+
+
+def install(session: Session, module: Any) -> Patches:
+    """Hook the trainer that a module of verl defines."""
+    import verl
+
+    session.hooks["verl"] = verl.__version__
+    hooks, patches = TrainerHooks(session), Patches()
+    wrappers: dict[str, Callable[..., Any]] = {
+        "fit": hooks.fit,
+        "_compute_advantage": hooks.compute_advantage,
+        "_update_actor": hooks.update_actor,
+    }
+    missing = {
+        f"PPOTrainer.{name}": POINTS[name]
+        for name, wrapper in wrappers.items()
+        if not patches.wrap(module.PPOTrainer, name, wrapper)
+    }
+    if not patches.wrap(module.Tracking, "log", hooks.log):
+        missing["Tracking.log"] = "logged metrics"
+    hooks.sentence = version_sentence("verl", verl.__version__, missing)
+    return patches
+
+
+def install_older(session: Session, module: Any) -> Patches:
+    """Say of verl's trainer of before that it is not recorded, once it trains."""
+    patches = Patches()
+
+    def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        session.note(_OLDER)
+        return original(trainer, *args, **kwargs)
+
+    patches.wrap(module.RayPPOTrainer, "fit", fit)
+    return patches
+
+
+_OLDER = (
+    "nothing of verl's RayPPOTrainer is recorded live; train with trainer.use_v1=True (PPOTrainer, verl 0.9), or import the "
+    "batches that it saves: tim-trace import verl"
+)
+
+
+class TrainerHooks:
+    """What runs around a trainer's functions. Each calls the original and returns what it returned."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self._is_fitting = False
+        self._contracts: dict[str, Contract] = {}
+        self.sentence: str | None = None
+        """What to say of this version of verl."""
+
+    def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.session.begin_training()
+        self._contracts = {}
+        with self.session.guard("the run's settings"):
+            self._describe(trainer)
+        self._is_fitting = True
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            self._is_fitting = False
+            with self.session.guard("the end of the training"):
+                self.session.recorder.flush()  # Ray may kill this process at any time from here on
+
+    def compute_advantage(
+        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.session.is_recording:
+            return original(trainer, batch, *args, **kwargs)
+        data: Any = None
+        with self.session.guard("verl's batch"):
+            data = fetch(batch, SCORED)
+        result = original(trainer, batch, *args, **kwargs)
+        with self.session.guard("verl's batch"):
+            if data is not None:
+                self._record(trainer, batch, data, fetch(batch, ESTIMATED))
+        return result
+
+    def update_actor(self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.session.is_recording:
+            return original(trainer, batch, *args, **kwargs)
+        with self.session.guard("current logprobs"):
+            batch.extra_info[UPDATE_KEY] = {
+                "step": int(trainer.global_steps),
+                "policy_version": _version(trainer),
+                "is_train": _bypasses(trainer.config),
+                "is_last": _is_last(trainer),
+                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)}),
+            }
+        try:
+            return original(trainer, batch, *args, **kwargs)
+        finally:
+            batch.extra_info.pop(UPDATE_KEY, None)
+
+    def log(self, original: Callable[..., Any], tracking: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(tracking, *args, **kwargs)
+        if self._is_fitting and self.session.is_recording:
+            with self.session.guard("logged metrics"):
+                call = arguments(original, tracking, *args, **kwargs)
+                self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
+        return result
+
+    def _describe(self, trainer: Any) -> None:
+        from omegaconf import OmegaConf
+
+        recorder, config = self.session.recorder, trainer.config
+        if self.sentence:
+            self.session.note(self.sentence)
+        recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
+        recorder.save_tokenizer(trainer.tokenizer)
+        recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
+        loss, others = policy_loss(config)
+        if loss is not None:
+            recorder.add_loss(loss)
+            recorder.add_hyperparameters(others)
+        if self.session.order.weights != "none":
+            self.session.note(_NO_WEIGHTS)
+        if self.session.capture.dense:
+            self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
+
+    def _record(self, trainer: Any, batch: Any, scored: Any, estimated: Any) -> None:
+        rows, recorder, config = rows_of(batch), self.session.recorder, trainer.config
+        if not rows:
+            return
+        responses = column(scored, "responses", rows) or []
+        masks = column(scored, "response_mask", rows) or [np.ones(len(ids), bool) for ids in responses]
+        advantages = column(estimated, "advantages", rows)
+        shared = None if advantages is None else one_a_row(advantages, masks)
+        asked = sampling(config)
+        recorded = recorder.add_sequences(
+            step=int(trainer.global_steps),
+            seq_ids=[row.key for row in rows],
+            group_ids=[row.group_id for row in rows],
+            policy_version=_sampled_by(trainer, rows),
+            prompt_ids=column(scored, "prompts", rows),
+            response_ids=responses,
+            response_mask=[mask.astype(bool) for mask in masks],
+            reward=sums(column(scored, "rm_scores", rows)),
+            advantage=advantages if shared is None else shared,
+            temperature=asked["temperature"],
+            top_p=asked["top_p"],
+            top_k=max(asked["top_k"], 0),
+            min_p=asked["min_p"],
+            repetition_penalty=asked["repetition_penalty"],
+            max_tokens=config.data.max_response_length,
+            finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
+        )
+        passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
+        if _bypasses(config):
+            del passes[TRAIN]  # a copy of the rollout's; the loss's first logprobs are the trainer's own
+        for pass_name, name in passes.items():
+            logprobs = column(scored, name, rows)
+            if logprobs is None:
+                continue
+            recorder.add_contract(pass_name, self._contract(pass_name, config))
+            recorder.add_scores(
+                pass_name,
+                recorded,
+                logprobs=logprobs,
+                entropy=column(scored, "entropy", rows) if pass_name == TRAIN else None,
+                # Tool output was not sampled; verl fills its places with 0.0.
+                scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
+                policy_version={ROLLOUT: None, TRAIN: _version(trainer), REFERENCE: None}[pass_name],
+            )
+
+    def _contract(self, pass_name: str, config: Any) -> Contract:
+        """What the process that made a pass declared of it; what the configuration says where it declared nothing."""
+        if pass_name not in self._contracts:
+            folder = self.session.recorder.folder
+            if pass_name == ROLLOUT:
+                found = declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
+            else:
+                found = declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
+            if found is None:
+                found = configured_rollout(config) if pass_name == ROLLOUT else configured_contract(config)
+            self._contracts[pass_name] = found
+        return self._contracts[pass_name]
+
+
+def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
+    """Whether an engine's contract is that of training, and not of validation, which may sample otherwise."""
+    given = contract.get("sampling") or {}
+    top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
+    same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
+    return same and top_k["given"] == top_k["asked"]
+
+
+def _version(trainer: Any) -> int:
+    """Updates of the actor that the trainer's weights have seen."""
+    return (int(trainer.global_steps) - 1) * int(trainer.parameter_sync_step) + int(trainer.local_trigger_step)
+
+
+def _sampled_by(trainer: Any, rows: Sequence[Row]) -> list[int | None]:
+    """[B] the updates that the oldest weights had seen which sampled a part of each row."""
+    return [
+        None if row.oldest_weights is None else int(row.oldest_weights) * int(trainer.parameter_sync_step)
+        for row in rows
+    ]
+
+
+def _is_last(trainer: Any) -> bool:
+    """Whether the actor's update that comes is the last."""
+    is_last_step = int(trainer.global_steps) >= int(trainer.total_training_steps)
+    return is_last_step and int(trainer.local_trigger_step) + 1 >= int(trainer.parameter_sync_step)
+
+
+def _bypasses(config: Any) -> bool:
+    """Whether verl takes the rollout's logprobs for the trainer's own."""
+    correction = config.algorithm.get("rollout_correction")
+    return bool(correction and correction.get("bypass_mode", False))

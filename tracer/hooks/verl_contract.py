@@ -1,0 +1,167 @@
+"""The contracts of verl's passes and its loss: read off a worker's engine, and off the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from ...schemas.contract import Contract
+from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
+from .. import environment
+from .model_contract import dtypes, numerics
+
+_ENGINE = (
+    "strategy", "dtype", "model_dtype", "mixed_precision", "use_remove_padding", "use_fused_kernels", "use_dynamic_bsz",
+    "use_torch_compile", "forward_only", "fsdp_size", "ulysses_sequence_parallel_size", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "sequence_parallel", "full_determinism", "pad_to_length", "pad_to_length_bucket", "entropy_from_logits_with_chunking",
+    "reshard_after_forward",
+)  # fmt: skip
+"""Settings of a worker's engine that can change a logprob, of FSDP and of Megatron."""
+
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-mean": "sequence_mean",
+}
+_KL_TYPES = ("low_var_kl", "k3")
+
+
+def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
+    """What decides the logprobs of a worker's engine.
+
+    `source` is `recomputed` (a forward before the loss) or `loss` (the loss's own forward); `dtype` is that of the
+    logprobs: in bfloat16 two of them at -4 nats lie 0.031 apart.
+    """
+    settings = engine.engine_config
+    model = _model(engine)
+    kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
+    rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
+    autocast = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
+    return {
+        "engine": "verl",
+        "engine_version": version("verl"),
+        "source": source,
+        "function": f"{type(engine).__module__}.{type(engine).__qualname__}",
+        "grad_enabled": grad,
+        "settings": {name: _plain(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
+        "autocast": autocast,
+        "temperature": temperature,
+        "logprobs_of": "logits divided by the temperature, over every row of the head",
+        "logprobs_dtype": str(dtype).removeprefix("torch."),
+        "rows_a_forward": getattr(settings, rows, None),
+        "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
+        "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},
+        "device": environment.device_name(_device(model)),
+        "model": numerics(model) if hasattr(model, "config") else {"class": _class(model), "dtypes": dtypes(model)},
+        "torch": environment.torch_settings() | {"autocast_dtype": autocast},
+        "versions": environment.numeric_versions(),
+    }
+
+
+def configured_contract(config: Any) -> Contract:
+    """What the run's configuration says of its trainer, where no worker told more."""
+    return {
+        "engine": "verl",
+        "engine_version": version("verl"),
+        "known_from": "the run's configuration",
+        "strategy": config.actor_rollout_ref.actor.strategy,
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "versions": environment.numeric_versions(),
+    }
+
+
+def configured_rollout(config: Any) -> Contract:
+    """What the run's configuration says of its engine, where the engine told nothing."""
+    rollout = config.actor_rollout_ref.rollout
+    return {
+        "engine": rollout.name,
+        "known_from": "the run's configuration",
+        "dtype": rollout.get("dtype"),
+        "sampling": sampling(config),
+        "versions": environment.numeric_versions(),
+    }
+
+
+def sampling(config: Any) -> dict[str, Any]:
+    """What verl asks its engine for in training."""
+    rollout = config.actor_rollout_ref.rollout
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": rollout.get("repetition_penalty", 1.0) if rollout.name != "vllm" else 1.0,
+    }
+
+
+def model_identity(engine: Any) -> dict[str, Any]:
+    """Which model a worker trains."""
+    model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
+    return {
+        "name": getattr(engine.model_config, "path", None),
+        "class": _class(model),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtypes": dtypes(model),
+        "config": getattr(config, "to_dict", dict)(),
+    }
+
+
+def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
+    """The policy's loss, and its settings that are not in it; None for a loss that is not known."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
+    mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
+    if mode not in ("vanilla", "gspo") or aggregation is None:
+        return None, {}
+    with_kl = bool(actor.use_kl_loss)
+    if with_kl and actor.kl_loss_type not in _KL_TYPES:
+        return None, {}
+    weights = correction.get("rollout_is")
+    others = {
+        "entropy_coeff": actor.entropy_coeff or None,
+        "rollout_rs": correction.get("rollout_rs"),
+        "bypass_loss_type": correction.get("loss_type") if correction.get("bypass_mode") else None,
+    }
+    loss = Loss(
+        kind=PPO,
+        level=SEQUENCE_MEAN if mode == "gspo" else TOKEN,
+        clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
+        clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
+        clip_hard=actor.get("clip_ratio_c") if mode == "vanilla" else None,
+        denominator="rollout" if correction.get("bypass_mode") else "train",
+        aggregation=aggregation,
+        kl_coefficient=actor.kl_loss_coef if with_kl else 0.0,
+        correction="none" if weights is None else f"{weights}_truncate",
+        correction_high=None if weights is None else float(str(correction.get("rollout_is_threshold")).split("_")[-1]),
+    )
+    return loss, {f"loss/{name}": value for name, value in others.items() if value is not None}
+
+
+def _model(engine: Any) -> Any:
+    """The engine's model, of several its first part (Megatron's virtual pipeline)."""
+    return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
+
+
+def _class(model: Any) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def _device(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
+def _world_size() -> int:
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

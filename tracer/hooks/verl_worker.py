@@ -1,0 +1,247 @@
+"""Recording verl's workers: the logprobs inside the loss, and what decides a worker's numbers.
+
+Shapes: B rows of one update on this worker, T padded response width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from ...schemas.contract import Contract
+from ...schemas.passes import CURRENT, REFERENCE, TRAIN
+from ..batch import Batch
+from .calls import arguments
+from .patches import Patches
+from .session import Session
+from .trl_batches import right_padded
+from .verl_contract import model_identity, scoring_contract
+
+UPDATE_KEY = "tim_trace_update"
+"""Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
+ROW_KEY = "tim_trace_row"
+"""Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """The rows that this worker trains on in one update of the actor."""
+
+    batch: Batch
+    lengths: np.ndarray
+    """[B] response tokens of verl's rows."""
+    places: dict[int, int]
+    """verl's row -> row of `batch`, without those that verl made up."""
+    policy_version: int
+    is_last: bool
+    """Whether the training ends with it."""
+    is_train: bool
+    """Whether the logprobs that the loss uses first are the trainer's own, since verl computed none before."""
+    num_mini_batches: int = 0
+    engine: Any = None
+    """The engine at work; None where another process has the same rows."""
+    train_scored: set[int] = field(default_factory=set)
+
+
+def install(session: Session, module: Any) -> Patches:
+    """Hook a module of verl's workers."""
+    session.hooks["verl"] = version("verl")
+    hooks, patches = _hooks_of(session), Patches()
+    owners: dict[str, list[tuple[str, str, Callable[..., Any]]]] = {
+        "verl.utils.transferqueue_utils": [("", "_meta_to_realdata", hooks.fetch)],
+        "verl.workers.utils.losses": [("", "ppo_loss", hooks.loss)],
+        "verl.workers.engine_workers": [
+            ("TrainingWorker", "train_mini_batch", hooks.update),
+            ("TrainingWorker", "train_batch", hooks.mini_batch),
+            ("TrainingWorker", "infer_batch", hooks.infer),
+            ("ActorRolloutRefWorker", "compute_log_prob", hooks.score),
+            ("ActorRolloutRefWorker", "compute_ref_log_prob", hooks.score_reference),
+        ],
+    }
+    for owner, name, wrapper in owners[module.__name__]:
+        target = getattr(module, owner, None) if owner else module
+        if target is None or not patches.wrap(target, name, wrapper):
+            shown = ".".join(filter(None, (owner, name)))
+            session.tell(f"verl's current logprobs or contracts are not recorded: {shown} was not found")
+    return patches
+
+
+@lru_cache(maxsize=1)
+def _hooks_of(session: Session) -> WorkerHooks:
+    return WorkerHooks(session)
+
+
+class WorkerHooks:
+    """What runs around a worker's functions. Each calls the original and returns what it returned."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self._update: Update | None = None
+        self._is_training = False
+        self._declared: set[str] = set()
+        self._scoring: str | None = None
+        self._contract: Contract | None = None
+
+    def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Rows of the TransferQueue come to this worker: those of an update get their numbers."""
+        data = original(meta, *args, **kwargs)
+        told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
+        if told is not None:
+            data.pop(UPDATE_KEY, None)
+            if self.session.is_recording:
+                with self.session.guard("current logprobs"):
+                    self._update = self._begin(meta, data, told)
+        return data
+
+    def update(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        update = self._update
+        if update is not None and worker.engine.is_mp_src_rank_with_outputs():
+            update.engine = worker.engine
+        try:
+            return original(worker, *args, **kwargs)
+        finally:
+            self._update = None
+            if update is not None:
+                self._keep(update.is_last)
+
+    def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(worker, *args, **kwargs)
+        finally:
+            if self._update is not None:
+                self._update.num_mini_batches += 1
+
+    def loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._update is not None and self._update.engine is not None:
+            with self.session.guard("current logprobs"):
+                self._record(self._update, arguments(original, *args, **kwargs))
+        return original(*args, **kwargs)
+
+    def score(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scored(TRAIN, original, worker, *args, **kwargs)
+
+    def score_reference(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scored(REFERENCE, original, worker, *args, **kwargs)
+
+    def _scored(self, pass_name: str, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scoring = pass_name
+        try:
+            return original(worker, *args, **kwargs)
+        finally:
+            self._scoring = None
+
+    def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """A forward without a loss, of rows that are at hand."""
+        asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
+        output = original(worker, data, *args, **kwargs)
+        if self._scoring is not None and output is not None and self.session.is_recording:
+            with self.session.guard("the contract of the trainer's logprobs"):
+                # The actor without its adapter is its own reference.
+                pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
+                self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
+        return output
+
+    def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
+        import torch
+
+        self._begin_training()
+        keys = keys_of(meta)
+        rows = [(index, key) for index, key in enumerate(keys) if key not in set(told["left_out"])]
+        lengths = np.array([len(ids) for ids in data["responses"].unbind()], np.int64)
+        data[ROW_KEY] = torch.arange(len(keys))
+        recorder = self.session.recorder
+        batch = Batch(
+            told["step"], [key for _, key in rows], folder=recorder.folder, attempt=recorder.writer.state.attempt
+        )
+        batch.resolve(lengths[[index for index, _ in rows]], None)
+        return Update(
+            batch=batch,
+            lengths=lengths,
+            places={index: place for place, (index, _) in enumerate(rows)},
+            policy_version=told["policy_version"],
+            is_train=told["is_train"],
+            is_last=told["is_last"],
+        )
+
+    def _keep(self, is_last: bool) -> None:
+        """See that what was recorded outlives this process: Ray may kill it at any time, and ends no worker otherwise."""
+        if is_last:
+            self.session.seal()
+        else:
+            with self.session.guard("current logprobs"):
+                self.session.recorder.flush()
+
+    def _begin_training(self) -> None:
+        """Take part in the driver's attempt at training."""
+        if not self._is_training:
+            self._is_training = True
+            self.session.begin_training()
+
+    def _record(self, update: Update, call: dict[str, Any]) -> None:
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        data, output = call["data"], call["model_output"]
+        if ROW_KEY not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
+            return
+        numbers = data[ROW_KEY].cpu().numpy()
+        kept = [place for place, number in enumerate(numbers) if int(number) in update.places]
+        if not kept:
+            return
+        rows = np.array([update.places[int(numbers[place])] for place in kept])
+        logprobs_BT = no_padding_2_padding(output["log_probs"].detach(), data)[kept]
+        entropy = output.get("entropy")
+        entropy_BT = None if entropy is None else no_padding_2_padding(entropy.detach(), data)[kept]
+        recorder = self.session.recorder
+        is_first = update.is_train and not update.train_scored & set(rows.tolist())
+        update.train_scored |= set(rows.tolist())
+        if self._contract is None:
+            self._contract = scoring_contract(
+                update.engine, source="loss", grad=True, temperature=plain(data.get("temperature", None)),
+                dtype=output["log_probs"].dtype,
+            )  # fmt: skip
+        for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
+            recorder.add_contract(pass_name, self._contract)
+            recorder.add_scores(
+                pass_name,
+                update.batch,
+                rows=rows,
+                logprobs=logprobs_BT,
+                entropy=entropy_BT,
+                attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
+                # Weights change within an update, and versions do not count that.
+                policy_version=update.policy_version if update.num_mini_batches == 0 else None,
+            )
+
+    def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
+        """Keep the contract of a pass that the driver records, once, in one of the processes that make it."""
+        if pass_name in self._declared:
+            return
+        self._declared.add(pass_name)
+        if engine.get_data_parallel_rank() or not engine.is_mp_src_rank_with_outputs():
+            return
+        self._begin_training()
+        recorder = self.session.recorder
+        contract = scoring_contract(engine, source="recomputed", grad=False, temperature=temperature, dtype=dtype)
+        recorder.add_contract(pass_name, contract)
+        if pass_name == TRAIN:
+            recorder.describe(model=model_identity(engine))
+        self.session.seal()
+
+
+def keys_of(meta: Any) -> list[str]:
+    """The keys of the rows that a worker was given; the TransferQueue knows them where the driver left them out."""
+    if hasattr(meta, "keys"):
+        return list(meta.keys)
+    from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
+
+    return list(batch_meta2kv_batch_meta(meta).keys)
+
+
+def plain(value: Any) -> Any:
+    """What a TensorDict holds beside its tensors, as it was put in."""
+    return getattr(value, "data", value)
