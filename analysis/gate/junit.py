@@ -18,8 +18,8 @@ def junit_xml(gated: Gated, trace: str) -> bytes:
     """One test case a condition: a failure where its value violates it."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
-    suites = ElementTree.Element("testsuites", name=SUITE, **counts)
-    suite = ElementTree.SubElement(suites, "testsuite", name=SUITE, **counts)
+    suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": SUITE} | counts)
     for verdict in gated.verdicts:
         case = ElementTree.SubElement(suite, "testcase", classname=printable(trace), name=printable(verdict.condition))
         told = printable(_told(verdict))
