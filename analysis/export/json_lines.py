@@ -21,9 +21,16 @@ def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
         for part in rows:
             for start in range(0, part.num_rows, _ROWS):
                 for row in part.slice(start, _ROWS).to_pylist(maps_as_pydicts="lossy"):
-                    file.write(f"{json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)}\n")
+                    file.write(f"{_line(row)}\n")
             num_rows += part.num_rows
     return num_rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a row with NaN or an infinity: few have one
+        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
