@@ -16,7 +16,7 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines of two workers share a core
     # Else the trainers of two workers may take one port.
-    "MASTER_PORT": str(29500 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))),
+    "MASTER_PORT": str(29600 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))),
 }.items():
     os.environ.setdefault(name, value)
 

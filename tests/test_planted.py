@@ -13,8 +13,8 @@ import torch
 from builders import ROOT
 from heads import Sampling
 from score import judge
+from simulation import simulate
 from splits import SMOKE
-from steps import simulate
 from tim_trace.analysis.trace.database import Database
 from training import load
 from transformers import AutoModelForCausalLM

@@ -12,8 +12,8 @@ import torch
 from engines import decode
 from heads import Sampling
 from language import EOS, PAD, Language
-from models import Recipe, TinyModel
 from sides import State
+from tiny_models import Recipe, TinyModel
 from torch import Tensor
 
 _GROUP = 8

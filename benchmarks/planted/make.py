@@ -22,10 +22,10 @@ import torch
 from faults import heads, healthy, records, routers, sequences, tokens, weights
 from faults.fault import Fault
 from heads import Sampling
-from models import TinyModel
 from scenarios import NUMERICS, Scenario
+from simulation import simulate
 from splits import SPLITS, Split
-from steps import simulate
+from tiny_models import TinyModel
 from training import load
 from writing import Recording, chosen_recording, write
 

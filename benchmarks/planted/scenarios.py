@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from heads import UNCHANGED, Head, Sampling
-from models import TinyModel
 from sides import Side, State
+from tiny_models import TinyModel
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 

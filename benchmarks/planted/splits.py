@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models import Recipe
+from tiny_models import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from language import Language
 from learning import low_rank_versions, reinforced_versions, taught
-from models import Recipe, TinyModel
 from sides import State
+from tiny_models import Recipe, TinyModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_VERSIONS = 14

@@ -17,8 +17,8 @@ from contracts import NONE, rollout_contract, train_contract
 from faults.fault import Fault
 from faults.weights import replica_of
 from scenarios import Scenario
+from simulation import ended
 from step import RecordedStep
-from steps import ended
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
 
