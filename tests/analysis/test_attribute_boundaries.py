@@ -82,12 +82,12 @@ def reordered(by_chance, num_lacking=0):
     return ReorderedRewards(num_other=100, num_lacking=num_lacking, lacking_by_chance=by_chance)
 
 
-def checked(code, *, fails=True):
+def checked(code, *, fails=True, signal=""):
     """A result of check; a cause of weights that differ stands for the finding with it."""
     cause = code if code in ("stale_weights", "partial_sync", "adapter", "quantised") else None
     finding = SimpleNamespace(
-        code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}
-    )
+        code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}, signal=signal
+    )  # fmt: skip
     return SimpleNamespace(findings=[finding], is_valid=not fails)
 
 
@@ -660,6 +660,14 @@ def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
 )  # fmt: skip
 def test_the_class_of_a_mismatch(code, of_run, stale, kind):
     assert mismatch.kind(facts(mismatch=of_run, stale_weights=stale, checked=checked(code))) == kind
+
+
+@pytest.mark.parametrize("cause", ["stale_weights", "partial_sync", "adapter", "quantised"])
+def test_a_cause_that_was_seen_tensor_by_tensor_is_not_judged_by_when_it_begins(cause):
+    for first in (0.0, 1.0):
+        run = run_mismatch(first=first, settled=0.2)
+        given = facts(mismatch=run, checked=checked(cause, signal="engine_weights"))
+        assert mismatch.kind(given) == cause
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by when the mismatch begins and whether it grows."""
     first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
     code = first.code if first else ""
+    if first and first.signal == "engine_weights":  # seen tensor by tensor
+        return str(first.numbers["cause"])
     run, stale = facts.mismatch, facts.stale_weights
     if run is None or code not in (*_OF_WEIGHTS, "copies"):
         return code
