@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from atexit import register
@@ -44,6 +45,13 @@ def uses_vllm(words):
     return any("vllm" in word or word.endswith(("generate.py", "grpo_addition.py")) for word in words)
 
 
+def free_port():
+    """A port that nothing listens on: a trainer that was killed may hold that of the one before."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def run(*arguments, env=None, cwd=None, stdin=None, timeout=600):
     """Run a command to its end."""
     words = [str(argument) for argument in arguments]
@@ -52,7 +60,7 @@ def run(*arguments, env=None, cwd=None, stdin=None, timeout=600):
             words,
             capture_output=True,
             text=True,
-            env=os.environ | (env or {}),
+            env=os.environ | {"MASTER_PORT": str(free_port())} | (env or {}),
             cwd=cwd,
             input=stdin,
             timeout=timeout,

@@ -334,6 +334,7 @@ def test_a_damaged_file_is_named_on_stderr_by(trace, verb):
 
 
 OPTIONS = {
+    "export": ["--to", "parquet", "-o", "exported"],
     "sql": ["FROM scores JOIN sequences USING (step, seq_id)"], "query": ["worst-tokens"], "gate": ["--fail-on", "check"],
     "report": ["-o", "report.html"], "compare": ["run"], "watch": ["--once"], "replay": ["--steps", "1"], "gradient": ["--steps", "1"],
 }  # fmt: skip
