@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,15 @@ def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
         except InvalidOption as error:
             raise InvalidOption(f"arm file {path}, [{name}]: {error}") from error
     return arms
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Raise InvalidOption where two arms have one name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InvalidOption(
+            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
+        )
 
 
 def _arm(words: Mapping[str, str | None]) -> Arm:

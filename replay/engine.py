@@ -17,7 +17,7 @@ from ..schemas.passes import TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
-from .arms import Arm, parse_arm, read_arms
+from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
@@ -107,12 +107,7 @@ def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, c
     if not own.is_identity or changes.get("name"):
         arms.insert(0, own)
     arms = [Arm(), *(arm for arm in arms if not arm.is_identity)]
-    names = [arm.name for arm in arms]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InvalidOption(
-            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
-        )
+    check_distinct([arm.name for arm in arms])
     return arms
 
 

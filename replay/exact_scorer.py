@@ -46,6 +46,11 @@ class ExactArmScorer(HfScorer):
         """What decides which model is built."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
+    @property
+    def adapter(self) -> str | None:
+        """What becomes of the model's adapters: the exact layers have none of their own."""
+        return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
+
     def build(self) -> ExactModel:
         """The exact layers, over a transformers model without weights. Raises CannotReplay."""
         return ExactModel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
@@ -63,14 +64,17 @@ class HfScorer:
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Rows of a forward, once memory has run out; None before."""
-        self._weights: models.Weights | None = None
+
+    @cached_property
+    def _weights(self) -> models.Weights:
+        return models.given_weights(self.run.model, self.adapter, Numerics(Arm(), self.contract).dtype)
 
     @property
     def adapter(self) -> str | None:
         """What becomes of the model's adapters: `off`, `merged`, or None where they stay their own; None without any."""
         if not self.run.model.get("adapters"):
             return None
-        return self.arm.adapter or ("merged" if self.arm.quantize or self.arm.engine == "exact" else None)
+        return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
         """The model that this arm needs, without weights. Raises CannotReplay."""
@@ -88,8 +92,6 @@ class HfScorer:
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
-        if self._weights is None:
-            self._weights = models.given_weights(self.run.model, self.adapter, Numerics(Arm(), self.contract).dtype)
         models.load(model, self._weights(tensors), self.numerics.dtype if self.arm.dtype else None)
         if self.arm.quantize:
             quantize(model, self.arm.quantize)

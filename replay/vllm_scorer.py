@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from ..schemas.capture import HIDDEN, Capture
@@ -40,7 +41,11 @@ class VllmScorer:
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
         self._engine: VllmEngine | None = None
-        self._weights = models.given_weights(run.model, arm.adapter or "merged", Numerics(Arm(), contract).dtype)
+
+    @cached_property
+    def _weights(self) -> models.Weights:
+        recorded = Numerics(Arm(), self.contract)
+        return models.given_weights(self.run.model, self.arm.adapter or "merged", recorded.dtype)
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -103,8 +103,7 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
     found = facts.new_reward
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
-    values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
-    return (Statement(code="reward_changed", values=values),)
+    return (Statement(code="reward_changed", values=found.values),)
 
 
 def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:

@@ -14,7 +14,7 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, correlation, relation, reward_differences
+from .rollouts import Rollouts, correlation, least_reward, relation, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
@@ -94,7 +94,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     known = np.isfinite(difference)
     if known.sum() < 10:
         return
-    differs &= np.abs(difference) > t.MATERIAL_REWARD * float(np.nanstd(b.reward))
+    differs &= np.abs(difference) > least_reward(b)
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return

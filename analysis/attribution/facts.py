@@ -152,27 +152,29 @@ class Facts:
         """Equal responses that earn something else from a step near the fall on; where nothing fell, from any step on."""
         if not len(self.steps):
             return None
-        first, last = (int(self.steps[0]) + 1, int(self.steps[-1]))
-        if self.fall is not None:
-            first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
-        found = changed_responses(self.rollouts, "reward", first=first, last=last, least=least_reward(self.rollouts))
+        found = self._given_otherwise("reward", least_reward(self.rollouts))
+        if found is None:
+            return None
         noise = self.repeated_before.unequal
-        least = (
-            max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
-            if found
-            else 0.0
-        )
-        return found if found is not None and found.share > least else None
+        least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
+        return found if found.share > least else None
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
         """Equal responses that the reference model scores otherwise from a step near the fall on, and did not before."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
-        found = changed_responses(self.rollouts, "reference", first=first, last=last, least=t.REFERENCE_MOVES)
+        found = self._given_otherwise("reference", t.REFERENCE_MOVES)
         is_other = found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share
         return found if is_other else None
+
+    def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
+        """Equal responses that are given something else by more than `least`: near the fall; where nothing fell, anywhere."""
+        if self.fall is None:
+            first, last = int(self.steps[0]) + 1, int(self.steps[-1])
+        else:
+            first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
+        return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     @property
     def is_given_otherwise(self) -> bool:

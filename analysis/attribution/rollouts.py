@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schemas.passes import REFERENCE
+from ..statement import Measured
 from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -132,7 +133,8 @@ class Rollouts:
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
-    table = database.connection.sql(_ROWS, params=parameters).to_arrow_table()
+    with database.following("reading sequences"):
+        table = database.connection.sql(_ROWS, params=parameters).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
     columns["group"] = _groups(columns["group"], columns["step"])
     return Rollouts(**columns)
@@ -171,10 +173,11 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     order = np.lexsort((rollouts.step, rollouts.whole))
     whole = rollouts.whole[order]
     again = whole[1:] == whole[:-1]
-    num, unequal, mean_difference = _unequal(rollouts.reward[order], again)
+    least = least_reward(rollouts)
+    num, unequal, mean_difference = _unequal(rollouts.reward[order], again, least)
     shift, unequal_shifted = 0, unequal
     if unequal > 0:
-        shares = {by: _unequal(_moved(rollouts, by)[order], again)[1] for by in range(-_FARTHEST, _FARTHEST + 1)}
+        shares = {by: _unequal(_moved(rollouts, by)[order], again, least)[1] for by in range(-_FARTHEST, _FARTHEST + 1)}
         shift = min(shares, key=lambda by: (shares[by], abs(by)))
         unequal_shifted = shares[shift]
     return RepeatedResponses(
@@ -182,14 +185,14 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     )
 
 
-def _unequal(reward: np.ndarray, again: np.ndarray) -> tuple[int, float, float]:
+def _unequal(reward: np.ndarray, again: np.ndarray, least: float) -> tuple[int, float, float]:
     """Of rewards in the order of their responses, neighbours of one response: how many, the share that differs, by how much."""
     same = again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
     count = int(same.sum())
     if count < _FEWEST:
         return 0, math.nan, math.nan
     difference = np.abs(reward[1:] - reward[:-1])[same]
-    differs = difference > max(1e-9, t.MATERIAL_REWARD * float(np.nanstd(reward)))
+    differs = difference > least
     return count, float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
 
 
@@ -254,6 +257,11 @@ class ChangedResponses:
     """Of the differences and the lengths of the responses; 0 where one of them has no spread."""
     is_of_one_length: bool
     """Whether those that are given something else have one length, so that nothing can be said of lengths."""
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of the sentences about it."""
+        return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
 
 def changed_responses(

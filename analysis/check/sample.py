@@ -135,7 +135,9 @@ def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps, lost_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
     )  # fmt: skip
-    return _of_table(_within(database.connection.sql(query).to_arrow_table()), pair)
+    with database.following("reading a sample of steps"):
+        table = database.connection.sql(query).to_arrow_table()
+    return _of_table(_within(table), pair)
 
 
 _ROWS = [

@@ -160,4 +160,5 @@ def _mean(database: Database, run: str, name: str, column: str) -> dict[str, np.
         mask=_MASK if has.mask else "",
         masked=" AND mask" if has.mask else "",
     )
-    return by_step(database, query, {"run": run, "name": name})
+    with database.following(f"reading {column} by step"):
+        return by_step(database, query, {"run": run, "name": name})

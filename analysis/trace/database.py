@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.resources import files
+from threading import Event, Thread
 from typing import Any
 
 import duckdb
@@ -57,6 +58,9 @@ _PASSES_OF_SCORES = """
        OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
     ORDER BY run, "pass", contract
 """
+
+_LOOK_EVERY_S = 0.1
+"""Seconds after which a running query is asked again how far it has come."""
 
 _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER"}
 """DuckDB's names of the types that columns have which earlier releases did not write."""
@@ -126,6 +130,33 @@ class Database:
             yield
         finally:
             self.progress = before
+
+    @contextmanager
+    def following(self, what: str) -> Iterator[None]:
+        """Tell the progress how far the query that is run meanwhile has come, in percent, as DuckDB estimates it."""
+        if self.progress is no_progress:
+            yield
+            return
+        raw, ended = self.connection.raw, Event()
+        raw.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+        with self.progress(what, 100) as advance:
+            told = 0
+
+            def tell() -> None:
+                nonlocal told
+                while not ended.wait(_LOOK_EVERY_S):
+                    if (now := int(raw.query_progress())) > told:
+                        advance(now - told)
+                        told = now
+
+            watcher = Thread(target=tell, name="following", daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                watcher.join()
+            advance(100 - told)
 
     @property
     def damaged(self) -> tuple[str, ...]:

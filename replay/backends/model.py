@@ -73,13 +73,15 @@ def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) 
     `adapter` is an arm's: None for adapters of their own on the model, `merged` or `off`; `dtype` is torch's name of the
     recorded one, in which they are merged, on the CPU. Raises CannotReplay.
     """
-    if not identity.get("adapters") or adapter is None:
+    if not identity.get("adapters"):
         return lambda tensors: tensors
+    if adapter is None:
+        return adapters.without_prefix
     if adapter == "off":
         return adapters.below
     below = build(without_adapters(identity), dtype=dtype, attention="eager", device="cpu")
     merge = adapters.MergedWeights(adapters.put_on(below, identity))
-    return lambda tensors: merge(lambda model: load(model, tensors, None))
+    return lambda tensors: merge(lambda model: load(model, adapters.without_prefix(tensors), None))
 
 
 def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +154,6 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     import torch
 
     wanted = model.state_dict(keep_vars=True)  # the tensors themselves: another dtype can be put in their place
-    tensors = adapters.without_prefix(tensors)
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(

@@ -10,6 +10,7 @@ from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, optio
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
 from ...tracer.progress import Progress, no_progress
+from ..arms import check_distinct
 from ..batching import check_tokens
 from ..meter import Meter
 from ..recorded import RecordedRun
@@ -169,12 +170,7 @@ class _Taken:
 
 def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
     arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in given)]
-    names = [arm.name for arm in arms]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InvalidOption(
-            f"{', '.join(twice)} is named twice; give each arm a name of its own with name=", option="arm"
-        )
+    check_distinct([arm.name for arm in arms])
     return arms
 
 

@@ -1,11 +1,15 @@
 """Progress of the verbs that read every token of a trace: what it counts, and that bars come one after the other."""
 
+import threading
 from contextlib import contextmanager
 
+import duckdb
+import numpy as np
 import pytest
-from builders import make_trace
+from builders import add_step, make_batch, make_trace
 from tim_trace.analysis import attribute, check, diagnose, dynamics
 from tim_trace.analysis.trace.database import Database
+from tim_trace.tracer.recorder import Recorder
 
 STEPS, ROWS = 48, 64
 """So many sequences that they come in several batches."""
@@ -30,8 +34,10 @@ class Bars:
         advances = []
         self.drawn.append((what, total, advances))
         self.num_open += 1
-        yield advances.append
-        self.num_open -= 1
+        try:
+            yield advances.append
+        finally:
+            self.num_open -= 1
 
 
 READINGS = {
@@ -62,6 +68,32 @@ def test_progress_counts_the_series_in_which_changes_are_looked_for(trace, verb)
     ((_, total, advances),) = [bar for bar in bars.drawn if bar[0] == "finding changes"]
     assert advances == [1] * total
     assert total > 5
+
+
+FOLLOWED = {check: "reading a sample of steps", dynamics: "reading entropy by step", attribute: "reading sequences"}
+
+
+@pytest.mark.parametrize("verb", FOLLOWED, ids=lambda verb: verb.__name__)
+def test_progress_follows_a_long_query_to_its_end(tmp_path, verb):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(60):
+            fallen = {"reward": np.full(16, 1.0 if step < 30 else 0.0) + np.arange(16) % 2 / 10}
+            batch = make_batch(rows=16, seed=step) | fallen
+            added = add_step(recorder, step, batch, passes=["rollout"])
+            recorder.add_scores("train", added, logprobs=batch["train"], entropy=[-row for row in batch["train"]])
+    bars = Bars()
+    verb(tmp_path / "run", progress=bars)
+    ((_, total, advances),) = [bar for bar in bars.drawn if bar[0] == FOLLOWED[verb]]
+    assert sum(advances) == total == 100
+    assert min(advances) >= 0
+
+
+def test_a_query_that_fails_ends_its_bar_and_names_the_query_s_error(trace):
+    database, bars = Database(trace[0]), Bars()
+    with database.telling(bars), pytest.raises(duckdb.CatalogException), database.following("reading"):
+        database.connection.execute("SELECT * FROM nothing_of_this_name")
+    assert [what for what, _, _ in bars.drawn] == ["reading"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "following"]
 
 
 def test_a_control_s_tokens_are_counted_too(trace, tmp_path):

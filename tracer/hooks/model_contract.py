@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from ..routing import facts
@@ -11,7 +13,7 @@ from ..routing import facts
 def numerics(model: Any) -> dict[str, Any]:
     """Its class, dtypes, attention, experts, quantization and adapters."""
     return {
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "class": class_path(model),
         "dtypes": dtypes(model),
         "attention": getattr(model.config, "_attn_implementation", None),
         "experts": getattr(model.config, "_experts_implementation", None),
@@ -21,9 +23,27 @@ def numerics(model: Any) -> dict[str, Any]:
     }
 
 
+def class_path(model: Any) -> str:
+    """The module and the name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
 def dtypes(model: Any) -> dict[str, int]:
     """Dtype -> parameters that have it."""
     counts: Counter[str] = Counter()
     for parameter in model.parameters():
         counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return dict(sorted(counts.items()))
+
+
+def as_json(value: Any) -> Any:
+    """Sets as sorted lists, members of enums as their values, and what JSON has not as text."""
+    if isinstance(value, Enum):
+        return as_json(value.value)
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

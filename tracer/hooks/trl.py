@@ -37,8 +37,8 @@ from .trl_batches import (
     scoring_of,
 )
 from .trl_contract import (
-    adapters,
     generation_contract,
+    has_adapters,
     model_identity,
     reference_contract,
     sampling,
@@ -179,7 +179,7 @@ class TrainerHooks:
             return original(trainer, inputs, *args, **kwargs)
         state = self._state(trainer)
         split = TRAIN_SPLIT if trainer.model.training else EVAL_SPLIT
-        if split == TRAIN_SPLIT and not adapters(trainer):
+        if split == TRAIN_SPLIT and not has_adapters(trainer):
             with self.session.guard("weights"):
                 self._keep_weights(trainer, state)
         with self.session.guard("the generation batch"):
@@ -202,12 +202,13 @@ class TrainerHooks:
         result = original(trainer, *args, **kwargs)
         state = self._state(trainer)
         generation = state.generation
-        if generation is not None and generation.split == TRAIN_SPLIT and _sends_weights(trainer):
-            self.session.engine_weights.tell(generation.step)
-        if generation is not None and generation.split == TRAIN_SPLIT and adapters(trainer):
-            # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
-            with self.session.guard("weights"):
-                self._keep_weights(trainer, state)
+        if generation is not None and generation.split == TRAIN_SPLIT:
+            if _sends_weights(trainer):
+                self.session.engine_weights.tell(generation.step)
+            if has_adapters(trainer):
+                # An adapter is merged in place for the engine and taken out again, which rounds the weights below it: they score so.
+                with self.session.guard("weights"):
+                    self._keep_weights(trainer, state)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
                 prompt_ids, response_ids = result[0], result[1]

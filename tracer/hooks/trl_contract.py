@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
-from .model_contract import dtypes, numerics
+from .model_contract import as_json, class_path, dtypes, numerics
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
@@ -96,11 +94,11 @@ def sampling(trainer: Any) -> dict[str, Any]:
 def model_identity(trainer: Any) -> dict[str, Any]:
     """Which model is trained; where it has adapters of PEFT, the model below them, and their configs by name."""
     model = _unwrapped(trainer)
-    configs = adapters(trainer)
+    configs = _adapters(model)
     below = model.get_base_model() if configs else model
     identity = {
         "name": getattr(below, "name_or_path", None),
-        "class": f"{type(below).__module__}.{type(below).__qualname__}",
+        "class": class_path(below),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtypes": dtypes(model),
         "config": below.config.to_dict(),
@@ -115,23 +113,15 @@ def model_identity(trainer: Any) -> dict[str, Any]:
     return identity
 
 
-def adapters(trainer: Any) -> dict[str, dict[str, Any]]:
+def has_adapters(trainer: Any) -> bool:
+    """Whether the trained model has adapters of PEFT."""
+    return bool(getattr(_unwrapped(trainer), "peft_config", None))
+
+
+def _adapters(model: Any) -> dict[str, dict[str, Any]]:
     """The configs of a model's adapters by name, as JSON holds them; empty without adapters of PEFT."""
-    configs = getattr(_unwrapped(trainer), "peft_config", None) or {}
-    return {str(name): _as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
-
-
-def _as_json(value: Any) -> Any:
-    """Sets as sorted lists, members of enums as their values, and what JSON has not as text."""
-    if isinstance(value, Enum):
-        return _as_json(value.value)
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(item) for name, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    configs = getattr(model, "peft_config", None) or {}
+    return {str(name): as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
 
 
 def _unwrapped(trainer: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from ...schemas.contract import Contract
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
-from .model_contract import dtypes, numerics
+from .model_contract import as_json, class_path, dtypes, numerics
 
 _ENGINE = (
     "strategy", "dtype", "model_dtype", "mixed_precision", "use_remove_padding", "use_fused_kernels", "use_dynamic_bsz",
@@ -45,7 +44,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "source": source,
         "function": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "grad_enabled": grad,
-        "settings": {name: _plain(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
+        "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
@@ -54,7 +53,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
         "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},
         "device": environment.device_name(_device(model)),
-        "model": numerics(model) if hasattr(model, "config") else {"class": _class(model), "dtypes": dtypes(model)},
+        "model": numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)},
         "torch": environment.torch_settings() | {"autocast_dtype": autocast},
         "versions": environment.numeric_versions(),
     }
@@ -101,7 +100,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
     model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
     return {
         "name": getattr(engine.model_config, "path", None),
-        "class": _class(model),
+        "class": class_path(model),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtypes": dtypes(model),
         "config": getattr(config, "to_dict", dict)(),
@@ -143,10 +142,6 @@ def _model(engine: Any) -> Any:
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 
-def _class(model: Any) -> str:
-    return f"{type(model).__module__}.{type(model).__qualname__}"
-
-
 def _device(model: Any) -> Any:
     return next(model.parameters()).device
 
@@ -159,9 +154,3 @@ def _world_size() -> int:
 
 def _first(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

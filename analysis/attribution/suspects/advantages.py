@@ -64,8 +64,7 @@ def _is_large(change: RecordedChange, facts: Facts) -> bool:
     """Whether a change of the advantages is one that rewards do not make."""
     before, after = float(change.before), float(change.after)
     if change.series == "advantage_scale":
-        is_other = abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
-        return is_other and _is_rescaled(facts, change.step)
+        return _is_rescaled(before, after) and _sizes_differ(facts, change.step)
     if change.series == "advantage_mean":
         return _is_far(change, facts) or (change.shape == "shift" and _is_baseline(facts, change.step))
     return False
@@ -78,13 +77,15 @@ def _is_far(change: RecordedChange, facts: Facts) -> bool:
     return is_abnormal and abs(float(change.after)) > t.RESCALED * max(spread, 1e-12)
 
 
-def _is_rescaled(facts: Facts, step: int) -> bool:
+def _is_rescaled(before: float, after: float) -> bool:
+    return abs(math.log(max(after, 1e-12) / max(before, 1e-12))) > math.log(t.RESCALED)
+
+
+def _sizes_differ(facts: Facts, step: int) -> bool:
     """Whether the advantages themselves have another size: of normalised ones the scale beside the rewards moves as rewards do."""
     before, since = (part.advantage for part in _beside(facts, step))
     sizes = [float(np.nanstd(part)) if len(part) else math.nan for part in (before, since)]
-    if not all(map(math.isfinite, sizes)):
-        return False
-    return abs(math.log(max(sizes[1], 1e-12) / max(sizes[0], 1e-12))) > math.log(t.RESCALED)
+    return all(map(math.isfinite, sizes)) and _is_rescaled(*sizes)
 
 
 def _beside(facts: Facts, step: int) -> tuple[Rollouts, Rollouts]:

@@ -73,9 +73,7 @@ def _pays(facts: Facts) -> list[Evidence]:
     if facts.pays_length <= t.LENGTH_PAYS:
         return [Evidence(code="length_pays_while_hidden", values=values, points=t.STRONG)]
     evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
-    if (
-        found is not None and found.is_of_one_length and not facts.rewards_lie_off
-    ):  # as probable here as of any other reward
-        values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
-        evidence.append(Evidence(code="rewards_changed", values=values, points=of_changed(found)))
+    if found is not None and found.is_of_one_length and not facts.rewards_lie_off:
+        # Responses of one length cannot tell a reward that pays length from another: the points are those of any other.
+        evidence.append(Evidence(code="rewards_changed", values=found.values, points=of_changed(found)))
     return evidence

@@ -25,8 +25,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     """A reference model that scores the same responses otherwise, or a distance to it that jumps, as no training makes it."""
     other = facts.changed_reference
     if other is not None:
-        values = {"step": other.step, "num_responses": other.num_responses, "share": other.share}
-        return [Evidence(code="reference_changed", values=values, points=of_changed(other))]
+        return [Evidence(code="reference_changed", values=other.values, points=of_changed(other))]
     sudden = [
         change for change in facts.clear(REFERENCE)
         if change.shape == "shift" and change.high - change.low <= t.SUDDEN and float(change.after) > float(change.before)

@@ -48,8 +48,7 @@ def _changed(facts: Facts) -> list[Evidence]:
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
         return []
-    values = {"step": found.step, "num_responses": found.num_responses, "share": found.share}
-    return [Evidence(code="rewards_changed", values=values, points=of_changed(found))]
+    return [Evidence(code="rewards_changed", values=found.values, points=of_changed(found))]
 
 
 def _direction(facts: Facts) -> list[Evidence]:
