@@ -92,7 +92,7 @@ class HfScorer:
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
-        models.load(model, self._weights(tensors), self.numerics.dtype if self.arm.dtype else None)
+        models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
             quantize(model, self.arm.quantize)
 

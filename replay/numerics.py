@@ -23,8 +23,15 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype that the model is built in."""
-        return DTYPES[self.arm.dtype] if self.arm.dtype else _largest(self.recorded["model"]["dtypes"])
+        """torch's name of the dtype that the model is built in: the arm's, or that in which its forward had the parameters."""
+        if self.arm.dtype:
+            return DTYPES[self.arm.dtype]
+        return str(self.recorded.get("parameters_dtype") or _largest(self.recorded["model"]["dtypes"]))
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """torch's name of the dtype that every weight is rounded to; None where each keeps its own."""
+        return self.dtype if self.arm.dtype or self.recorded.get("parameters_dtype") else None
 
     @property
     def attention(self) -> str:
@@ -60,10 +67,13 @@ class Numerics:
 
     @property
     def logits_dtype(self) -> Any:
-        """torch's dtype of the logits and of what follows; None for the usual."""
+        """torch's dtype of the logits and of what follows: the arm's, or the recorded one; None for the usual."""
         import torch
 
-        return getattr(torch, DTYPES[self.arm.logits_dtype]) if self.arm.logits_dtype else None
+        if self.arm.logits_dtype:
+            return getattr(torch, DTYPES[self.arm.logits_dtype])
+        recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
+        return getattr(torch, recorded) if recorded in (DTYPES["bf16"], DTYPES["fp16"]) else None
 
     @property
     def autocast(self) -> Any:

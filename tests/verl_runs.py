@@ -109,7 +109,7 @@ def verl_run(*settings, head_rows=64):
             "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "CUDA_VISIBLE_DEVICES": "0",
+            "CUDA_VISIBLE_DEVICES": "0,1",
             "HF_HUB_OFFLINE": "1",
             "RAY_TMPDIR": ray,
         }

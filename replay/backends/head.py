@@ -51,6 +51,9 @@ class Head:
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
+        if logits_CV.dtype in (torch.bfloat16, torch.float16):
+            # As TRL and verl do it there: rounded once, where a rounded sum would be rounded again.
+            return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 

@@ -88,6 +88,8 @@ class _Scoring(msgspec.Struct):
     cast_lm_head_to_fp32: bool | None = None
     gradient_checkpointing: bool | None = None
     rows_a_forward: int | None = None
+    parameters_dtype: str | None = None
+    logprobs_dtype: str | None = None
 
 
 def _factory() -> str:
@@ -101,8 +103,9 @@ def check_contract(contract: Contract, where: str) -> None:
     except msgspec.ValidationError as error:
         raise CannotReplay(f"{where}: its contract is none that can be replayed ({error})") from error
     autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
-    if autocast != "None":
-        check_dtype(autocast)
+    for dtype in (None if autocast == "None" else autocast, read.parameters_dtype):
+        if dtype is not None:
+            check_dtype(dtype)
 
 
 def check_scoring(contract: Contract) -> None:

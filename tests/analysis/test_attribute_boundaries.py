@@ -448,10 +448,11 @@ def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0, is_
         (0.1, 100, 0.0, False), (0.101, 100, 0.0, True), (0.25, 1000, 0.1, False), (0.251, 1000, 0.1, True),
     ],
 )  # fmt: skip
-def test_rewards_that_changed_beyond_scatter_noise_and_a_few(monkeypatch, share, num_responses, noise, is_found):
+def test_rewards_that_changed_beyond_scatter_noise_and_a_few(share, num_responses, noise, is_found):
     found = changed_rewards(share, num_responses)
-    monkeypatch.setattr(facts_module, "changed_responses", lambda *arguments, **options: found)
-    given = facts(repeated_before=repeated(noise), rollouts=rows_of_steps())
+    given = facts(
+        repeated_before=repeated(noise), rollouts=rows_of_steps(), _given_otherwise=lambda column, least: found
+    )
     assert Facts.changed_rewards.func(given) == (found if is_found else None)
 
 
@@ -493,11 +494,11 @@ def test_another_reward_of_one_length_speaks_for_length_as_well_where_length_pay
     ("share", "before", "is_found"),
     [(0.5, 0.0, False), (0.51, float("nan"), True), (0.51, 0.25, True), (0.51, 0.26, False)],
 )
-def test_a_reference_that_scores_the_same_responses_otherwise_is_another_one(monkeypatch, share, before, is_found):
+def test_a_reference_that_scores_the_same_responses_otherwise_is_another_one(share, before, is_found):
     found = changed_rewards(share, before=before)
-    monkeypatch.setattr(facts_module, "changed_responses", lambda *arguments, **options: found)
-    assert Facts.changed_reference.func(facts(rollouts=rows_of_steps())) == (found if is_found else None)
-    assert Facts.changed_reference.func(facts(rollouts=rows_of_steps(), fall=None)) is None
+    given = {"rollouts": rows_of_steps(), "_given_otherwise": lambda column, least: found}
+    assert Facts.changed_reference.func(facts(**given)) == (found if is_found else None)
+    assert Facts.changed_reference.func(facts(**given, fall=None)) is None
     given = facts(changed_reference=found, rollouts=rows_of_steps())
     assert codes(reference._moves(given)) == {"reference_changed": CERTAIN}
 

@@ -41,11 +41,20 @@ def test_top_k_comes_before_top_p():
 
 
 def test_a_token_that_was_cut_has_no_probability():
-    model, _ = make_model(torch.float64)
+    model, linear = make_model(torch.float64)
     hidden, ids = torch.randn(50, 8, dtype=torch.float64), torch.arange(50)
+    is_kept = (linear(hidden).topk(3, dim=-1).indices == ids[:, None]).any(dim=-1)
+    is_kept[0], ids[0] = True, linear(hidden[0]).argmax()
     values = Head(top_k=3).logprobs(model, hidden, ids)
-    assert torch.isinf(values).sum() >= 40
-    assert torch.isfinite(values).any()
+    assert torch.equal(torch.isfinite(values), is_kept)
+    assert torch.isneginf(values[~is_kept]).all()
+
+
+def test_in_half_precision_logprobs_are_rounded_once():
+    model, linear = make_model(torch.bfloat16)
+    hidden, ids = torch.randn(200, 8, dtype=torch.bfloat16), torch.randint(50, (200,))
+    values = Head(logits_dtype=torch.bfloat16).logprobs(model, hidden, ids)
+    assert torch.equal(values, torch.log_softmax(linear(hidden), -1).gather(-1, ids[:, None]).squeeze(-1))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 50 * 8 * 3, 1 << 30])

@@ -37,6 +37,7 @@ recorder = Recorder(sys.argv[2])
 recorder.writer.segments.seal_bytes = 3000
 for step in range(1, 6):
     if step == 4:  # what comes now stays in the journal
+        recorder.writer.submit(recorder.writer.segments.seal, 0)
         recorder.flush()
         recorder.writer.segments.seal_bytes = 1 << 30
     add_step(recorder, step, make_batch(rows=8, seed=step))

@@ -1,12 +1,18 @@
 """Recording verl as it trains: Ray, FSDP2 workers and vLLM, with no change to any of them."""
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.engine import replay
+from tim_trace.replay.results import by_arm
+from tim_trace.tracer.store import Store
+from tim_trace.tracer.weights.source import open_weights
 from verl_runs import FLOAT32, REFERENCE, verl_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -114,3 +120,41 @@ def test_later_updates_of_a_step_have_their_own_logprobs_and_no_version(exact):
         JOIN scores AS b USING (step, seq_id) WHERE a.pass = 'current' AND b.pass = 'train' GROUP BY ALL ORDER BY ALL
     """
     assert rows(exact, query) == [(False, False), (True, True)]
+
+
+def test_the_weights_of_each_version_are_recorded_from_the_model_that_was_given_on(exact):
+    weights = open_weights(Store(str(exact.trace)))
+    assert list(weights.versions) == [0, 1]
+    given = load_file(exact.trace.parent / "model" / "model.safetensors")
+    found = weights.load(0)
+    assert given.keys() <= found.keys()
+    for name, tensor in given.items():
+        assert found[name].bits.tobytes() == tensor.numpy().tobytes()
+    assert any(found[name].bits.tobytes() != weights.load(1)[name].bits.tobytes() for name in given)
+
+
+def test_replaying_gives_the_trainer_s_logprobs_to_the_last_digits_of_float32(exact, tmp_path):
+    trace = shutil.copytree(exact.trace, tmp_path / "run")
+    as_recorded, vllm = by_arm(replay(trace, steps="1:2", arm=["engine=vllm"]))
+    assert as_recorded.num_steps == vllm.num_steps == 2
+    # verl's micro-batches are not recorded, so that each row goes alone: sums of another order.
+    assert as_recorded.share_equal > 0.9
+    assert as_recorded.max_abs_d < 1e-6
+    assert vllm.max_abs_d < 2e-6
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """verl's own precision, parameters cast to bfloat16 under autocast, over two workers that hold half of the weights each."""
+    return verl_run(
+        "trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=2", "actor_rollout_ref.actor.optim.lr=1e-3",
+        head_rows=WORDS,
+    )  # fmt: skip
+
+
+def test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers(sharded, tmp_path):
+    trace = shutil.copytree(sharded.trace, tmp_path / "run")
+    as_recorded, vllm = by_arm(replay(trace, steps="1:2", arm=["engine=vllm"]))
+    assert (as_recorded.num_steps, as_recorded.share_equal) == (2, 1.0)
+    # verl holds these logprobs in bfloat16: those of its engine lie within half a unit of that.
+    assert 0 < vllm.mean_abs_d < vllm.max_abs_d < 0.03

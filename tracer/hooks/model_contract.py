@@ -24,8 +24,11 @@ def numerics(model: Any) -> dict[str, Any]:
 
 
 def class_path(model: Any) -> str:
-    """The module and the name of a model's class."""
-    return f"{type(model).__module__}.{type(model).__qualname__}"
+    """The module and the name of a model's class: below FSDP2, which makes one of its own out of it."""
+    kind = type(model)
+    if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
+        kind = kind.__bases__[-1]
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def dtypes(model: Any) -> dict[str, int]:

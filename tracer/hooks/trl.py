@@ -20,6 +20,7 @@ from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
 from .calls import arguments
 from .engine_call import EngineCall
+from .model_weights import keeps_weights, own_tensors
 from .patches import Patches
 from .session import Session
 from .tokenizer import tokenizer_identity
@@ -48,7 +49,6 @@ from .trl_contract import (
 from .trl_distributions import HeadTap
 from .trl_routing import routing_tap, tell_of_routing
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
-from .trl_weights import keeps_weights, own_tensors
 
 OPTIMIZER_STEPS = 5
 """The optimizer's statistics are taken at the first step and then every so many."""
@@ -327,10 +327,12 @@ class TrainerHooks:
         if state.kept_version == version:
             return
         state.kept_version = version
+        model = trainer.accelerator.unwrap_model(trainer.model)
         if state.keeps_weights is None:
-            state.keeps_weights = keeps_weights(self.session, trainer)
+            state.keeps_weights = keeps_weights(self.session, model)
         if state.keeps_weights:
-            self.session.recorder.add_weights(version, own_tensors(trainer))
+            is_first = trainer.accelerator.process_index == 0
+            self.session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
 
     def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)

@@ -29,7 +29,6 @@ POINTS = {
 }
 """Function of the trainer -> what it gives."""
 
-_NO_WEIGHTS = "weights are not recorded: verl's workers hold them in parts; without them no step can be replayed"
 _NO_DISTRIBUTIONS = "of verl's passes the taken tokens' logprobs are recorded, and no distributions (--capture {})"
 
 
@@ -147,8 +146,6 @@ class TrainerHooks:
         if loss is not None:
             recorder.add_loss(loss)
             recorder.add_hyperparameters(others)
-        if self.session.order.weights != "none":
-            self.session.note(_NO_WEIGHTS)
         if self.session.capture.dense:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
 

@@ -19,6 +19,9 @@ _ENGINE = (
 )  # fmt: skip
 """Settings of a worker's engine that can change a logprob, of FSDP and of Megatron."""
 
+FSDP = ("fsdp", "fsdp2")
+"""Strategies that cast the parameters to the dtype of the forward."""
+
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "sequence_sum",
@@ -46,6 +49,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "grad_enabled": grad,
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
+        "parameters_dtype": autocast if getattr(settings, "strategy", None) in FSDP else None,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),

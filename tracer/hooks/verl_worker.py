@@ -17,15 +17,21 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from .calls import arguments
+from .model_weights import keeps_weights, own_tensors
 from .patches import Patches
 from .session import Session
 from .trl_batches import right_padded
-from .verl_contract import model_identity, scoring_contract
+from .verl_contract import FSDP, model_identity, scoring_contract
 
 UPDATE_KEY = "tim_trace_update"
 """Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
 ROW_KEY = "tim_trace_row"
 """Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
+
+_OTHER_STRATEGY = (
+    "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: name the "
+    "run's checkpoints with --weights-from DIR"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +92,8 @@ class WorkerHooks:
         self._declared: set[str] = set()
         self._scoring: str | None = None
         self._contract: Contract | None = None
+        self._kept_version: int | None = None
+        self._keeps_weights: bool | None = None
 
     def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Rows of the TransferQueue come to this worker: those of an update get their numbers."""
@@ -100,8 +108,11 @@ class WorkerHooks:
 
     def update(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         update = self._update
-        if update is not None and worker.engine.is_mp_src_rank_with_outputs():
-            update.engine = worker.engine
+        if update is not None:
+            with self.session.guard("weights"):
+                self._keep_weights(worker.engine, update.policy_version)
+            if worker.engine.is_mp_src_rank_with_outputs():
+                update.engine = worker.engine
         try:
             return original(worker, *args, **kwargs)
         finally:
@@ -167,6 +178,25 @@ class WorkerHooks:
             is_train=told["is_train"],
             is_last=told["is_last"],
         )
+
+    def _keep_weights(self, engine: Any, version: int) -> None:
+        """Keep the weights that scored, before an update changes them."""
+        if self._kept_version == version:
+            return
+        self._kept_version = version
+        if self._keeps_weights is None:
+            self._keeps_weights = self._can_keep(engine)
+        if self._keeps_weights:
+            is_first = engine.get_data_parallel_rank() == 0
+            self.session.recorder.add_weights(version, own_tensors(engine.module, is_first=is_first))
+
+    def _can_keep(self, engine: Any) -> bool:
+        strategy = getattr(engine.engine_config, "strategy", None)
+        if strategy in FSDP:
+            return keeps_weights(self.session, engine.module)
+        if self.session.order.weights != "none":
+            self.session.note(_OTHER_STRATEGY.format(strategy))
+        return False
 
     def _keep(self, is_last: bool) -> None:
         """See that what was recorded outlives this process: Ray may kill it at any time, and ends no worker otherwise."""

@@ -1,4 +1,4 @@
-"""The weights of a TRL trainer: whether they are kept, and which tensors this process keeps."""
+"""The weights of a model that a trainer holds: whether they are kept, and which tensors this process keeps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .session import Session
 _REMEDY = "replaying needs them; record with --weights delta, or name the run's checkpoints with --weights-from DIR"
 
 
-def keeps_weights(session: Session, trainer: Any) -> bool:
+def keeps_weights(session: Session, model: Any) -> bool:
     """Decide whether this run's weights are kept, and say so when they are not."""
     order = session.order
     if order.weights == "none":
         return False
-    problem = _problem(trainer)
+    problem = _problem(model)
     if problem:
         session.note(f"weights are not recorded: {problem}")
         return False
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(trainer).values())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(model).values())
     if order.weights == "auto" and num_bytes > order.weights_below:
         session.note(
             f"weights are not recorded: the model has {num_bytes / 1e9:.2f} GB, more than --weights-below "
@@ -29,21 +29,18 @@ def keeps_weights(session: Session, trainer: Any) -> bool:
     return True
 
 
-def own_tensors(trainer: Any) -> dict[str, Any]:
+def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
     """The tensors that this process keeps: its parts of sharded ones, and whole ones in the first process alone."""
-    first = trainer.accelerator.process_index == 0
-    return {name: tensor for name, tensor in _tensors(trainer).items() if first or is_sharded(tensor)}
+    return {name: tensor for name, tensor in _tensors(model).items() if is_first or is_sharded(tensor)}
 
 
-def _tensors(trainer: Any) -> dict[str, Any]:
-    model = trainer.accelerator.unwrap_model(trainer.model)
+def _tensors(model: Any) -> dict[str, Any]:
     return dict(model.state_dict(keep_vars=True))
 
 
-def _problem(trainer: Any) -> str | None:
-    model = trainer.accelerator.unwrap_model(trainer.model)
+def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
         return f"DeepSpeed ZeRO-3 holds them in pieces that cannot be read from here; {_REMEDY}"
     if any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters()):
-        return f"FSDP1 flattens them; use FSDP2 (fsdp_version: 2), or: {_REMEDY}"
+        return f"FSDP1 flattens them; use FSDP2 (TRL: fsdp_version: 2; verl: strategy=fsdp2), or: {_REMEDY}"
     return None
