@@ -182,6 +182,7 @@ def filled(folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(("name", "line"), list(examples()))
 def test_the_example_of_every_help_works(request, name, line):

@@ -60,6 +60,7 @@ REWARDS = "SELECT step, reward FROM sequences ORDER BY step, seq_id"
 IDS = "SELECT step, response_ids FROM sequences ORDER BY step, seq_id"
 
 
+@pytest.mark.slow
 def test_the_exact_engine_has_no_mismatch(made):
     largest, _, count = asked(made["exact"], GAP)[0]
     assert (largest, count > 1000) == (0.0, True)

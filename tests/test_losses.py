@@ -369,6 +369,7 @@ def test_logprobs_of_the_loss_s_own_forward_below_the_ratio(trl, traces, tmp_pat
     assert found_gradient == pytest.approx(gradient, **CLOSE)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     scenario=st.sampled_from(["whole", "masked", "empty"]),

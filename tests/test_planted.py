@@ -73,6 +73,7 @@ def d_of(path):
     return np.sort(np.concatenate(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", make.FAULTS)
 def test_a_trace_of_every_fault_holds_what_was_computed(models, tmp_path, code):
     scenario, fault, recording, seed = planned(models, code, 0)

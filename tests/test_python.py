@@ -392,6 +392,7 @@ def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(tr
     assert refused.stderr.startswith("Error: --epsilon: my-toy has no such option; it belongs to trl")
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_python_page_run(tmp_path):
     page = (ROOT / "docs" / "python.md").read_text()
     (tmp_path / "page.py").write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)))

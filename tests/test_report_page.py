@@ -357,6 +357,7 @@ def test_the_theme_that_was_chosen_is_kept(opened):
     assert light.ask(paper) != before
 
 
+@pytest.mark.slow
 def test_dark_and_light_are_told_apart_and_can_be_changed(opened):
     paper = "getComputedStyle(document.body).backgroundColor"
     dark, light = opened(scheme="dark"), opened(scheme="light")
@@ -404,6 +405,7 @@ def test_runs_lie_over_each_other(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, files):
     from tim_trace.analysis import report
 

@@ -153,6 +153,6 @@ def number(text):
 
 
 def texts(folder):
-    """What verl's trainer.rollout_data_dir says of each sequence, by its key."""
+    """What verl's trainer.rollout_data_dir says of each sequence, by its key; by its place where the trainer has none."""
     lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return {line["uid"]: line for line in lines}
+    return {line.get("uid", str(number)): line for number, line in enumerate(lines)}

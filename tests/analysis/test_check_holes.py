@@ -74,6 +74,7 @@ def test_one_nan_in_thousands_hides_no_temperature(tmp_path):
     assert codes(path) == ["placeholders", "temperature"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("both", [False, True])
 def test_a_lost_step_in_the_middle_of_two_hundred_is_no_valid_comparison(tmp_path, value, both):

@@ -87,6 +87,7 @@ def test_equal_runs_differ_in_nothing(plain, tmp_path):
     assert found.sentence == f"Nothing differs that both traces hold, over {STEPS} steps."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "kind", "name", "values"),
     [

@@ -116,6 +116,7 @@ def test_a_filter_by_step_reads_that_step_s_row_groups_alone(tmp_path, monkeypat
     assert all(0 < read < total / 5 for read, total in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
     with Recorder(tmp_path / "run") as recorder:

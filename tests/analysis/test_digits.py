@@ -234,6 +234,7 @@ def test_a_probability_that_never_changes_has_no_correlation(tmp_path):
     assert [row["prob_pearson"] for by in ("run", "step") for row in stats(trace, by=by).dicts()] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_last_digits_do_not_depend_on_where_the_sums_come_from(tmp_path, kind):
     trace = record(tmp_path / "run", make(kind, 12))
@@ -244,6 +245,7 @@ def test_the_last_digits_do_not_depend_on_where_the_sums_come_from(tmp_path, kin
     assert from_sql == rows[0]["sequence"] == connect(trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_gate_check_and_dynamics_use_the_same_sums(tmp_path, kind):
     steps = make(kind, 12)
@@ -260,6 +262,7 @@ def test_gate_check_and_dynamics_use_the_same_sums(tmp_path, kind):
             same({"ess_token": value}, exact(steps[step]), ("ess_token",))
 
 
+@pytest.mark.slow
 def test_the_effective_sample_size_of_very_negative_d_is_right_wherever_it_is_read(tmp_path):
     # d from -24 to -17: (n + sum of exp(d) - 1)^2 has no digit of it left, and gave 2.2, NaN or infinity.
     draw = np.random.default_rng(5)

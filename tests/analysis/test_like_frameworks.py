@@ -616,6 +616,7 @@ def test_a_run_is_one_batch(steps, tmp_path):
         assert one == pytest.approx(whole, rel=1e-12, nan_ok=True), framework
 
 
+@pytest.mark.slow
 def test_an_open_database_answers_of_one_pair_after_the_other(steps):
     database = Database(steps[0])
     for pair in ("train:rollout", "current:rollout", "train:rollout"):

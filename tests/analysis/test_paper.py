@@ -248,6 +248,7 @@ print("matplotlib.pyplot" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_same_report_has_the_same_bytes_in_another_process_at_another_time(written, tmp_path):
     folders = [str(ROOT.parent), str(ROOT / "tests"), str(ROOT / "tests" / "analysis")]
     done = subprocess.run(

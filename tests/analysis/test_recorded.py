@@ -360,6 +360,7 @@ def test_an_evaluation_that_holds_while_the_reward_falls_is_a_fall_and_clears_th
     assert not any(each.code == "evaluation_holds" for suspect in fell.suspects for each in suspect.evidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [always(0.3), lambda step: 1e-5 if step < 5 else 0.3, from_at(1e-5, 0.4)])
 def test_a_declared_lag_of_0_is_never_staleness(tmp_path, gap):
     found = attribute(record(tmp_path / "run", Plan(gap=gap)))
@@ -394,6 +395,7 @@ def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     assert found.sentence.count("By observation of two runs") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "differs"), [(0.002, False), (0.3, True)])
 def test_a_control_without_the_rounding_of_bf16_earns_the_mismatch_nothing(tmp_path, size, differs):
     # The mean of |d| is 0.8 of its standard deviation.

@@ -246,6 +246,7 @@ def first_line(text):
     return " ".join(text.split("\n\n")[0].split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [[], ["--control"], ["--steps", "1:30"]])
 @pytest.mark.parametrize("gap", [0.9, 0.01])
 def test_the_headline_is_the_first_line_of_diagnose(tmp_path, gap, beside):

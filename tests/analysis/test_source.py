@@ -122,6 +122,7 @@ def test_a_writer_s_files_of_another_run_do_not_count(trace, tmp_path):
     check_readable(trace, 40, damaged=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["notes.txt", "scores/notes.txt", "scores/huh.parquet", "journal/notes.txt", "passes/x.txt"]
 )
@@ -160,6 +161,7 @@ def test_damaged_sums_are_passed_over_and_made_anew(trace):
     assert info(str(trace)).ignored == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequence_sums", "step_quantiles", "run_quantiles"])
 @pytest.mark.parametrize("by", ["run", "step"])
 def test_one_kind_of_damaged_sums_is_made_anew(trace, kind, by):

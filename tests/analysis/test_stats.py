@@ -173,6 +173,7 @@ def connect_empty():
     return connection
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), steps=st.integers(1, 4))
 def test_sums_and_tokens_give_the_same_numbers(tmp_path_factory, seed, steps):

@@ -76,6 +76,7 @@ def test_stats_of_some_steps_are_those_of_a_trace_with_these_alone(both, by):
     assert stats(whole, by=by, steps=steps).rows == stats(part, by=by).rows
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_framework_are_of_the_chosen_steps(both):
     whole, part, steps = both
     for like in ("verl", "trl"):
@@ -84,6 +85,7 @@ def test_the_numbers_of_a_framework_are_of_the_chosen_steps(both):
         assert likeness(whole, like=like, steps=steps) == likeness(part, like=like)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["run", "step", "length"])
 def test_corrections_of_some_steps_are_those_of_a_trace_with_these_alone(both, by):
     whole, part, steps = both

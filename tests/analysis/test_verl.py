@@ -186,6 +186,7 @@ def same_named(row, metrics):
         assert row[name] == pytest.approx(value, rel=1e-7, abs=bound, nan_ok=True), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout_is", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", ["2.0", "1.05", "0.5_5.0", "0.9_1.1"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
@@ -206,6 +207,7 @@ def test_importance_sampling_weights_are_verl_s(verl, steps, rollout_is, thresho
 BOUNDS = {"k1": ["0.8_1.3", "1.1"], "k2": ["0.02", "150"], "k3": ["0.02", "1e6"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", REJECTIONS)
 def test_every_rejection_is_verl_s(verl, steps, option):
     for bounds in BOUNDS[option[-2:]]:

@@ -58,7 +58,9 @@ def gap(trace, pair):
     return stats(trace, pair=pair).dicts()[0]["max_abs_d"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["lora", pytest.param("dora", marks=pytest.mark.slow), pytest.param("saved", marks=pytest.mark.slow)]
+)
 def test_replaying_as_recorded_gives_every_bit_back(kind, tmp_path):
     shutil.copytree(trained(kind).trace, tmp_path / "run")
     (row,) = by_arm(replay(tmp_path / "run", arm=["adapter=off"]))[:1]
@@ -66,6 +68,7 @@ def test_replaying_as_recorded_gives_every_bit_back(kind, tmp_path):
     assert gap(tmp_path / "run", "replay/adapter-off:reference") == 0.0
 
 
+@pytest.mark.slow
 def test_with_an_engine_every_pass_comes_back_bit_for_bit(vllm):
     own = vllm.arms["as-recorded"]
     assert (len(own), {step["num_equal"] == step["num_tokens"] and step["identity_held"] for step in own}) == (

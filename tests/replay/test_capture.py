@@ -60,6 +60,7 @@ def traces(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logits", "topk:4", "hidden"])
 def test_capturing_changes_no_bit_of_any_arm(traces, kind):
     query = """
@@ -77,6 +78,7 @@ def test_the_recorded_bits_come_back_with_capture_on(tmp_path, config, kind):
     assert all(result.identity_held and result.num_equal == result.num_tokens > 0 for result in results)
 
 
+@pytest.mark.slow
 def test_the_captured_logits_give_the_pass_s_own_logprobs(traces):
     trace = traces["logits"]
     # Half a unit in the last place of a bfloat16 logit near 1, over the temperature, and what float32 leaves.
@@ -107,6 +109,7 @@ def test_each_arm_keeps_its_own_dtype_and_cuts(traces):
         assert (np.isfinite(arrays["logits"]).sum(axis=1) == 3).all()
 
 
+@pytest.mark.slow
 def test_hidden_states_give_the_logits_that_were_captured(traces):
     trace, other = traces["hidden"], traces["logits"]
     names = [name for (name,) in rows(trace, "SELECT DISTINCT pass FROM scores WHERE pass LIKE 'replay/%'")]

@@ -60,9 +60,9 @@ def rows(trace, query):
         pytest.param((), {}, id="on-policy"),
         pytest.param(("--steps", "4"), OFF_POLICY, id="off-policy"),
         pytest.param((), ACCUMULATION, id="accumulation", marks=pytest.mark.slow),
-        pytest.param((), MIXED, id="mixed-precision"),
-        pytest.param(RLOO_VLLM, {"beta": 0.05}, id="rloo-vllm"),
-        pytest.param(("--ranks", "2"), {"steps_per_generation": 1}, id="two-ranks"),
+        pytest.param((), MIXED, id="mixed-precision", marks=pytest.mark.slow),
+        pytest.param(RLOO_VLLM, {"beta": 0.05}, id="rloo-vllm", marks=pytest.mark.slow),
+        pytest.param(("--ranks", "2"), {"steps_per_generation": 1}, id="two-ranks", marks=pytest.mark.slow),
     ],
 )
 def test_replaying_as_recorded_gives_every_bit_back(arguments, config, tmp_path):
@@ -187,6 +187,7 @@ def test_a_packed_row_does_not_see_its_neighbours(trace):
     assert distance <= 2.4e-7
 
 
+@pytest.mark.slow
 def test_compiled_scores_lie_within_rounding(trace):
     _, compiled = by_arm(replay(trace, steps="1", compile=True))
     assert compiled.max_abs_d < 1e-5
@@ -530,6 +531,7 @@ def test_a_killed_replay_goes_on_where_it_was(trace):
     assert set(found.values()) == {(24, 24)}, found
 
 
+@pytest.mark.slow
 def test_two_replays_at_once_add_each_step_once(trace):
     command = [str(TIM_TRACE), "replay", str(trace), "--batch-size", "1"]
     processes = [
@@ -571,6 +573,7 @@ def gaps(trace, *names):
     return {name: rows(trace, f"SELECT mean_abs_d FROM pair_runs('{name}', 'rollout')")[0][0] for name in names}
 
 
+@pytest.mark.slow
 def test_vllm_on_the_recorded_weights_gives_the_recorded_rollout(tmp_path):
     run = train(*RLOO_VLLM, config={"beta": 0.05}, capture="logprobs")
     arms = ["--engine", "vllm", "--arm", "engine=vllm,mode=decode", "--arm", "engine=vllm,dtype=fp32"]

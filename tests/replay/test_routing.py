@@ -117,6 +117,7 @@ def arms(tmp_path_factory):
     return trace, {result.arm: result for result in by_arm(replay(trace, arm=texts))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", ["bf16", "fp64", "decode", "chunked-2", "padding-right", "padding-packed", "batch-size-3"]
 )

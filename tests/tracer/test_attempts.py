@@ -256,6 +256,7 @@ def check_values(tmp_path, steps):
         assert count == 8
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_trainer_that_is_killed_and_resumes_from_its_checkpoint_counts_once(tmp_path):
     died = trained(tmp_path, "--steps", 6, "--die-after", 5, config=SAVES)
@@ -274,6 +275,7 @@ def test_a_trainer_that_is_killed_and_resumes_from_its_checkpoint_counts_once(tm
     assert len(logged) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_several_generations_of_one_step_are_all_recorded_and_a_second_call_of_train_is_another_attempt(tmp_path):
     """`steps_per_generation` below `gradient_accumulation_steps`: an update is of several generations."""

@@ -105,6 +105,7 @@ def check_deaths(tmp_path, work, seed, count):
 COUNTS = {"import": 3, "first-import": 1, "record": 3, "recorder": 1, "adopt": 2, "sums": 1, "weights": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", COUNTS)
 def test_what_was_there_is_there_when_a_process_is_killed(tmp_path, work):
     assert check_deaths(tmp_path, work, seed=7, count=COUNTS[work])

@@ -47,6 +47,7 @@ def test_logits_come_back_in_the_dtype_that_the_framework_had(tmp_path, dtype):
     assert array[1].dtype == (np.uint16 if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
 
 
+@pytest.mark.slow
 def test_rows_across_chunks_and_shards_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(dense, "CHUNK_BYTES", 200)
     monkeypatch.setattr(dense, "CHUNKS_A_SHARD", 3)

@@ -9,6 +9,7 @@ from builders import ROOT
 from stress import durability, kill_recording
 
 
+@pytest.mark.slow
 def test_what_add_returned_for_is_on_disk_a_second_later(tmp_path):
     found = durability(tmp_path, seed=11, count=3)
     assert found.lost == 0

@@ -53,6 +53,7 @@ def test_a_tensor_that_is_skipped_is_named_with_the_version_that_the_engine_has(
     assert not verify(trained("--transfer", "skips")).damaged
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_weights_that_are_a_step_late_are_stale():
     numbers = faulty("late")

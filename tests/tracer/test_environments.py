@@ -80,6 +80,7 @@ def test_a_folder_may_have_any_name(tmp_path, name):
     assert (found.num_sequences, found.damaged, found.state) == (4, (), "finished")
 
 
+@pytest.mark.slow
 def test_answers_while_it_is_recorded_are_those_of_the_steps_so_far(tmp_path):
     path, rows = tmp_path / "run", 32
     lengths = [sum(map(len, make_batch(rows=rows, seed=seed, longest=200)["response_ids"])) for seed in range(4)]

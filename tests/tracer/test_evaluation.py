@@ -131,6 +131,7 @@ def test_trl_s_evaluation_is_recorded_with_its_step_and_training_stays_as_it_is(
     assert info(str(run.trace)).missing == ()
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_rollouts_that_vllm_samples_to_evaluate_are_no_sequences_of_training():
     run = train("--vllm", "--bf16-engine", "--evaluate", "--steps", "2", capture="logprobs")

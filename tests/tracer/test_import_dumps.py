@@ -188,6 +188,7 @@ def test_evaluations_of_slime_are_passed_over(tmp_path):
     assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").num_sequences == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_miles_puts_context_parallel_parts_together(tmp_path, context, padded):
@@ -355,6 +356,7 @@ def test_an_addition_that_fails_leaves_the_trace_as_it_was(tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", list(WRITERS))
 def test_steps_and_samples_are_chosen(tmp_path, format):
     steps = make_steps(3, 4, 5, num=40)

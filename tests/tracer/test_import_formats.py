@@ -86,6 +86,7 @@ def content(path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "write"),
     [

@@ -48,6 +48,7 @@ def check_steps(path, told):
     assert metrics == [(step, float(step)) for step in range(1, told + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path, seed):
     # The moments fall before, in and after sealing, which comes about every tenth step.

@@ -51,6 +51,7 @@ def equal(one, other):
     return one == other or (one != one and other != other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())

@@ -63,6 +63,7 @@ OTHER_HOST = {"host": "elsewhere", "boot_id": NEVER}
 OTHER_NAMESPACE = {"pid_namespace": "pid:[1]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [OTHER_HOST, OTHER_NAMESPACE])
 @pytest.mark.parametrize(("touched_s_ago", "is_live"), [(0, True), (800, True), (1000, False), (10**6, False)])
 def test_a_writer_that_cannot_be_seen_from_here_is_judged_by_its_age(killed, fields, touched_s_ago, is_live):

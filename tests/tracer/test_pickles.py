@@ -285,6 +285,7 @@ def error_of(format, folder, run):
 EVERY = {**WRITERS, **ONE_SIDED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", list(EVERY))
 def test_random_damage_is_an_error_or_an_import_and_nothing_else(tmp_path, format):
     EVERY[format](tmp_path / "dump", make_steps(1, num=3))

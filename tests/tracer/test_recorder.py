@@ -27,6 +27,7 @@ def padded(rows, width, side, value=0.0):
     return cells, mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "numpy", "lists"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_form_of_a_batch_records_the_same(tmp_path, kind, side):

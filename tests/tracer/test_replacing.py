@@ -131,6 +131,7 @@ def test_an_import_for_which_the_disk_is_too_small_leaves_the_old_trace(tmp_path
     assert tree(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_an_import_that_is_interrupted_leaves_the_old_trace_and_the_next_one_works(tmp_path, name):
     make_trace(tmp_path / "run")

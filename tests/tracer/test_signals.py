@@ -184,6 +184,7 @@ def test_the_command_has_the_terminal(tmp_path):
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", [None, "SIGINT"])
 def test_children_of_multiprocessing_end_as_in_a_bare_run(tmp_path, method, name):

@@ -460,6 +460,7 @@ def bomb(num_rows):
     return change
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_file_can_hold_are_refused(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_metrics(1, {"loss": 1.0})

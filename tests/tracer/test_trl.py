@@ -74,6 +74,7 @@ def test_training_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
         assert {k: v for k, v in one.items() if not timing(k)} == {k: v for k, v in other.items() if not timing(k)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["topk:3", "logits"])
 def test_training_with_vllm_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
     config = {"temperature": 0.8}
@@ -519,6 +520,7 @@ def test_a_function_that_is_gone_is_named_with_what_is_not_recorded():
     assert rows(run, "SELECT count(*), count(reward) FROM sequences") == [(24, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["derived", "copied"])
 def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind):
     run = train("--trainer", kind, "--steps", "2", capture="logprobs")

@@ -158,3 +158,35 @@ def test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers(sharded, tm
     assert (as_recorded.num_steps, as_recorded.share_equal) == (2, 1.0)
     # verl holds these logprobs in bfloat16: those of its engine lie within half a unit of that.
     assert 0 < vllm.mean_abs_d < vllm.max_abs_d < 0.03
+
+
+@pytest.fixture(scope="module")
+def older():
+    """verl's RayPPOTrainer, whose batches lie on the driver."""
+    return verl_run(
+        *FLOAT32, *REFERENCE, "trainer.use_v1=False", "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=HEAD_ROWS
+    )
+
+
+def test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_it_logged(older):
+    query = "SELECT pass, count(*), count(DISTINCT contract) FROM scores GROUP BY ALL ORDER BY pass"
+    assert rows(older, query) == [(name, 16, 1) for name in ("current", "reference", "rollout", "train")]
+    query = "SELECT DISTINCT step, pass, policy_version FROM scores WHERE pass <> 'reference' ORDER BY ALL"
+    assert rows(older, query) == [(s, name, s - 1) for s in (1, 2) for name in ("current", "rollout", "train")]
+    texts = list(older.result["texts"].values())
+    for step, total in rows(older, "SELECT step, sum(reward) FROM sequences GROUP BY step ORDER BY step"):
+        assert total == pytest.approx(sum(text["score"] for text in texts if text["step"] == step))
+    for row in stats(str(older.trace), by="step", like="verl").dicts():
+        logged = older.result["logged"][row["step"]]
+        names = [name for name in row if "/" in name]
+        assert len(names) == 18
+        assert {name: row[name] for name in names} == pytest.approx({name: logged[name] for name in names}, rel=2e-6)
+    query = "SELECT value FROM metrics WHERE step = 2 AND name = 'actor/grad_norm'"
+    assert rows(older, query) == [(pytest.approx(older.result["logged"][2]["actor/grad_norm"]),)]
+
+
+def test_steps_of_the_trainer_of_before_are_replayed(older, tmp_path):
+    (as_recorded,) = by_arm(replay(shutil.copytree(older.trace, tmp_path / "run"), steps="1:2"))
+    assert as_recorded.num_steps == 2
+    assert as_recorded.share_equal > 0.9
+    assert as_recorded.max_abs_d < 1e-6

@@ -19,7 +19,12 @@ def rows(run, query):
     return connect(run.trace).execute(query).fetchall()
 
 
-@pytest.mark.parametrize("capture", ["logprobs", "topk:3", "logits"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "capture", ["logprobs", pytest.param("topk:3", marks=SLOW), pytest.param("logits", marks=SLOW)]
+)
 def test_the_script_gets_what_it_would_have_got(capture):
     bare, recorded = program("generate.py"), program("generate.py", capture=capture)
     assert recorded.result == bare.result
@@ -43,7 +48,7 @@ def without_values(result):
     }
 
 
-@pytest.mark.parametrize("env", [(), OWN_PROCESS])
+@pytest.mark.parametrize("env", [(), pytest.param(OWN_PROCESS, marks=SLOW)])
 def test_every_completion_is_recorded_with_the_engine_s_logprobs(env):
     run = program("generate.py", capture="topk:3", env=env)
     query = """

@@ -224,6 +224,7 @@ def test_a_dtype_that_cannot_be_kept_is_named(tmp_path):
     writer.close()
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_shard_and_the_whole_comes_back(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS / "shards.py"]
     done = run(*command, tmp_path / "run", tmp_path)

@@ -1,4 +1,4 @@
-"""Recording verl's PPO trainer (verl.trainer.ppo.v1), on the driver: sequences, rewards, advantages, passes and metrics.
+"""Recording verl's PPO trainers, of today (verl.trainer.ppo.v1) and of before, on the driver: sequences, rewards, advantages, passes and metrics.
 
 Its engines and workers are processes of their own: vllm_async.py and verl_worker.py record what only they know.
 """
@@ -19,6 +19,7 @@ from .session import Session
 from .tokenizer import tokenizer_identity
 from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
+from .verl_padded import get_off, padded_column, ride_along, rows_of_padded
 from .verl_worker import UPDATE_KEY
 from .versions import version_sentence
 
@@ -55,21 +56,31 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def install_older(session: Session, module: Any) -> Patches:
-    """Say of verl's trainer of before that it is not recorded, once it trains."""
-    patches = Patches()
+    """Hook verl's trainer of before (trainer.use_v1=False), whose batches lie on the driver as padded tensors."""
+    import verl
+    from verl.utils import tracking
 
-    def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        session.note(_OLDER)
-        return original(trainer, *args, **kwargs)
-
-    patches.wrap(module.RayPPOTrainer, "fit", fit)
+    session.hooks["verl"] = verl.__version__
+    hooks, patches = TrainerHooks(session), Patches()
+    wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (module.RayPPOTrainer, "fit", hooks.fit),
+        (module.RayPPOTrainer, "_update_actor", hooks.update_older_actor),
+        (tracking.Tracking, "log", hooks.log),
+    ]
+    missing = {
+        f"{owner.__name__}.{name}": _OLDER_POINTS[name]
+        for owner, name, wrapper in wrappers
+        if not patches.wrap(owner, name, wrapper)
+    }
+    hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
 
 
-_OLDER = (
-    "nothing of verl's RayPPOTrainer is recorded live; train with trainer.use_v1=True (PPOTrainer, verl 0.9), or import the "
-    "batches that it saves: tim-trace import verl"
-)
+_OLDER_POINTS = {
+    "fit": "steps of a second training in a process, apart from those of the first",
+    "_update_actor": "sequences, rewards, advantages and every pass",
+    "log": "logged metrics",
+}
 
 
 class TrainerHooks:
@@ -106,7 +117,8 @@ class TrainerHooks:
         result = original(trainer, batch, *args, **kwargs)
         with self.session.guard("verl's batch"):
             if data is not None:
-                self._record(trainer, batch, data, fetch(batch, ESTIMATED))
+                rows, estimated = rows_of(batch), fetch(batch, ESTIMATED)
+                self._record(trainer, rows, lambda name: column(estimated if name in ESTIMATED else data, name, rows))
         return result
 
     def update_actor(self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +136,32 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         finally:
             batch.extra_info.pop(UPDATE_KEY, None)
+
+    def update_older_actor(
+        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.session.is_recording:
+            return original(trainer, batch, *args, **kwargs)
+        with self.session.guard("verl's batch"):
+            # Classes made of this one may train on what older weights sampled.
+            is_in_step = type(trainer).__name__ == "RayPPOTrainer"
+            rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
+            self._record(trainer, rows, lambda name: padded_column(batch, name))
+            ride_along(
+                batch,
+                {
+                    "step": int(trainer.global_steps),
+                    "policy_version": _version(trainer),
+                    "is_train": _bypasses(trainer.config),
+                    "is_last": int(trainer.global_steps) >= int(trainer.total_training_steps),
+                    "keys": [row.key for row in rows],
+                },
+            )
+        try:
+            return original(trainer, batch, *args, **kwargs)
+        finally:
+            with self.session.guard("verl's batch"):
+                get_off(batch)
 
     def log(self, original: Callable[..., Any], tracking: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tracking, *args, **kwargs)
@@ -149,13 +187,14 @@ class TrainerHooks:
         if self.session.capture.dense:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
 
-    def _record(self, trainer: Any, batch: Any, scored: Any, estimated: Any) -> None:
-        rows, recorder, config = rows_of(batch), self.session.recorder, trainer.config
+    def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
+        """Record the rows of a step; `values` gives a column of verl's, [B] arrays, or None where there is none."""
+        recorder, config = self.session.recorder, trainer.config
         if not rows:
             return
-        responses = column(scored, "responses", rows) or []
-        masks = column(scored, "response_mask", rows) or [np.ones(len(ids), bool) for ids in responses]
-        advantages = column(estimated, "advantages", rows)
+        responses = values("responses") or []
+        masks = values("response_mask") or [np.ones(len(ids), bool) for ids in responses]
+        advantages = values("advantages")
         shared = None if advantages is None else one_a_row(advantages, masks)
         asked = sampling(config)
         recorded = recorder.add_sequences(
@@ -163,10 +202,10 @@ class TrainerHooks:
             seq_ids=[row.key for row in rows],
             group_ids=[row.group_id for row in rows],
             policy_version=_sampled_by(trainer, rows),
-            prompt_ids=column(scored, "prompts", rows),
+            prompt_ids=values("prompts"),
             response_ids=responses,
             response_mask=[mask.astype(bool) for mask in masks],
-            reward=sums(column(scored, "rm_scores", rows)),
+            reward=sums(values("rm_scores")),
             advantage=advantages if shared is None else shared,
             temperature=asked["temperature"],
             top_p=asked["top_p"],
@@ -180,7 +219,7 @@ class TrainerHooks:
         if _bypasses(config):
             del passes[TRAIN]  # a copy of the rollout's; the loss's first logprobs are the trainer's own
         for pass_name, name in passes.items():
-            logprobs = column(scored, name, rows)
+            logprobs = values(name)
             if logprobs is None:
                 continue
             recorder.add_contract(pass_name, self._contract(pass_name, config))
@@ -188,7 +227,7 @@ class TrainerHooks:
                 pass_name,
                 recorded,
                 logprobs=logprobs,
-                entropy=column(scored, "entropy", rows) if pass_name == TRAIN else None,
+                entropy=values("entropy") if pass_name == TRAIN else None,
                 # Tool output was not sampled; verl fills its places with 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: _version(trainer), REFERENCE: None}[pass_name],
@@ -217,14 +256,17 @@ def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
 
 
 def _version(trainer: Any) -> int:
-    """Updates of the actor that the trainer's weights have seen."""
-    return (int(trainer.global_steps) - 1) * int(trainer.parameter_sync_step) + int(trainer.local_trigger_step)
+    """Updates of the actor that the trainer's weights have seen; the trainer of before makes one a step."""
+    updates, done = getattr(trainer, "parameter_sync_step", 1), getattr(trainer, "local_trigger_step", 0)
+    return (int(trainer.global_steps) - 1) * int(updates) + int(done)
 
 
 def _sampled_by(trainer: Any, rows: Sequence[Row]) -> list[int | None]:
     """[B] the updates that the oldest weights had seen which sampled a part of each row."""
     return [
-        None if row.oldest_weights is None else int(row.oldest_weights) * int(trainer.parameter_sync_step)
+        None
+        if row.oldest_weights is None
+        else int(row.oldest_weights) * int(getattr(trainer, "parameter_sync_step", 1))
         for row in rows
     ]
 

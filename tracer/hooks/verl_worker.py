@@ -106,7 +106,13 @@ class WorkerHooks:
                     self._update = self._begin(meta, data, told)
         return data
 
-    def update(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
+        if told is not None:  # verl's trainer of before gives the rows themselves
+            data.pop(UPDATE_KEY)
+            if self.session.is_recording:
+                with self.session.guard("current logprobs"):
+                    self._update = self._begin_padded(data, told)
         update = self._update
         if update is not None:
             with self.session.guard("weights"):
@@ -114,7 +120,7 @@ class WorkerHooks:
             if worker.engine.is_mp_src_rank_with_outputs():
                 update.engine = worker.engine
         try:
-            return original(worker, *args, **kwargs)
+            return original(worker, data, *args, **kwargs)
         finally:
             self._update = None
             if update is not None:
@@ -158,13 +164,23 @@ class WorkerHooks:
         return output
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
-        import torch
-
-        self._begin_training()
         keys = keys_of(meta)
         rows = [(index, key) for index, key in enumerate(keys) if key not in set(told["left_out"])]
         lengths = np.array([len(ids) for ids in data["responses"].unbind()], np.int64)
-        data[ROW_KEY] = torch.arange(len(keys))
+        return self._update_of(data, told, rows, lengths)
+
+    def _begin_padded(self, data: Any, told: dict[str, Any]) -> Update:
+        rows = [(index, told["keys"][row]) for index, row in enumerate(data[ROW_KEY].tolist())]
+        width = data["responses"].shape[1]
+        lengths = data["attention_mask"][:, -width:].sum(dim=1).cpu().numpy().astype(np.int64)
+        return self._update_of(data, told, rows, lengths)
+
+    def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
+        """The update of rows (place in `data`, key) with [B] response lengths."""
+        import torch
+
+        self._begin_training()
+        data[ROW_KEY] = torch.arange(len(lengths))
         recorder = self.session.recorder
         batch = Batch(
             told["step"], [key for _, key in rows], folder=recorder.folder, attempt=recorder.writer.state.attempt
