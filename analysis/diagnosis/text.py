@@ -14,6 +14,7 @@ from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
 from ..dynamics.recorded import RecordedChange
+from ..dynamics.timeline import MIN_VALUES
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -39,7 +40,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     """The story of a run; `checked` is None where there are no two passes to compare."""
     fall = attribution.fall
     if fall is None:
-        calm = "No fall is seen" if attribution.outcome else "Neither a reward nor an evaluation was recorded"
+        calm = "No fall is seen"
+        if not attribution.outcome:
+            calm = f"Neither a reward nor an evaluation was recorded at {MIN_VALUES} steps or more"
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
             valid = "there are no two passes to compare"

@@ -298,7 +298,7 @@ def test_a_calm_run_is_told_in_one_line():
         "No fall is seen; the comparison is not valid: temperature on one side only."
     )
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
-        "Neither a reward nor an evaluation was recorded; the comparison is valid."
+        "Neither a reward nor an evaluation was recorded at 3 steps or more; the comparison is valid."
     )
     jump = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"
