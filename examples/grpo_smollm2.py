@@ -14,10 +14,9 @@ import re
 import sys
 from pathlib import Path
 
-from grpo_addition import let_weights_change  # first: it sets what vLLM reads when it is imported
-
 import torch
 from datasets import Dataset
+from grpo_addition import let_weights_change  # sets what vLLM reads when it is imported
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from trl import GRPOConfig, GRPOTrainer
 

@@ -147,6 +147,15 @@ def test_an_output_is_written_anew_between_its_markers_and_nothing_else_changes(
     assert OUTPUTS["filled"]("page", fresh, run) == fresh
 
 
+def test_a_page_needs_the_traces_that_its_commands_read():
+    page = "\n\n".join(
+        f"<!-- begin output -->\n```\n$ tim-trace {command}\n```\n<!-- end output -->"
+        for command in ("diagnose runs/one-two --control runs/three", "report runs/one-two -o runs/four.html")
+    )
+    assert OUTPUTS["needed_traces"]("page", page) == {"one-two", "three"}
+    assert OUTPUTS["needed_traces"]("page", "none") == set()
+
+
 @pytest.mark.parametrize("body", ["tim-trace info runs/demo", '$ tim-trace sql runs/demo "SELECT', ""])
 def test_an_output_without_a_whole_command_is_refused(body):
     page = f"<!-- begin output -->\n```\n{body}\n```\n<!-- end output -->"

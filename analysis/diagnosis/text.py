@@ -185,7 +185,9 @@ def size_text(size: SizeComparison, *, is_valid: bool) -> str:
         return f"{said}; but it is no matter of numerics as long as the comparison is not valid."
     if size.code == "unpublished":
         return f"{said}."
-    return f"{said}: {'look for a cause' if size.code == 'above' else 'it is normal'}."
+    if size.code == "above":
+        return f"{said}: more is normal for a small model and for tokens of low probability; else look for a cause."
+    return f"{said}: it is normal."
 
 
 def effect_text(effect: ReplayEffect) -> str:

@@ -234,7 +234,9 @@ def test_an_alarm_says_which_step_its_figure_is_of():
     assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
 
 
-DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
+DATA = SimpleNamespace(
+    trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])), contract=lambda side: {}
+)
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
 
@@ -257,6 +259,12 @@ def test_what_is_next(code, removed, has_weights, expected):
     data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
     replays = () if removed is None else (effect(0.0), effect(removed))
     assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize(("dtype", "arm"), [("bfloat16", "fp32"), ("float16", "fp32"), ("float32", "bf16")])
+def test_triangulate_is_offered_with_another_dtype_than_the_trainer_s(dtype, arm):
+    data = SimpleNamespace(**vars(DATA) | {"contract": {"a": {"dtype": dtype}, "b": {}}.get})
+    assert _next(data, checked("rounding", "look"), ()) == ("look", TRIANGULATE.replace("dtype=bf16", f"dtype={arm}"))
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(code, 1) for code in FAULTS] + [("rounding", 0), ("equal", 0)])

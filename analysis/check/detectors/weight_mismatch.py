@@ -23,6 +23,7 @@ from ..thresholds import (
     MOVEMENT_SHRINKAGE,
 )
 from .engine_weights import weights_agree
+from .equality import dtype_of
 from .error_structure import error_structure, token_effect
 from .numerics import allowed_noise, precisions
 
@@ -150,7 +151,15 @@ def find_other_weights(data: PairData) -> list[Finding]:
     if structure.changes_inside(is_excessive=differ):
         return [_finding(data, "change_inside_sequence", "persistence", 0.5, commands.weights(data))]
     if differ and agree:
-        return [_finding(data, "computation_differs", "equal_weights", 0.5, commands.triangulate(data))]
+        return [
+            _finding(
+                data,
+                "computation_differs",
+                "equal_weights",
+                0.5,
+                commands.triangulate(data, dtype_of(data.contract("a"))),
+            )
+        ]
     if differ:
         return [_finding(data, "weights_differ", "logits", 0.5, commands.weights_replay(data))]
     return []
