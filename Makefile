@@ -59,9 +59,9 @@ demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 	"$(BIN)/tim-trace" diagnose runs/demo-collapse --control runs/demo || [ $$? = 1 ]
 	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
 
-# The steps replayed are enough for a table and a report; every further one takes as long again.
+# Steps of twelve groups: from eight on there are intervals. Each takes as long again.
 SMOLLM2 := runs/smollm2-grpo
-SMOLLM2_STEPS := 1:24:8
+SMOLLM2_STEPS := 1:24:4
 
 demo-smollm2: $(VENV)/smollm2-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o $(SMOLLM2) --force -- python examples/grpo_smollm2.py
@@ -69,6 +69,8 @@ demo-smollm2: $(VENV)/smollm2-installed
 	"$(BIN)/tim-trace" check $(SMOLLM2)
 	$(DEMO_THREADS) "$(BIN)/tim-trace" replay $(SMOLLM2) --steps $(SMOLLM2_STEPS) --arm dtype=fp64 --arm dtype=fp32 \
 		--arm dtype=fp16 --arm lm-head=fp32 --arm quantize=int8 --arm mode=decode
+	$(DEMO_THREADS) "$(BIN)/tim-trace" replay $(SMOLLM2) --steps 1 --engine vllm --mode decode --name vllm-decode \
+		--arm engine=vllm,mode=prefill
 	$(DEMO_THREADS) "$(BIN)/tim-trace" triangulate $(SMOLLM2) --steps $(SMOLLM2_STEPS) --arm dtype=fp32 --arm dtype=fp16 \
 		--arm lm-head=fp32
 	"$(BIN)/tim-trace" diagnose $(SMOLLM2)

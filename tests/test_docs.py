@@ -69,8 +69,9 @@ def commands():
             ]
             spans = [found.group(1)] if found else inline
             for command in spans:
-                if command.count('"') % 2:
-                    command += " " + lines[number + 1].strip()
+                following = iter(lines[number + 1 :])
+                while command.count('"') % 2:
+                    command += " " + next(following).strip()
                 yield page.name, shlex.split(re.sub(r"\s#.*", "", command))[1:]
 
 

@@ -195,6 +195,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} would agree with {b}: it is what makes the mismatch",
+        "repeats": f"{effect.arm} gives back {b}: its engine computes so from these weights and tokens",
         "part": f"{effect.arm} makes a part of the mismatch",
         "nothing": f"{effect.arm} does not make the mismatch",
         "adds": f"{effect.arm} would make the mismatch larger",

@@ -119,6 +119,13 @@ def test_what_a_replay_does(removed, code, words):
     )
 
 
+@pytest.mark.parametrize(("removed", "code"), [(0.901, "repeats"), (0.899, "part")])
+def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
+    replay = replace(effect(removed), is_own_engine=True)
+    assert (replay.code, diagnosed(replays=[replay]).settled_by) == (code, None)
+    assert ("bf16 gives back rollout: its engine computes so" in effect_text(replay)) == (code == "repeats")
+
+
 def test_the_first_replay_that_settles_is_named():
     replays = [effect(0.5), effect(0.95), effect(0.99)]
     assert diagnosed(replays=replays).settled_by == replays[1]
