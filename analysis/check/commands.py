@@ -78,10 +78,13 @@ def engine_weights(data: PairData) -> Advice:
     return Advice(f"tim-trace weights {_trace(data)} --engine")
 
 
-def triangulate(data: PairData) -> Advice:
-    """`tim-trace triangulate` of one step: how the mismatch splits between the two sides."""
-    step = int(data.sample.steps[-1])
-    return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype=bf16 --arm lm-head=fp32")
+def triangulate(data: PairData, dtype: str | None) -> Advice:
+    """`tim-trace triangulate` of one step: how the mismatch splits between the two sides.
+
+    `dtype` is what pass a was computed in; the arm has another one.
+    """
+    step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
+    return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"

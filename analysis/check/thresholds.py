@@ -204,8 +204,8 @@ of a factor as float16."""
 MIN_UNSURE_REST = 0.2
 """Mean of 1 - p below which a policy is a sure one: its logits lie tens of nats apart, and rounding is relative to them."""
 MAX_UNTOLD_NOISE = 2.0
-"""Times the noise that is allowed where token ids could tell other weights and do not: kernels, lengths and sharpened policies round
-by more than was measured."""
+"""Times the noise that is allowed where no share of the mismatch is seen to belong to token ids: kernels, lengths, sharpened policies
+and small models round by more than was measured. A model of 135 million parameters, healthy on both sides, has 0.1 nats."""
 MAX_SURE_NOISE = 8.0
 """Times the noise that is allowed where the policy is sure and nothing in the mismatch belongs to tokens: logits of 60 nats are
 rounded to half a nat in bfloat16."""

@@ -15,6 +15,7 @@ from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
 from ..check.commands import RECORD
+from ..check.detectors.equality import dtype_of
 from ..check.detectors.numerics import Precision, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
@@ -137,4 +138,4 @@ def _next(data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...
     found = [finding.next for finding in checked.findings if finding.next]
     if not data.has_weights:
         return (*found, Advice(RECORD, "this trace has no weights to replay with"))
-    return (*found, commands.triangulate(data)) if checked.is_valid else tuple(found)
+    return (*found, commands.triangulate(data, dtype_of(data.contract("a")))) if checked.is_valid else tuple(found)

@@ -75,12 +75,14 @@ class ReplayEffect:
     high: float | None
     no_interval: str | None
     """Why there is none; None where there is one."""
+    is_own_engine: bool = False
+    """Whether it is a replay by the engine of pass b, with nothing else changed."""
 
     @property
-    def code(self) -> Literal["settles", "part", "nothing", "adds"]:
-        """What the replay does to the mismatch: removes it, removes a part of it, neither, or adds to it."""
+    def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
+        """What the replay does to the mismatch: removes it, repeats pass b itself, removes a part of it, neither, or adds to it."""
         if self.removed > SETTLES:
-            return "settles"
+            return "repeats" if self.is_own_engine else "settles"
         if self.removed > ADDS_LITTLE:
             return "part"
         return "nothing" if self.removed > -ADDS_LITTLE else "adds"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -24,9 +25,13 @@ GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """Of each sequence: its tokens, what lies between a and b and between c and b, and its group."""
 
 
+_ENGINE_ALONE = {"engine", "mode"}
+"""What an arm sets that lets an engine compute as it does by itself."""
+
+
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
     """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
-    found = []
+    found, own_engines = [], _own_engines(database, pair[1])
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
             continue
@@ -36,8 +41,23 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
         if num and gap:
             gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
             interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
-            found.append(_effect(name.removeprefix(REPLAY_PREFIX), pair, int(num), gap / num, left / num, interval))
+            arm = name.removeprefix(REPLAY_PREFIX)
+            found.append(_effect(arm, pair, name in own_engines, int(num), gap / num, left / num, interval))
     return tuple(sorted(found, key=lambda each: -each.removed))
+
+
+def _own_engines(database: Database, engine_pass: str) -> set[str]:
+    """Replays by the engine of a pass, with nothing else changed."""
+    rows = database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
+    contracts = [(name, json.loads(text)) for name, text in rows if text]
+    engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
+    return {
+        name
+        for name, contract in contracts
+        if contract.get("engine") in engines
+        and "engine" in (arm := contract.get("arm") or {})
+        and set(arm) <= _ENGINE_ALONE
+    }
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
@@ -48,9 +68,11 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
     return found if isinstance(found, NoInterval) else (found[0], min(found[1], 1.0))
 
 
-def _effect(arm: str, pair: Pair, num: int, gap: float, left: float, interval: Interval | NoInterval) -> ReplayEffect:
+def _effect(
+    arm: str, pair: Pair, is_own_engine: bool, num: int, gap: float, left: float, interval: Interval | NoInterval
+) -> ReplayEffect:
     low, high = ends(interval) or (None, None)
     return ReplayEffect(
-        arm=arm, pair=pair, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=1 - left / gap, low=low, high=high,
+        arm=arm, pair=pair, is_own_engine=is_own_engine, num_tokens=num, gap_rms=gap**0.5, left_rms=left**0.5, removed=1 - left / gap, low=low, high=high,
         no_interval=str(interval) if isinstance(interval, NoInterval) else None,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
 from ..dynamics.recorded import RecordedChange
+from ..dynamics.timeline import MIN_VALUES
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -39,7 +40,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     """The story of a run; `checked` is None where there are no two passes to compare."""
     fall = attribution.fall
     if fall is None:
-        calm = "No fall is seen" if attribution.outcome else "Neither a reward nor an evaluation was recorded"
+        calm = "No fall is seen"
+        if not attribution.outcome:
+            calm = f"Neither a reward nor an evaluation was recorded at {MIN_VALUES} steps or more"
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
             valid = "there are no two passes to compare"
@@ -182,7 +185,9 @@ def size_text(size: SizeComparison, *, is_valid: bool) -> str:
         return f"{said}; but it is no matter of numerics as long as the comparison is not valid."
     if size.code == "unpublished":
         return f"{said}."
-    return f"{said}: {'look for a cause' if size.code == 'above' else 'it is normal'}."
+    if size.code == "above":
+        return f"{said}: more is normal for a small model and for tokens of low probability; else look for a cause."
+    return f"{said}: it is normal."
 
 
 def effect_text(effect: ReplayEffect) -> str:
@@ -190,6 +195,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} would agree with {b}: it is what makes the mismatch",
+        "repeats": f"{effect.arm} gives back {b}: its engine computes so from these weights and tokens",
         "part": f"{effect.arm} makes a part of the mismatch",
         "nothing": f"{effect.arm} does not make the mismatch",
         "adds": f"{effect.arm} would make the mismatch larger",

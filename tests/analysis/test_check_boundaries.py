@@ -428,7 +428,7 @@ def rounding_explains(share, dtype="bfloat16"):
 
 def excessive(level, *dtypes):
     sides = tuple(Precision(dtype, None, None) for dtype in dtypes)
-    return LogitMismatch(level, allowed_noise(sides), 0.0, 0.0).is_excessive
+    return LogitMismatch(level, allowed_noise(sides), 0.5, 9.0).is_excessive
 
 
 def of_weights(*, level=0.5, effect=0.5, score=50.0):
@@ -783,6 +783,12 @@ BOUNDARIES = [
     (
         "MAX_UNTOLD_NOISE",
         lambda x: LogitMismatch(x, 0.08, 0.01, 0.5).is_excessive,
+        (0.159, False),
+        (0.161, True),
+    ),
+    (  # of too few tokens to tell by their ids
+        "MAX_UNTOLD_NOISE",
+        lambda x: LogitMismatch(x, 0.08, 0.0, 0.0).is_excessive,
         (0.159, False),
         (0.161, True),
     ),

@@ -52,6 +52,29 @@ def test_a_fault_is_no_matter_of_numerics(tmp_path):
     assert any("regr_slope" in command for command in found.next)  # what a trace without weights can confirm it with
 
 
+@pytest.mark.parametrize(
+    ("contract", "code"),
+    [
+        ({"engine": "vllm", "arm": {"engine": "vllm", "mode": "decode"}}, "repeats"),
+        ({"engine": "vllm", "arm": {"engine": "vllm", "kv_dtype": "fp8"}}, "settles"),
+        ({"engine": "trl", "arm": {"mode": "decode"}}, "settles"),
+    ],
+)
+def test_a_replay_by_the_rollout_s_own_engine_alone_is_no_cause(tmp_path, contract, code):
+    with Recorder(tmp_path / "trace") as recorder:
+        recorder.add_contract("rollout", {"engine": "vllm", "dtype": "bfloat16"})
+        recorder.add_contract("train", {"engine": "trl", "dtype": "float32"})
+        recorder.add_contract("replay/again", contract)
+        step = sample(table(), 1)
+        batch = recorder.add_sequences(step=1, response_ids=[r.tolist() for r in step.responses])
+        recorder.add_scores("train", batch, logprobs=step.scored())
+        for name in ("rollout", "replay/again"):
+            recorder.add_scores(name, batch, logprobs=step.scored(bfloat16(step.logits)))
+    found = diagnose(tmp_path / "trace")
+    assert [replay.code for replay in found.replays] == [code]
+    assert (found.settled_by is None) == (code == "repeats")
+
+
 def test_a_replay_in_the_trace_settles_it(tmp_path):
     with Recorder(tmp_path / "trace") as recorder:
         for name, contract in BOTH_FP32.items():

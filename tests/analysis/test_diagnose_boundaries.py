@@ -119,6 +119,13 @@ def test_what_a_replay_does(removed, code, words):
     )
 
 
+@pytest.mark.parametrize(("removed", "code"), [(0.901, "repeats"), (0.899, "part")])
+def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
+    replay = replace(effect(removed), is_own_engine=True)
+    assert (replay.code, diagnosed(replays=[replay]).settled_by) == (code, None)
+    assert ("bf16 gives back rollout: its engine computes so" in effect_text(replay)) == (code == "repeats")
+
+
 def test_the_first_replay_that_settles_is_named():
     replays = [effect(0.5), effect(0.95), effect(0.99)]
     assert diagnosed(replays=replays).settled_by == replays[1]
@@ -234,7 +241,9 @@ def test_an_alarm_says_which_step_its_figure_is_of():
     assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
 
 
-DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
+DATA = SimpleNamespace(
+    trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])), contract=lambda side: {}
+)
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
 
@@ -257,6 +266,12 @@ def test_what_is_next(code, removed, has_weights, expected):
     data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
     replays = () if removed is None else (effect(0.0), effect(removed))
     assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize(("dtype", "arm"), [("bfloat16", "fp32"), ("float16", "fp32"), ("float32", "bf16")])
+def test_triangulate_is_offered_with_another_dtype_than_the_trainer_s(dtype, arm):
+    data = SimpleNamespace(**vars(DATA) | {"contract": {"a": {"dtype": dtype}, "b": {}}.get})
+    assert _next(data, checked("rounding", "look"), ()) == ("look", TRIANGULATE.replace("dtype=bf16", f"dtype={arm}"))
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(code, 1) for code in FAULTS] + [("rounding", 0), ("equal", 0)])
@@ -298,7 +313,7 @@ def test_a_calm_run_is_told_in_one_line():
         "No fall is seen; the comparison is not valid: temperature on one side only."
     )
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
-        "Neither a reward nor an evaluation was recorded; the comparison is valid."
+        "Neither a reward nor an evaluation was recorded at 3 steps or more; the comparison is valid."
     )
     jump = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"

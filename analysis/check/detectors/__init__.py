@@ -152,7 +152,7 @@ def _rounding(data: PairData) -> Finding:
     size, sides = logit_mismatch(data), precisions(data)
     dtypes = {f"dtype_{side}": precision.coarsest for side, precision in zip("ab", sides, strict=True)}
     return data.finding(
-        "rounding", "rounding", numbers={"level": size.level, "allowed": size.allowed, **data.names, **dtypes}
+        "rounding", "rounding", numbers={"level": size.level, "allowed": size.bound, **data.names, **dtypes}
     )
 
 

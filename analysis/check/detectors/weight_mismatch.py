@@ -23,6 +23,7 @@ from ..thresholds import (
     MOVEMENT_SHRINKAGE,
 )
 from .engine_weights import weights_agree
+from .equality import dtype_of
 from .error_structure import error_structure, token_effect
 from .numerics import allowed_noise, precisions
 
@@ -44,7 +45,7 @@ class LogitMismatch:
     level: float
     """Change of a logit that gives so large a d, nats: sqrt(sum d^2 / sum (1 - p)^2), the largest hundredth clipped."""
     allowed: float
-    """What rounding gives at most, nats."""
+    """What rounding gives at most on models of 0.5 billion parameters and more, nats."""
     token_effect: float
     """Share of the variance of d / (1 - p) that the token's id explains, beyond chance."""
     token_score: float
@@ -55,13 +56,15 @@ class LogitMismatch:
     """Whether both contracts say float32, and no TensorFloat-32."""
 
     @property
-    def is_excessive(self) -> bool:
+    def bound(self) -> float:
+        """The largest level that is taken for rounding, nats: `allowed` where the mismatch belongs to tokens, else more."""
         if self.token_score > MIN_TOKEN_SCORE:
-            return self.level > self.allowed
-        if self.is_sure:
-            return self.level > self.allowed * MAX_SURE_NOISE
-        # A score of 0 stands for too few tokens to tell by their ids.
-        return self.level > self.allowed * (MAX_UNTOLD_NOISE if self.token_score else 1.0)
+            return self.allowed
+        return self.allowed * (MAX_SURE_NOISE if self.is_sure else MAX_UNTOLD_NOISE)
+
+    @property
+    def is_excessive(self) -> bool:
+        return self.level > self.bound
 
     @property
     def is_of_weights(self) -> bool:
@@ -148,7 +151,15 @@ def find_other_weights(data: PairData) -> list[Finding]:
     if structure.changes_inside(is_excessive=differ):
         return [_finding(data, "change_inside_sequence", "persistence", 0.5, commands.weights(data))]
     if differ and agree:
-        return [_finding(data, "computation_differs", "equal_weights", 0.5, commands.triangulate(data))]
+        return [
+            _finding(
+                data,
+                "computation_differs",
+                "equal_weights",
+                0.5,
+                commands.triangulate(data, dtype_of(data.contract("a"))),
+            )
+        ]
     if differ:
         return [_finding(data, "weights_differ", "logits", 0.5, commands.weights_replay(data))]
     return []
@@ -165,7 +176,7 @@ def _finding(data: PairData, code: str, signal: str, weight: float, command: Adv
         next=command,
         numbers={
             "level": size.level,
-            "allowed": size.allowed,
+            "allowed": size.bound,
             "token_effect": size.token_effect,
             "token_score": size.token_score,
             "along_movement": along_movement(data),

