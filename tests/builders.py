@@ -42,7 +42,9 @@ class Finished:
 
 def uses_vllm(words):
     """Whether a command may start an engine of vLLM."""
-    return any("vllm" in word or word.endswith(("generate.py", "grpo_addition.py", "grpo_smollm2.py")) for word in words)
+    return any(
+        "vllm" in word or word.endswith(("generate.py", "grpo_addition.py", "grpo_smollm2.py")) for word in words
+    )
 
 
 def free_port():
