@@ -4,13 +4,12 @@ import json
 import shutil
 
 import pytest
+from builders import tim_trace
 from safetensors.torch import load_file
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
-from tim_trace.replay.engine import replay
-from tim_trace.replay.results import by_arm
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
 from verl_runs import FLOAT32, REFERENCE, verl_run
@@ -24,6 +23,27 @@ WORDS, HEAD_ROWS = 35, 64
 def run():
     """Both sides in float32, so that what verl logs has the digits of float32, and updates that show."""
     return verl_run(*FLOAT32, *REFERENCE, "actor_rollout_ref.actor.optim.lr=1e-3", head_rows=HEAD_ROWS)
+
+
+def replayed(run, tmp_path, *arguments):
+    """Both steps replayed in a copy: a row an arm."""
+    trace = shutil.copytree(run.trace, tmp_path / "run")
+    done = tim_trace("replay", trace, "--steps", "1:2", *arguments, "--json")
+    assert done.code == 0, done.stderr
+    found = {}
+    for row in done.json():
+        of_arm = found.setdefault(
+            row["arm"], {"num_steps": 0, "num_equal": 0, "num_tokens": 0, "sum": 0.0, "max_abs_d": 0.0}
+        )
+        of_arm["num_steps"] += 1
+        of_arm["num_equal"] += row["num_equal"]
+        of_arm["num_tokens"] += row["num_tokens"]
+        of_arm["sum"] += row["mean_abs_d"] * row["num_tokens"]
+        of_arm["max_abs_d"] = max(of_arm["max_abs_d"], row["max_abs_d"])
+    return [
+        each | {"share_equal": each["num_equal"] / each["num_tokens"], "mean_abs_d": each["sum"] / each["num_tokens"]}
+        for each in found.values()
+    ]
 
 
 def rows(run, query):
@@ -134,13 +154,12 @@ def test_the_weights_of_each_version_are_recorded_from_the_model_that_was_given_
 
 
 def test_replaying_gives_the_trainer_s_logprobs_to_the_last_digits_of_float32(exact, tmp_path):
-    trace = shutil.copytree(exact.trace, tmp_path / "run")
-    as_recorded, vllm = by_arm(replay(trace, steps="1:2", arm=["engine=vllm"]))
-    assert as_recorded.num_steps == vllm.num_steps == 2
+    as_recorded, vllm = replayed(exact, tmp_path, "--arm", "engine=vllm")
+    assert as_recorded["num_steps"] == vllm["num_steps"] == 2
     # verl's micro-batches are not recorded, so that each row goes alone: sums of another order.
-    assert as_recorded.share_equal > 0.9
-    assert as_recorded.max_abs_d < 1e-6
-    assert vllm.max_abs_d < 2e-6
+    assert as_recorded["share_equal"] > 0.9
+    assert as_recorded["max_abs_d"] < 1e-6
+    assert vllm["max_abs_d"] < 2e-6
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +172,10 @@ def sharded():
 
 
 def test_in_verl_s_own_precision_every_bit_comes_back_of_two_workers(sharded, tmp_path):
-    trace = shutil.copytree(sharded.trace, tmp_path / "run")
-    as_recorded, vllm = by_arm(replay(trace, steps="1:2", arm=["engine=vllm"]))
-    assert (as_recorded.num_steps, as_recorded.share_equal) == (2, 1.0)
+    as_recorded, vllm = replayed(sharded, tmp_path, "--arm", "engine=vllm")
+    assert (as_recorded["num_steps"], as_recorded["share_equal"]) == (2, 1.0)
     # verl holds these logprobs in bfloat16: those of its engine lie within half a unit of that.
-    assert 0 < vllm.mean_abs_d < vllm.max_abs_d < 0.03
+    assert 0 < vllm["mean_abs_d"] < vllm["max_abs_d"] < 0.03
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +204,7 @@ def test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_
 
 
 def test_steps_of_the_trainer_of_before_are_replayed(older, tmp_path):
-    (as_recorded,) = by_arm(replay(shutil.copytree(older.trace, tmp_path / "run"), steps="1:2"))
-    assert as_recorded.num_steps == 2
-    assert as_recorded.share_equal > 0.9
-    assert as_recorded.max_abs_d < 1e-6
+    (as_recorded,) = replayed(older, tmp_path)
+    assert as_recorded["num_steps"] == 2
+    assert as_recorded["share_equal"] > 0.9
+    assert as_recorded["max_abs_d"] < 1e-6
