@@ -16,11 +16,11 @@ _SWITCHES = ("float32_matmul_precision", "deterministic_algorithms", "num_thread
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """The dtype that a recorded pass's autocast computed in, or None. Needs torch."""
+    """The dtype that a recorded pass's autocast computed in, or None: in float32 it does nothing. Needs torch."""
     import torch
 
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
-    return None if name == "None" else getattr(torch, name)
+    return None if name in ("None", "float32") else getattr(torch, name)
 
 
 def autocast(device: Any, dtype: Any) -> Any:

@@ -40,7 +40,8 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
-    autocast = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
+    parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
+    autocast = None if parameters in ("None", "float32") else parameters  # verl uses none there
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -49,7 +50,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "grad_enabled": grad,
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
-        "parameters_dtype": autocast if getattr(settings, "strategy", None) in FSDP else None,
+        "parameters_dtype": parameters if getattr(settings, "strategy", None) in FSDP else None,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
