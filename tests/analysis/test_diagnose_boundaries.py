@@ -234,7 +234,7 @@ def test_an_alarm_says_which_step_its_figure_is_of():
     assert alarm_sentence(ess) == "verl: ess_token < 0.3 (0.4 at the worst step 2)"
 
 
-DATA = SimpleNamespace(trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])))
+DATA = SimpleNamespace(trace="run", has_weights=True, is_import=False, sample=SimpleNamespace(steps=np.array([3, 7])))
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
 

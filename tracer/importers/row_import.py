@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from .kinds import COUNT, FLAGS, NAME, NUMBER, SCORE, STEP, TEXT, TOKENS, VALUES
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
+
+if TYPE_CHECKING:
+    from ..weights.attach import Attached
 
 LOGPROBS = "_logprobs"
 """What the name of a column ends with that gives a pass; before it stands the pass."""
@@ -80,6 +83,8 @@ class Imported:
     """What is not complete yet and was left for a later import, a sentence each."""
     missing: tuple[str, ...] = ()
     """What the files do not hold, a sentence each."""
+    attached: Attached | None = None
+    """The weights that were attached now; None where none were asked for, or they were there."""
 
 
 class RowImport:
