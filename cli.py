@@ -50,7 +50,7 @@ SECTIONS = {
         "info": "What a trace holds, who wrote it, and what is missing.",
         "verify": "Read every byte and compare it with what was written.",
         "query": "Run a named query, or list them.",
-        "export": "Write a run for pandas, TensorBoard or W&B.",
+        "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -1068,7 +1068,10 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="Whose files to write."
+    "--to",
+    required=True,
+    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
+    help="Whose files to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
@@ -1078,11 +1081,14 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     parquet and jsonl: one row a sequence with tokens, the logprobs of each pass and d, and what was logged beside it; import
-    parquet reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
+    parquet reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written
+    offline, mlflow's to a SQLite file.
     """
     from .analysis import export_run
 
-    _tell(str(export_run(trace, progress=_progress, **options)))
+    with _library_output_held_back() if options["to"] == "mlflow" else nullcontext():
+        exported = export_run(trace, progress=_progress, **options)
+    _tell(str(exported))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
