@@ -11,6 +11,7 @@ import sys
 
 import demo
 import gradients
+import importing
 import integrity
 import judging
 import likeness
@@ -29,6 +30,7 @@ import writing
 BENCHMARKS = {
     "writing": writing.compare,
     "integrity": integrity.compare,
+    "importing": importing.compare,
     "querying": querying.compare,
     "likeness": likeness.compare,
     "judging": judging.compare,
