@@ -1,6 +1,6 @@
 """Run the benchmarks and print them as ratios measured side by side.
 
-python benchmarks/run.py                  # all, about 29 minutes on 2 cores
+python benchmarks/run.py                  # all, about 30 minutes on 2 cores
 python benchmarks/run.py writing startup  # some
 """
 

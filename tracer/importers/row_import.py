@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, STANDARD, TRAIN
 from ..batch import Batch
 from ..ragged import Ragged
 from ..recorder import Recorder
+from ..routing import Routing
 from ..rows import aligned
 from .columns import Columns, read_metrics
 from .import_writer import ImportWriter
@@ -268,10 +270,13 @@ class RowImport:
         if scores.logprobs.num_known:
             self.scored.add(name)
         has_entropy = scores.columns.has("entropy")[scores.rows] & scores.owns_entropy
-        for with_entropy in (True, False):
-            some = np.flatnonzero(has_entropy == with_entropy)
+        chosen = [scores.columns.routing[row] if name == ROLLOUT else None for row in scores.rows]
+        has_routing = np.array([each is not None for each in chosen])
+        for with_entropy, with_routing in product((True, False), repeat=2):
+            some = np.flatnonzero((has_entropy == with_entropy) & (has_routing == with_routing))
             if len(some):
                 rows = scores.rows[some]
+                experts = [each for place in some if (each := chosen[place]) is not None]
                 self._recorder.add_scores(
                     name,
                     scores.batch,
@@ -279,6 +284,7 @@ class RowImport:
                     logprobs=scores.logprobs.take(some),
                     entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
                     policy_version=None if scores.versions is None else [scores.versions[place] for place in some],
+                    routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
                 )
 
 
