@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from tim_trace.tracer.importers.neutral import import_parquet
     from tim_trace.tracer.launch import record
     from tim_trace.tracer.recorder import Recorder
+    from tim_trace.tracer.weights.attach import attach
 
 __version__ = "0.1.0"
 __all__ = [
-    "Loss", "Recorder", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate",
+    "Loss", "Recorder", "attach", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate",
     "gradient", "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats",
     "triangulate", "verify", "watch", "weights",
 ]  # fmt: skip

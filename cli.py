@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, get_args
@@ -50,7 +50,7 @@ SECTIONS = {
         "info": "What a trace holds, who wrote it, and what is missing.",
         "verify": "Read every byte and compare it with what was written.",
         "query": "Run a named query, or list them.",
-        "export": "Write a run for pandas, TensorBoard or W&B.",
+        "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -375,6 +375,11 @@ tim-trace import auto outputs/token_exports -o runs/mine
     default=False,
     help="Read steps and files that are not complete yet, as far as they are there.",
 )
+@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for a replay.")
+@click.option(
+    "--model-version", default=0, show_default=True, type=int, metavar="N", help="Policy version of these weights."
+)
+@click.option("--tokenizer", metavar="DIR", help="With --model: the folder of the tokenizer, where it is another one.")
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
@@ -392,9 +397,12 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
 
-    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    with _library_output_held_back() if options["model"] else nullcontext():
+        imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
+    if imported.attached is not None:
+        _tell(_attached(output, imported.attached))
 
 
 @_example("tim-trace info runs/demo")
@@ -915,16 +923,34 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--export", "exported", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
     help="Write a version as a folder that from_pretrained loads.",
 )  # fmt: skip
+@click.option(
+    "--attach", "attached", nargs=2, type=(int, str), default=None, metavar="VERSION DIR",
+    help="Keep the weights of a Hugging Face folder as a version's, so that a dump can be replayed.",
+)  # fmt: skip
+@click.option("--tokenizer", metavar="DIR", help="With --attach: the folder of the tokenizer, where it is another one.")
+@click.option("--force", is_flag=True, default=False, help="With --attach: replace weights that were attached before.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
-    exported: tuple[int, str] | None, form: _Form,
+    exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, form: _Form,
 ) -> None:  # fmt: skip
-    """List the versions of the weights: what they take, and which share of their elements changed."""
-    from .analysis import export
+    """List the versions of the weights: what they take, and which share of their elements changed.
+
+    --attach takes them from a folder that save_pretrained wrote, with the model's config and the tokenizer.
+    """
+    from .analysis import attach, export
     from .analysis import weights as versions
     from .analysis.weights import OK, engine_dtype
 
+    if attached is None and (tokenizer is not None or force):
+        raise click.UsageError("--tokenizer and --force go with --attach")
+    if attached is not None and exported is not None:
+        raise click.UsageError("--attach and --export exclude each other; choose one")
+    if attached is not None:
+        with _library_output_held_back():
+            found = attach(trace, *attached, tokenizer=tokenizer, force=force)
+        _tell(_attached(trace, found))
+        return
     if exported is not None:
         with _library_output_held_back():
             folder = export(trace, *exported, dtype=dtype, weights_from=weights_from)
@@ -1042,7 +1068,10 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="Whose files to write."
+    "--to",
+    required=True,
+    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
+    help="Whose files to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
@@ -1052,11 +1081,14 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     parquet and jsonl: one row a sequence with tokens, the logprobs of each pass and d, and what was logged beside it; import
-    parquet reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
+    parquet reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written
+    offline, mlflow's to a SQLite file.
     """
     from .analysis import export_run
 
-    _tell(str(export_run(trace, progress=_progress, **options)))
+    with _library_output_held_back() if options["to"] == "mlflow" else nullcontext():
+        exported = export_run(trace, progress=_progress, **options)
+    _tell(str(exported))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
@@ -1239,6 +1271,15 @@ def _replayed(trace: str, results: Sequence[Any]) -> Iterator[str]:
         yield "the recorded bits did not come back, although nothing that the contract names differs here"
     last = results[-1].arm
     yield f"next: tim-trace stats {trace} --pair replay/{last}:train --by step"
+
+
+def _attached(trace: str, found: Any) -> str:
+    """What was attached, and what to do next."""
+    tokenizer = " and its tokenizer" if found.has_tokenizer else ""
+    return (
+        f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} of {found.folder} as version "
+        f"{found.version}\nnext: tim-trace replay {trace}"
+    )
 
 
 def _stats_command(output: str, pair: str | None) -> str:

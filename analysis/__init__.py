@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..tracer.importers.import_dump import import_dump
     from ..tracer.importers.neutral import import_parquet
     from ..tracer.launch import record
+    from ..tracer.weights.attach import attach
     from .attribution.attribute import attribute
     from .check.check import check
     from .comparison.compare import compare
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "LengthDecayLR", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
+    "LengthDecayLR", "attach", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
     "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -44,6 +45,7 @@ make_lazy(
     __name__,
     {
         "LengthDecayLR": ".dynamics.length_decay_lr",
+        "attach": "..tracer.weights.attach",
         "attribute": ".attribution.attribute",
         "check": ".check.check",
         "compare": ".comparison.compare",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..schemas.layout import DENSE, FOLDERS, MANIFEST
+from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.results import Result
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
@@ -270,6 +271,11 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     for state in source.writers:
         if state.is_launcher and state.state == OPEN and not source.snapshot.liveness[state.writer].is_alive:
             found.append("`tim-trace record` ended before its command: how the command ended is not known")
+    if source.manifest.is_import and not source.store.exists(WEIGHTS):
+        found.append(
+            "weights, so that replay cannot score it again: tim-trace weights "
+            f"{shlex.quote(source.store.url)} --attach VERSION DIR takes those of a Hugging Face folder"
+        )
     if source.snapshot.torn_bytes and source.is_live:
         found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
     return found

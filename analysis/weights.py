@@ -19,7 +19,7 @@ from ..tracer.contracts import read_contract
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, write_adapter, write_folder
-from ..tracer.weights.reader import Tensor, WeightReader
+from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
 from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
 from .rounded_weights import changes, rounded, torch_name
@@ -144,9 +144,7 @@ def _open(
     reader = open_weights(store, weights_from)
     tell_damage(reader.damaged)
     if not reader.versions:
-        hint = (
-            reader.damaged[0] if reader.damaged else f"record with --weights delta, or {option('weights_from', 'DIR')}"
-        )
+        hint = reader.damaged[0] if reader.damaged else f"{SUPPLIES}, or {option('weights_from', 'DIR')}"
         if isinstance(reader, WeightReader) and not reader.damaged and reader.checkpoints is not None:
             hint = reader.told_checkpoints
         raise WeightsMissing(f"{trace}: has no weights; {hint}")

@@ -1,6 +1,6 @@
 """Run the benchmarks and print them as ratios measured side by side.
 
-python benchmarks/run.py                  # all, about 29 minutes on 2 cores
+python benchmarks/run.py                  # all, about 30 minutes on 2 cores
 python benchmarks/run.py writing startup  # some
 """
 
@@ -11,6 +11,7 @@ import sys
 
 import demo
 import gradients
+import importing
 import integrity
 import judging
 import likeness
@@ -29,6 +30,7 @@ import writing
 BENCHMARKS = {
     "writing": writing.compare,
     "integrity": integrity.compare,
+    "importing": importing.compare,
     "querying": querying.compare,
     "likeness": likeness.compare,
     "judging": judging.compare,

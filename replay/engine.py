@@ -233,7 +233,11 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> R
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
     """Why the recorded bits did not come back, as far as the trace tells."""
     unknown = not all(row.composition_known for row in rows)
-    words = ("batch composition: not recorded, now one row a forward",) if unknown else ()
+    words = ["batch composition: not recorded, now one row a forward"] if unknown else []
+    if not all(row.version_known for row in rows):
+        words.append(
+            f"policy version: not recorded, now {rows[0].policy_version}, the only one whose weights there are"
+        )
     return (*words, *differences(scorer.contract, contract))
 
 

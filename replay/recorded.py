@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,8 @@ class RecordedRow:
     pad_right: int
     iteration: int = 0
     """How often the pass had scored this sequence of this step before."""
+    version_known: bool = True
+    """Whether its policy version was recorded; if not, it is the only one whose weights there are."""
     composition_known: bool = True
     """Whether it was recorded which rows went through the model together; if not, each goes alone."""
     captured: bool = False
@@ -121,6 +124,11 @@ class RecordedRun:
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(f"{self.store.url}: the model's config is no JSON object; is the trace damaged?")
                 return state.model, state.tokenizer
+        if self.manifest.is_import:
+            raise CannotReplay(
+                f"{self.store.url}: is of a dump, which holds no model; attach it: tim-trace weights "
+                f"{shlex.quote(self.store.url)} --attach VERSION DIR, with the folder of the weights that scored"
+            )
         raise CannotReplay(
             f"{self.store.url}: does not say which model was trained, so that none can be rebuilt; record with "
             "`tim-trace record`, or describe the model with Recorder.describe(model={'class': ..., 'config': ...})"
@@ -238,6 +246,9 @@ class RecordedRun:
         given = {name: value.as_py() for name, value in values.items() if name != "logprobs"}
         if given["seq_id"] in tokens and given["policy_version"] is None:
             given["policy_version"] = tokens[given["seq_id"]][2]
+        version_known = given["policy_version"] is not None
+        if not version_known and len(versions := self.weights.versions) == 1:
+            given["policy_version"] = versions[0]
         known = all(given[name] is not None for name in _COMPOSITION)
         if not known:
             given |= {"forward_id": index, "forward_row": 0, "pad_left": 0, "pad_right": 0}
@@ -257,7 +268,7 @@ class RecordedRun:
             logprobs = np.asarray(array.fill_null(0.0))
         return RecordedRow(
             prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored,
-            composition_known=known, **given,
+            version_known=version_known, composition_known=known, **given,
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:

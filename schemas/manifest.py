@@ -38,6 +38,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @property
+    def is_import(self) -> bool:
+        """Whether it was made of another tool's files."""
+        return self.source.startswith("import ")
+
+    @property
     def is_checked(self) -> bool:
         """Whether every file of the trace has checksums."""
         return self.format_version >= CHECKED_SINCE

@@ -53,6 +53,8 @@ class WriterState:
     """File that was imported, as its folder calls it -> what it held then; `num_rows` are the lines that were read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Options of the import that a later one into the same trace has to repeat."""
+    attached_from: str | None = None
+    """Folder whose weights it attached to a trace that was recorded without; None for every other writer."""
     is_removed: bool = False
     """Whether its files are being removed, so that none of them counts."""
     program: tuple[str, ...] = ()

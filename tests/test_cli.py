@@ -38,8 +38,8 @@ from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
-PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported", "verbose"}
-"""Options that say how to print, or that call another function (`analysis.weights.export`), and have no twin."""
+PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported", "attached", "verbose"}
+"""Options that say how to print, or that call another function (`analysis.weights.export`, `attach`), and have no twin."""
 
 TWINS = {
     "record": record,
@@ -104,6 +104,8 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
         parameters |= {"deterministic": False, "compile": False}
+    if name == "weights":  # those of `attach`
+        options = {option: value for option, value in options.items() if option not in ("tokenizer", "force")}
     if name in ("objective", "gradient", "triangulate"):  # their values hold every row
         options.pop("by")
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so

@@ -127,6 +127,7 @@ def check_sentence(error, kind):
 
 
 GIVEN = {
+    "attach": {"version": 1, "folder": "/proc/nowhere"},
     "export": {"version": 1, "folder": "/proc/nowhere"},
     "export_run": {"to": "jsonl", "output": "out", "force": True},
     "gate": {"fail_on": ["check"]},

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
-from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, WRITERS, is_own
+from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
 from .lock import alone, is_held
@@ -18,6 +18,7 @@ from .replaced import (
     entries,
     move_all,
     move_aside,
+    move_part,
     names,
     put_back,
     remove_empty,
@@ -27,7 +28,7 @@ from .replaced import (
     tokenizer_files,
 )
 from .store import Store
-from .whole_file import check_inside, check_no_links, write_once, write_part
+from .whole_file import check_no_links, write_once, write_part
 
 _NAMED = 3
 """Foreign files that an error names."""
@@ -89,7 +90,8 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a folder to write a further part of a finished trace to; its files take their places in the trace at the end.
 
     A part counts once its writers' states are there, which come last: however this process ends, the trace holds all of it or
-    none. Raises TraceExists when the trace is being written, and StorageError.
+    none. Of a process that dies while it moves them, the next one that writes here moves the rest. Raises TraceExists when the
+    trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -103,15 +105,7 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield building
         with claimed(path), _explained(path):
             _growing(folder, path, building=building)
-            (building / MANIFEST).unlink()
-            parts = [
-                part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)
-            ]
-            for part in sorted(parts, key=lambda part: part.parent.name == WRITERS):
-                relative = part.relative_to(building)
-                check_inside(folder, relative.as_posix())
-                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(part, folder / relative)
+            move_part(building, folder)
 
 
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) -> Manifest:
@@ -122,7 +116,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
         remove_unfinished(folder)
     check_no_links(folder)
     store = Store(folder)
-    refuse_live(store, path, "takes no import")
+    refuse_live(store, path, "takes no import and no weights")
     return store.manifest()
 
 

@@ -15,9 +15,20 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..schemas.errors import TimTraceError
-from ..schemas.layout import BUILT_PREFIX, MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TOKENIZER, WHOLE_TRACES, is_own
+from ..schemas.layout import (
+    BUILT_PREFIX,
+    MANIFEST,
+    REPLACED_PREFIX,
+    REPLACING_PREFIX,
+    TEMPORARY_PREFIX,
+    TOKENIZER,
+    WHOLE_TRACES,
+    WRITERS,
+    is_own,
+)
 from .lock import is_held
 from .store import Store
+from .whole_file import check_inside, check_no_links
 
 
 def entries(folder: Path) -> list[Path]:
@@ -83,10 +94,27 @@ def remove_replaced(aside: Path) -> None:
     remove_empty(aside)
 
 
+def move_part(building: Path, folder: Path) -> None:
+    """Move a further part of a trace from where it was built into the trace, its writers' states last.
+
+    A folder without a manifest holds a part that is whole, whose files are on their way.
+    """
+    check_no_links(building)
+    (building / MANIFEST).unlink(missing_ok=True)
+    parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
+    for part in sorted(parts, key=lambda part: part.parent.name == WRITERS):
+        relative = part.relative_to(building)
+        check_inside(folder, relative.as_posix())
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, folder / relative)
+
+
 def remove_unfinished(folder: Path) -> None:
-    """Remove the traces that processes were writing as a whole when they died."""
+    """Remove what processes were writing as a whole when they died; what they had begun to move into the trace, move."""
     for building in _aside(folder, BUILT_PREFIX):
         if not is_held(building):
+            if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():
+                move_part(building, folder)
             shutil.rmtree(building, ignore_errors=True)
 
 

@@ -141,8 +141,11 @@ def _look(snapshot: Snapshot) -> None:
     lost: dict[str, list[str]] = {}
     for table in TABLES:
         _read_table(snapshot, table, journals, lost)
+    arriving = store.arriving_writers() if lost else set()
     for writer, files in sorted(lost.items()):
         snapshot._suspects.add(writer)
+        if writer in arriving:
+            continue
         more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so that nobody can say what its writer wrote: "

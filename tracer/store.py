@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..schemas.documents import MAX_BYTES
 from ..schemas.errors import DamagedTrace, TraceNotFound
-from ..schemas.layout import MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import BUILT_PREFIX, MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TEMPORARY_PREFIX, WRITERS
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
@@ -157,6 +157,11 @@ class Store:
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
         found = [path for name in names for path in Path(self.root).glob(name) if (path / MANIFEST).exists()]
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+
+    def arriving_writers(self) -> set[str]:
+        """Writers whose files are being moved into the trace, or were when their process died: their states come last."""
+        building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
+        return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
         """Bytes of all files below a folder."""

@@ -69,6 +69,7 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
             name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()
         ],
         has_weights=database.sources[0].store.exists(WEIGHTS),
+        is_import=database.sources[0].manifest.is_import,
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         attempts=attempts(database),
         engine=_engine(database),

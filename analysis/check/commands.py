@@ -47,7 +47,7 @@ def stats(data: PairData, by: str) -> Advice:
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
     """`tim-trace replay` of one step, and how far the replay lies from pass b; what to record first without weights."""
     step = int(data.sample.steps[0]) if step is None else step
-    trace = _trace(data) if data.has_weights else "RUN"
+    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
     asked += f"--pair replay/{name}:{data.sample.b.name}"
     return _with_weights(data, asked)
@@ -59,7 +59,7 @@ def weights_replay(data: PairData) -> Advice:
     sample = data.sample
     known = sample.versions[np.isfinite(sample.versions)]
     version = max(int(known.max()) - 1, 0) if len(known) else 1
-    trace = _trace(data) if data.has_weights else "RUN"
+    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = (
         f"tim-trace replay {trace} --steps {int(sample.steps[-1])} --arm weights-version={version} --arm quantize=int8"
     )
@@ -69,7 +69,7 @@ def weights_replay(data: PairData) -> Advice:
 def weights(data: PairData) -> Advice:
     """`tim-trace weights` by module; what to record first without weights."""
     if not data.has_weights:
-        return Advice(RECORD, "keeps weights")
+        return Advice(supply(data), "keeps weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
@@ -91,9 +91,14 @@ RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
 """Records with what a replay needs."""
 
 
+def supply(data: PairData) -> str:
+    """What gives a trace without weights some: they are attached to a dump, and of a run they are recorded."""
+    return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
+
+
 def _with_weights(data: PairData, asked: str) -> Advice:
-    """A command that needs weights; before it what records them, where the trace has none."""
-    return Advice(asked) if data.has_weights else Advice(RECORD, f"this trace has no weights; then: {asked}")
+    """A command that needs weights; before it what supplies them, where the trace has none."""
+    return Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; then: {asked}")
 
 
 def _trace(data: PairData) -> str:

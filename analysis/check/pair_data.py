@@ -38,6 +38,8 @@ class PairData:
     passes: list[str]
     """Every pass of the trace that has logprobs."""
     has_weights: bool
+    is_import: bool
+    """Whether the trace was made of another tool's files."""
     model: dict[str, Any]
     """Identity of the trained model, as the recording describes it."""
     attempts: tuple[AttemptInfo, ...] = ()

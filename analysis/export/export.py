@@ -24,12 +24,16 @@ from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from .event_file import NAME, write_events
 from .json_lines import write_lines
+from .mlflow_run import NAME as MLFLOW_NAME
+from .mlflow_run import write_mlflow
 from .sequences import metric_batches, sequence_tables
 from .series import StepFigures, num_texts, settings_of, step_figures
 from .wandb_run import write_wandb
 
-PARQUET, JSONL, TENSORBOARD, WANDB = "parquet", "jsonl", "tensorboard", "wandb"
-FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB)
+PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW = "parquet", "jsonl", "tensorboard", "wandb", "mlflow"
+FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW)
+_GROWING = {WANDB: write_wandb, MLFLOW: write_mlflow}
+"""Formats to which a further run is added -> what writes one."""
 
 _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 
@@ -68,11 +72,12 @@ def export_run(
     `to` parquet or jsonl: `sequences`, one row a sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; of `current` those of the first iteration) and `d`, which is
     logprob(a) - logprob(b) of `pair` for every response token, NULL where either is; and `metrics`, what was logged. `import
-    parquet` reads both. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged number under its
-    own name, in double precision; wandb's run is written offline, with the hyperparameters as its config.
+    parquet` reads both. `to` tensorboard, wandb or mlflow: the columns of `pair_steps` as `a-b/NAME` and every logged number under its
+    own name, in double precision; wandb's run is written offline, with the hyperparameters as its config, and mlflow's to the SQLite
+    file mlflow.db, with them as its parameters.
 
     `output` is a folder, which is made. `steps` (3:80, -10:) takes a part of the run. Some steps are in memory at a time. Files
-    that lie there are replaced with `force` alone; a run of wandb is always a new one.
+    that lie there are replaced with `force` alone; a run of wandb or mlflow is always a new one.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled where the tool's library is missing, TraceNotFound, NewerTrace
     or DamagedTrace.
@@ -82,9 +87,9 @@ def export_run(
     names, folder = parse_pair(pair), local(output)
     files = {
         PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"), JSONL: (f"{SEQUENCES}.jsonl", f"{METRICS}.jsonl"),
-        TENSORBOARD: (NAME,), WANDB: ("wandb",),
+        TENSORBOARD: (NAME,), WANDB: ("wandb",), MLFLOW: (MLFLOW_NAME,),
     }[to]  # fmt: skip
-    if to != WANDB:
+    if to not in _GROWING:
         refuse([folder / name for name in files], force)
     database = Database(trace, steps)
     num_sequences = num_values = texts = 0
@@ -106,8 +111,8 @@ def export_run(
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
     figures: Iterator[StepFigures] = step_figures(database, pair)
     with _installed(to):
-        if to == WANDB:
-            return write_wandb(folder, database.sources[0].run, settings_of(database), figures)
+        if to in _GROWING:
+            return _GROWING[to](folder, database.sources[0].run, settings_of(database), figures)
         with whole_file(folder / NAME) as path:
             return write_events(path, figures)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .export import JSONL, PARQUET, TENSORBOARD, WANDB, Exported
+from .export import JSONL, MLFLOW, PARQUET, TENSORBOARD, WANDB, Exported
+from .mlflow_run import NAME as MLFLOW_NAME
 
 
 def exported_text(exported: Exported) -> str:
@@ -14,6 +15,7 @@ def exported_text(exported: Exported) -> str:
         what = f"{exported.num_values:,} numbers{left_out}"
     then = {
         TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",
+        MLFLOW: f"\nnext: mlflow ui --backend-store-uri sqlite:///{exported.output}/{MLFLOW_NAME}",
         WANDB: f"\nnext: wandb sync {exported.output}/wandb/offline-run-*",
     }.get(exported.format, "")
     return f"wrote {what} to {', '.join(f'{exported.output}/{name}' for name in exported.files)}{then}"

@@ -77,7 +77,7 @@ def pair_data(a, b, lengths=None, *, tokens=None, steps=None, settings=None, ent
         steps=np.array([1]), columns={"num_tokens": np.array([len(d2)]), "sum_d2": np.array([d2.sum()])} | lost
     )
     return PairData(
-        trace="run", sample=sample, sums=sums, contracts={}, passes=["rollout", "train"], has_weights=False, model={},
+        trace="run", sample=sample, sums=sums, contracts={}, passes=["rollout", "train"], has_weights=False, is_import=False, model={},
         keep=sample.compared, **more,
     )  # fmt: skip
 

@@ -242,7 +242,11 @@ def test_an_alarm_says_which_step_its_figure_is_of():
 
 
 DATA = SimpleNamespace(
-    trace="run", has_weights=True, sample=SimpleNamespace(steps=np.array([3, 7])), contract=lambda side: {}
+    trace="run",
+    has_weights=True,
+    is_import=False,
+    sample=SimpleNamespace(steps=np.array([3, 7])),
+    contract=lambda side: {},
 )
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"

@@ -13,8 +13,11 @@ from builders import run, tim_trace
 from dumps import WRITERS, expected, make_samples, make_steps
 from tim_trace import check, connect, import_dump, info, stats, verify
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
+from tim_trace.tracer.importers.experts import routed
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.miles import zig_zag
+from tim_trace.tracer.routing import NOT_ROUTED, read_routing
+from tim_trace.tracer.store import Store
 
 
 def everyone(steps):
@@ -495,3 +498,71 @@ def test_json_of_the_wrong_form_is_one_sentence(tmp_path):
             import_dump("nemo-rl", folder, output=tmp_path / "run")
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "run").exists()
+
+
+def choices(num_tokens, seed):
+    """[num_tokens, 3 layers, 2 slots]: no expert twice for a token."""
+    draw = np.random.default_rng(seed)
+    return np.array([[draw.permutation(200)[:2] for _ in range(3)] for _ in range(num_tokens)], np.int32)
+
+
+def routing_of(run):
+    """Name of a sequence -> the experts that its rollout recorded for each token."""
+    query = "SELECT s.seq_id, routing, routing_start, len(prompt_ids) + len(response_ids) FROM scores AS s "
+    query += "JOIN sequences USING (step, seq_id) WHERE \"pass\" = 'rollout' AND routing IS NOT NULL"
+    rows = connect(run).execute(query).fetchall()
+    found = read_routing(Store(run), [row[1:] for row in rows])
+    return {row[0]: np.asarray(routing.expert_ids) for row, routing in zip(rows, found, strict=True)}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("format", ["slime", "miles"])
+def test_router_choices_of_rollouts_are_of_each_token_but_the_last(tmp_path, format, as_tensor):
+    samples = make_samples(1)
+    given = {s.index: choices(len(s.tokens) - 1, s.index) for s in samples}
+    records = [dumps.rollout_sample(s) for s in samples]
+    for record in records[:-1]:
+        experts = given[record["index"]]
+        record["rollout_routed_experts"] = torch.from_numpy(experts) if as_tensor else experts
+    (tmp_path / "dump" / "rollout_data").mkdir(parents=True)
+    more = {"metadata": {}} if format == "miles" else {}
+    torch.save({"rollout_id": 1, "samples": records, **more}, tmp_path / "dump" / "rollout_data" / "1.pt")
+    import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    found = routing_of(tmp_path / "run")
+    assert set(found) == {str(s.index) for s in samples[:-1]}
+    for name, experts in found.items():
+        np.testing.assert_array_equal(experts[:-1], given[int(name)])
+        assert (experts[-1] == NOT_ROUTED).all()
+    records[0]["rollout_routed_experts"] = given[samples[0].index][:-1]
+    torch.save({"rollout_id": 1, "samples": records, **more}, tmp_path / "dump" / "rollout_data" / "1.pt")
+    with pytest.raises(ImportFailed, match="leave them out with --map rollout_routed_experts="):
+        import_dump(format, tmp_path / "dump", output=tmp_path / "other")
+    import_dump(format, tmp_path / "dump", output=tmp_path / "other", map={"rollout_routed_experts": ""})
+    assert routing_of(tmp_path / "other") == {}
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_router_choices_of_verl_are_read_until_the_trainer_has_scored(tmp_path, is_scored):
+    samples = make_samples(1)
+    tensors = dumps.verl_tensors(samples, train=is_scored)
+    there = tensors["attention_mask"].bool().numpy()
+    experts = np.zeros((*there.shape, 3, 2), np.int64)
+    for row, sample in enumerate(samples):
+        last = np.flatnonzero(there[row])[:-1]
+        experts[row, last] = choices(len(sample.tokens) - 1, sample.index)
+    tensors["routed_experts"] = torch.from_numpy(experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dumps, "verl_tensors", lambda *_, **__: tensors)
+        dumps.write_verl(tmp_path / "dump", {1: samples})
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    found = routing_of(tmp_path / "run")
+    assert set(found) == (set() if is_scored else {str(row) for row in range(len(samples))})
+    for name, ids in found.items():
+        np.testing.assert_array_equal(ids[:-1], experts[int(name)][there[int(name)]][:-1])
+        assert (ids[-1] == NOT_ROUTED).all()
+
+
+@pytest.mark.parametrize("wrong", [np.full((2, 3, 2), 40_000), np.full((2, 3, 2), -2), np.zeros((2, 3, 2), np.float32)])
+def test_what_is_no_expert_is_refused(wrong):
+    with pytest.raises(ImportFailed, match=r"router choices are .* and so no experts"):
+        routed(wrong, 3, "here")

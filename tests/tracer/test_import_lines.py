@@ -10,6 +10,7 @@ import pytest
 from dumps import make_samples
 from tim_trace import check, connect, diagnose, import_dump, info, stats
 from tim_trace.schemas.errors import ImportFailed, NothingToCompare
+from tim_trace.tracer.importers.textfiles import as_object, parsed
 
 
 def scores(run, name):
@@ -277,3 +278,22 @@ def test_a_trace_without_tokens_is_told_as_what_it_is(tmp_path):
     assert "no token ids" in note_of(tmp_path / "run", "rollout")
     with pytest.raises(NothingToCompare):
         diagnose(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [1, 2.5, -0.0, null, true], "b": {"c": [{"d": 1}]}}', '{"a": "x: y", "b": 1}', '{"a:b": "c\\":d"}', "{}",
+        '{"a": NaN, "b": [Infinity, 1e400]}', '{"a": 123456789012345678901234567890}', '{"a": "\\ud800"}', '{"a": [[{"b": 1}], [2]]}',
+    ],
+)  # fmt: skip
+def test_json_is_what_python_reads(text):
+    assert repr(dict(as_object(parsed(text.encode(), "here", ""), "here", ""))) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 2}', '{"a": {"b": 1}, "a": 2}', '{"a": "x:y", "a": 2}', '{"a": 1, "a": ":"}']
+)
+def test_a_key_that_comes_twice_is_refused(text):
+    with pytest.raises(ImportFailed, match="has the key a twice"):
+        as_object(parsed(text.encode(), "here", ""), "here", "")

@@ -22,6 +22,7 @@ from tim_trace import import_dump
 from tim_trace.schemas.errors import ImportFailed, TimTraceError
 from tim_trace.tracer.importers.arrays import settled
 from tim_trace.tracer.importers.formats import FORMATS
+from tim_trace.tracer.importers.pickles import Budget, load
 from tim_trace.tracer.importers.torch_files import read_pickled
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -343,3 +344,22 @@ for name in ("verl", "slime"):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_runs_of_numbers_are_what_python_reads(tmp_path, protocol):
+    draw = np.random.default_rng(protocol)
+    kinds = [
+        lambda: int(draw.integers(0, 256)), lambda: int(draw.integers(256, 65536)), lambda: int(draw.integers(-(2**31), 2**31)),
+        lambda: float(draw.normal()), lambda: None, lambda: True, lambda: 2**40, lambda: float("inf"), lambda: "text",
+    ]  # fmt: skip
+    numbers = [
+        [kinds[kind]() for kind in draw.integers(0, draw.integers(1, 10), size)] for size in (1, 7, 999, 1000, 5001)
+    ]
+    content = pickle.dumps(numbers, protocol)
+    found, end = load(content, {}, "here", Budget("here", len(content)))
+    assert end == len(content)
+    assert repr(found) == repr(numbers)
+    for cut in draw.integers(1, len(content), 60):
+        with pytest.raises(ImportFailed, match=r"is no whole pickle|is no pickle of arrays"):
+            load(content[:cut], {}, "here", Budget("here", len(content)))

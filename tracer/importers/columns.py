@@ -24,9 +24,11 @@ from .rowbatch import RowBatch
 class Columns:
     """Some rows' columns, under the trace's names; one that is not there is None."""
 
-    def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int):
+    def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
+        self.routing = routing or [None] * num_rows
+        """Experts of each row's tokens, as RowBatch has them."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
@@ -38,7 +40,7 @@ class Columns:
         for theirs, values in rows.columns.items():
             ours = names[theirs]
             arrays[ours] = _read(rows, values, theirs, ours, kinds[ours])
-        return cls(arrays, len(rows.numbers))
+        return cls(arrays, len(rows.numbers), rows.routing)
 
     @property
     def names(self) -> Sequence[str]:
@@ -50,7 +52,8 @@ class Columns:
     def take(self, rows: np.ndarray) -> Columns:
         """Some of the rows, in their order."""
         places = pa.array(rows, pa.int64())
-        return Columns({name: array.take(places) for name, array in self._arrays.items()}, len(rows))
+        arrays = {name: array.take(places) for name, array in self._arrays.items()}
+        return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
         """[B] bool, where a column is not NULL; nowhere when it is not there."""

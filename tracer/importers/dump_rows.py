@@ -23,13 +23,13 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row; cells that are None are not recorded."""
+        """Add a row; cells that are None are not recorded. `routing` is what RowBatch has of it, and no column."""
         self._numbers.append(number)
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
         """The rows as columns. What is one advantage for every token of a row becomes one number, where all rows allow it."""
-        names = dict.fromkeys(name for row in self._rows for name in row)
+        names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
             cells = [row.get(name) for row in self._rows]
@@ -37,7 +37,11 @@ class DumpRows:
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
             if any(cell is not None for cell in cells) or name in ("prompt_ids",):
                 columns[name] = _column(cells)
-        return RowBatch(file=self._file, columns=columns, numbers=self._numbers, unit=self._unit)
+        routing = [row.get("routing") for row in self._rows]
+        return RowBatch(
+            file=self._file, columns=columns, numbers=self._numbers, unit=self._unit,
+            routing=routing if any(each is not None for each in routing) else (),
+        )  # fmt: skip
 
 
 def _column(cells: list[Any]) -> Any:

@@ -136,7 +136,7 @@ class Fields:
         found = self.values(column)
         if found is None:
             return None
-        if not found.known.all() or not np.isin(found.values, (0, 1)).all():
+        if not found.known.all() or not ((found.values == 0) | (found.values == 1)).all():
             raise self._refuse(self._found(column)[0], self.get(column), "a list of 0 and 1")
         return found.values.astype(bool)
 

@@ -12,13 +12,14 @@ import xxhash
 from ... import __version__
 from ...schemas.checksums import SealedFile
 from ...schemas.clock import now
-from ...schemas.errors import DamagedTrace, ImportFailed, TimTraceError, TraceNotFound
+from ...schemas.errors import DamagedTrace, ImportFailed, InvalidOption, TimTraceError, TraceNotFound, option
 from ...schemas.manifest import Manifest
 from ...schemas.passes import ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..create import grown_trace, whole_trace
 from ..progress import Progress, no_progress
 from ..store import Store
+from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Format, Part, Reading
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
@@ -39,6 +40,9 @@ def import_dump(
     steps: str = ALL_STEPS,
     sample: float = 1.0,
     partial: bool = False,
+    model: str | os.PathLike[str] | None = None,
+    model_version: int = 0,
+    tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
@@ -50,11 +54,42 @@ def import_dump(
     a share of the sequences, chosen by a hash of their names. What is not complete yet (a step without its marker, a file
     that is half-written) is left for a later import and named; `partial` reads it as far as it is there.
 
+    `model` is a Hugging Face folder whose weights are attached as those of policy version `model_version`, so that the trace
+    can be replayed, with the tokenizer there or in `tokenizer`: see `attach`, which raises for a folder that cannot be
+    taken. A trace of a dump that has no weights of the version is there then, without them.
+
     Nothing in the files is executed: pickles are read as data, and a class that is no plain container is refused by name.
     One step is in memory at a time, or 512 rows of a file of lines.
 
     Raises ImportFailed, naming file, field and row. A new trace is left unmade then, and one that was there as it was.
     """
+    if model is None:
+        if tokenizer is not None or model_version:
+            name = "tokenizer" if tokenizer is not None else "model_version"
+            raise InvalidOption(f"goes with {option('model', 'DIR')}, whose weights it is about", option=name)
+        return _imported(format, path, output, map, steps, sample, partial, force, progress)
+    # The model comes first: a folder that cannot be taken is refused before anything is written.
+    loaded = load_folder(model, tokenizer)
+    result = _imported(format, path, output, map, steps, sample, partial, force, progress)
+    if not is_attached(result.folder, model_version, model):
+        try:
+            result.attached = attach_model(result.folder, model_version, model, *loaded)
+        except InvalidOption as error:
+            raise InvalidOption(f"{output}: is imported, without weights: {error}") from error
+    return result
+
+
+def _imported(
+    format: str,
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    map: Mapping[str, str] | None,
+    steps: str,
+    sample: float,
+    partial: bool,
+    force: bool,
+    progress: Progress,
+) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _local_folder(format, path)

@@ -7,16 +7,13 @@ stands for a function of ours that takes plain values and gives plain values. Ev
 
 from __future__ import annotations
 
-import struct
+import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from ...schemas.errors import ImportFailed
 
-FLOAT_RUN = 16
-"""Floats in a row from which they are read together."""
 CONTAINER_BYTES = 64
 """What an empty list, dictionary or tuple takes in memory, and no byte of the file stands for."""
 
@@ -79,7 +76,7 @@ def load(
         return _Machine(data, names, where, budget, persistent).run(start)
     except ImportFailed:
         raise
-    except (IndexError, struct.error) as error:
+    except IndexError as error:
         raise ImportFailed(
             f"{where}: is no whole pickle: it ends before its last instruction, or takes what is not there; copy it again, or "
             "wait until it is written"
@@ -112,19 +109,11 @@ class _Machine:
         data, position, size = self._data, start, len(self._data)
         while True:
             code = data[position]
+            if code in _NUMBERS:
+                position = self._numbers(position)
+                continue
             position += 1
-            if code == 0x4B:  # BININT1
-                self._stack.append(data[position])
-                position += 1
-            elif code == 0x4D:  # BININT2
-                self._stack.append(data[position] | data[position + 1] << 8)
-                position += 2
-            elif code == 0x4A:  # BININT
-                self._stack.append(_INT32.unpack_from(data, position)[0])
-                position += 4
-            elif code == 0x47:  # BINFLOAT
-                position = self._floats(position)
-            elif code == 0x2E:  # STOP
+            if code == 0x2E:  # STOP
                 if self._marked or len(self._stack) != 1:
                     raise NotPlain("it leaves values behind")
                 return self._stack.pop(), position
@@ -152,20 +141,14 @@ class _Machine:
             else:
                 self._plain(code)
 
-    def _floats(self, position: int) -> int:
-        """Push a float, or a run of them, and return where the next instruction is."""
-        data = self._data
-        far = position + 9 * FLOAT_RUN
-        if far <= len(data) and data[far - 10] == 0x47:
-            instructions = np.frombuffer(data, np.uint8, (len(data) - position + 1) // 9 * 9, position - 1).reshape(
-                -1, 9
-            )
-            others = np.flatnonzero(instructions[:, 0] != 0x47)
-            count = int(others[0]) if len(others) else len(instructions)
-            self._stack += np.ascontiguousarray(instructions[:count, 1:]).view(">f8")[:, 0].tolist()
-            return position - 1 + 9 * count
-        self._stack.append(_FLOAT64.unpack_from(data, position)[0])
-        return position + 8
+    def _numbers(self, position: int) -> int:
+        """Push a run of numbers, and return where the next instruction is."""
+        run = _RUN.match(self._data, position)
+        if run is None:
+            raise IndexError
+        # A list of the run's numbers, as Python reads it: in these bytes is nothing else, and so nothing that could be called.
+        self._stack += pickle.loads(b"(" + run[0] + b"l.")
+        return run.end()
 
     def _memory(self, code: int, argument: int) -> None:
         """An instruction with a number: of the memo, or of the format."""
@@ -263,7 +246,9 @@ class _Machine:
         self._stack.append(known)
 
 
-_INT32, _FLOAT64 = struct.Struct("<i"), struct.Struct(">d")
+_NUMBERS = frozenset(b"KMJG")
+"""BININT1, BININT2, BININT and BINFLOAT, which one, two, four and eight bytes follow."""
+_RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
     0x8C: ("text", 1), 0x58: ("text", 4), 0x8D: ("text", 8),
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, STANDARD, TRAIN
 from ..batch import Batch
 from ..ragged import Ragged
 from ..recorder import Recorder
+from ..routing import Routing
 from ..rows import aligned
 from .columns import Columns, read_metrics
 from .import_writer import ImportWriter
@@ -25,6 +27,9 @@ from .kinds import COUNT, FLAGS, NAME, NUMBER, SCORE, STEP, TEXT, TOKENS, VALUES
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
+
+if TYPE_CHECKING:
+    from ..weights.attach import Attached
 
 LOGPROBS = "_logprobs"
 """What the name of a column ends with that gives a pass; before it stands the pass."""
@@ -80,6 +85,8 @@ class Imported:
     """What is not complete yet and was left for a later import, a sentence each."""
     missing: tuple[str, ...] = ()
     """What the files do not hold, a sentence each."""
+    attached: Attached | None = None
+    """The weights that were attached now; None where none were asked for, or they were there."""
 
 
 class RowImport:
@@ -263,10 +270,13 @@ class RowImport:
         if scores.logprobs.num_known:
             self.scored.add(name)
         has_entropy = scores.columns.has("entropy")[scores.rows] & scores.owns_entropy
-        for with_entropy in (True, False):
-            some = np.flatnonzero(has_entropy == with_entropy)
+        chosen = [scores.columns.routing[row] if name == ROLLOUT else None for row in scores.rows]
+        has_routing = np.array([each is not None for each in chosen])
+        for with_entropy, with_routing in product((True, False), repeat=2):
+            some = np.flatnonzero((has_entropy == with_entropy) & (has_routing == with_routing))
             if len(some):
                 rows = scores.rows[some]
+                experts = [each for place in some if (each := chosen[place]) is not None]
                 self._recorder.add_scores(
                     name,
                     scores.batch,
@@ -274,6 +284,7 @@ class RowImport:
                     logprobs=scores.logprobs.take(some),
                     entropy=scores.columns.take(rows).ragged("entropy") if with_entropy else None,
                     policy_version=None if scores.versions is None else [scores.versions[place] for place in some],
+                    routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
                 )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
@@ -27,6 +28,9 @@ class RowBatch:
     """Number of each row in its file, from 1."""
     unit: str = "row"
     """What `numbers` count: `row`, or `line` in a file of lines."""
+    routing: Sequence[np.ndarray | None] = ()
+    """[tokens of prompt and response, layers, slots] int16 of each row: experts that the rollout's routers chose; empty where
+    no row has some."""
     is_text: bool = False
     """Whether the values are the cells of a CSV file."""
     num_bytes: int = 0

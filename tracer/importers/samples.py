@@ -13,6 +13,7 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
+from .experts import routed
 from .fields import Fields, Values
 from .pickles import Budget
 from .rowbatch import RowBatch
@@ -41,6 +42,7 @@ COLUMNS = {
     "kept_offsets": ("rollout_top_p_token_offsets",),
     "kept_logprobs": ("rollout_top_p_log_probs",),
     "is_removed": ("remove_sample",),
+    "experts": ("rollout_routed_experts",),
 }
 """Column -> fields; those that are none of the trace's are used for the others."""
 
@@ -138,6 +140,19 @@ def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
     if found is not None and len(found) != length:
         raise ImportFailed(f"{fields.where}: {column} has {len(found)} values for {length} response tokens")
     return found
+
+
+def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
+    """The experts of each token of a sample: [S - 1, L, slots] of the tokens that the engine computed, the last one had no need."""
+    found = fields.array("experts", 3)
+    if found is None:
+        return None
+    if len(found) != num_tokens - 1:
+        raise ImportFailed(
+            f"{fields.where}: has router choices of {len(found)} tokens, where {num_tokens - 1} of its {num_tokens} are routed; "
+            "leave them out with --map rollout_routed_experts="
+        )
+    return routed(found, num_tokens, fields.where)
 
 
 def _version(fields: Fields) -> int | None:
@@ -256,7 +271,9 @@ def add_rollout(
     fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
     names = list(named(each.text("seq_id") for each in fields))
     for name, each in zip(names, fields, strict=True):
-        samples.add(name, sample_cells(each, samples.step))
+        cells = sample_cells(each, samples.step)
+        cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
+        samples.add(name, cells)
         samples.add_kept(name, each)
     return names
 

@@ -17,6 +17,7 @@ from ...schemas.errors import ImportFailed
 from .arrays import Shell, raw_tensor, settled
 from .dump import DumpFolder, Format, Part, Reading
 from .dump_rows import DumpRows
+from .experts import routed
 from .fields import Fields
 from .line_files import first_object, rows_of_lines
 from .pickles import Budget, Known, NotPlain
@@ -44,6 +45,7 @@ COLUMNS = {
     "group_id": ("uid",),
     "temperature": ("temperature",),
     "step": ("global_steps", "step"),
+    "experts": ("routed_experts",),
 }
 
 
@@ -151,6 +153,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> D
     }
     rewards = fields.array("reward", 2) if np.ndim(settled(fields.get("reward"))) == 2 else None
     groups = settled(fields.get("group_id"))
+    experts = _experts(fields, is_token.shape, where)
     for row in range(num_rows):
         there = is_token[row, prompt_width:]
         cells = {name: values[row][there] for name, values in per_token.items() if values is not None}
@@ -165,9 +168,26 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> D
             response_ids=responses[row][there],
             reward=None if rewards is None else float(rewards[row][there[: rewards.shape[1]]].sum()),
             temperature=temperature,
+            routing=None if experts is None else routed(experts[row][is_token[row]], int(is_token[row].sum()), where),
             **cells,
         )
     return rows
+
+
+def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+    """The engine's router choices, [B, P + T, L, S], zeros where there are none.
+
+    Once the trainer has scored a batch, the same field may hold the trainer's own (router_replay.mode=R2), and is not read.
+    """
+    if "train_logprobs" in fields or np.ndim(settled(fields.get("experts"))) != 4:
+        return None
+    found = fields.array("experts", 4)
+    if found is not None and found.shape[:2] != shape:
+        raise ImportFailed(
+            f"{where}: routed_experts has the shape {list(found.shape)}, and attention_mask {list(shape)}; leave it out with "
+            "--map routed_experts="
+        )
+    return found
 
 
 def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:

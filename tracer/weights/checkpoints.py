@@ -14,7 +14,7 @@ from ...schemas.errors import InvalidOption, StorageError, WeightsMissing
 from .chunks import bits_type
 from .reader import Tensor
 
-_DTYPES = {
+DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
@@ -64,7 +64,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise WeightsMissing(f"{path}: cannot be read ({error}); restore it from a copy") from error
         for name, entry in entries:
-            dtype = _DTYPES.get(entry["dtype"])
+            dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which cannot be read here")
             bits = np.frombuffer(entry["data"], bits_type(dtype))

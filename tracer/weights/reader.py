@@ -22,6 +22,9 @@ from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
 from .chunks import DOCUMENT, Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
 
+SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
+"""What gives a trace weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -61,9 +64,10 @@ class WeightReader:
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[str, tuple[WeightVersion, Bits]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
+        passed_over = {state.writer for state in writers if state.is_removed} | (store.arriving_writers() - set(known))
         names = store.files(WEIGHTS)
         for name in sorted(names):
-            if (segment := _segment_of(name)) is not None:
+            if (segment := _segment_of(name)) is not None and segment.writer not in passed_over:
                 self._note(name, segment, known, needs_checksums=needs_checksums)
         for state in known.values():
             for path in state.files or ():
@@ -299,7 +303,7 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has none: record with --weights delta, or name checkpoints with {option('weights_from', 'DIR')}"
+            return f"it has none: {SUPPLIES}, or name checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} of them, {versions[0]} to {versions[-1]}"
 
 

@@ -1,0 +1,169 @@
+"""Importing dumps, against the reader of their format alone."""
+
+import json
+import pickle
+import sys
+import tempfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from comparison import Comparison, in_turn, ratios
+from tim_trace.tracer.importers.import_dump import import_dump
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import dumps  # what each framework writes
+
+NUM_SAMPLES, LONGEST, ROUNDS = 512, 1000, 5
+
+
+def compare():
+    """A step of 512 sequences of 20 to 1,000 tokens, as each framework dumps it: speed over that of torch.load, json or pyarrow."""
+    steps = {1: _samples()}
+    num_tokens = sum(len(sample.response) for sample in steps[1])
+    yield Comparison(what="response tokens", values=[num_tokens])
+    for name, (write, read) in _formats().items():
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "dump"
+            place.mkdir()
+            write(place, steps)
+            files = sorted(path for path in place.rglob("*") if path.is_file() and path.stat().st_size)
+
+            def imported(name=name, place=place, folder=folder):
+                import_dump(name, place, output=f"{folder}/run", force=True)
+
+            def read_alone(read=read, files=files):
+                for path in files:
+                    read(path)
+
+            imported(), read_alone()
+            taken = in_turn(ROUNDS, alone=read_alone, imported=imported)
+            size = sum(path.stat().st_size for path in files) / 1e6
+            yield Comparison(
+                what=f"{name} ({size:.0f} MB)", values=ratios(taken["alone"], taken["imported"]), at_least=0.5
+            )
+            rates = [num_tokens / seconds / 1e6 for seconds in taken["imported"]]
+            yield Comparison(what=f"{name}, million response tokens a second", values=rates)
+
+
+def _samples():
+    draw = np.random.default_rng(0)
+    return [
+        dumps.Sample(
+            index=index,
+            prompt=draw.integers(3, 150_000, int(draw.integers(20, 200))),
+            response=draw.integers(3, 150_000, length),
+            mask=np.ones(length, bool),
+            rollout=-draw.exponential(1.0, length).astype(np.float32),
+            train=-draw.exponential(1.0, length).astype(np.float32),
+            reference=-draw.exponential(1.0, length).astype(np.float32),
+            entropy=draw.exponential(1.0, length).astype(np.float32),
+            advantage=0.5,
+            reward=1.0,
+        )
+        for index, length in enumerate(draw.integers(20, LONGEST, NUM_SAMPLES).tolist())
+    ]
+
+
+def _formats():
+    """Format -> what writes a dump, and what reads a file of it."""
+    return {
+        "verl": (lambda folder, steps: dumps.write_verl(folder, steps, method="tensors"), _read_verl),
+        "slime": (dumps.WRITERS["slime"], _read_torch),
+        "miles": (dumps.WRITERS["miles"], _read_torch),
+        "skyrl": (dumps.write_skyrl, _read_skyrl),
+        "prime-rl": (dumps.write_prime_rl, _read_json),
+        "nemo-rl": (dumps.write_nemo_rl, _read_json),
+        "npz": (dumps.write_npz, _read_npz),
+        "vllm": (dumps.write_vllm, _read_json),
+        "sglang": (dumps.write_sglang, _read_json),
+        "open-instruct": (dumps.write_open_instruct, _read_json),
+        "torchtitan": (_write_torchtitan, _read_json),
+        "parquet": (_write_parquet, pq.read_table),
+    }
+
+
+def _write_torchtitan(folder, steps):
+    lines = [
+        {
+            "group_id": "g", "status": "done", "reward": sample.reward,
+            "turns": [{
+                "max_policy_version": step, "prompt_token_ids": sample.prompt.tolist(),
+                "completion_token_ids": sample.response.tolist(), "completion_logprobs": sample.rollout.tolist(),
+            }],
+        }
+        for step, samples in steps.items()
+        for sample in samples
+    ]  # fmt: skip
+    dumps.write_lines(folder / "rollout_samples.jsonl", lines)
+
+
+def _write_parquet(folder, steps):
+    rows = [
+        {
+            "step": step, "prompt_ids": sample.prompt, "response_ids": sample.response, "rollout_logprobs": sample.rollout,
+            "train_logprobs": sample.train,
+        }
+        for step, samples in steps.items()
+        for sample in samples
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), folder / "dump.parquet")
+
+
+def _read_torch(path):
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def _read_json(path):
+    with path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _read_npz(path):
+    if path.suffix == ".jsonl":
+        return _read_json(path)
+    with np.load(path) as arrays:
+        return {name: arrays[name] for name in arrays}
+
+
+@dataclass
+class DataProto:
+    """What a pickle of verl's batch becomes."""
+
+    state: tuple = ()
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+def _read_verl(path):
+    import torch
+
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    with dumps.classes_of(verl__protocol={"DataProto": DataProto}):
+        found = pickle.loads(path.read_bytes())
+    return torch.load(BytesIO(found.state[0]), weights_only=False)
+
+
+def _rebuild_tensor_batch(_kind, state):
+    tensors = state["batch_dict"].items()
+    return {
+        name: np.frombuffer(tensor["data"], tensor["dtype"]).reshape(tensor["shape"])
+        for name, tensor in tensors
+        if tensor is not None
+    }
+
+
+def _read_skyrl(path):
+    members = {
+        "TrainingInputBatch": type("TrainingInputBatch", (dict,), {}),
+        "_rebuild_tensor_batch": _rebuild_tensor_batch,
+    }
+    with dumps.classes_of(skyrl__backends__skyrl_train__training_batch=members):
+        return pickle.loads(path.read_bytes())

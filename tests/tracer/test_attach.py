@@ -1,0 +1,388 @@
+"""Weights of a Hugging Face folder for a trace that was made without them."""
+
+import json
+import sys
+
+import dumps
+import numpy as np
+import pytest
+import torch
+from builders import make_trace, run, tim_trace
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.info import info
+from tim_trace.analysis.weights import export, weights
+from tim_trace.replay.engine import replay
+from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
+from tim_trace.tracer.importers.import_dump import import_dump
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.weights.attach import attach
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+VOCABULARY = 64
+PREVIOUS_ULPS = 2
+"""Units in the last place by which another way to sum may move a logprob below 8 nats."""
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable_progress_bar()
+
+
+def make_model(seed=0, **changes):
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).eval()
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def alone(model, rows):
+    """[S - 1] logprobs of each row's tokens, a row a forward, as the logit less logsumexp."""
+    with torch.no_grad():
+        logits = [model(torch.tensor([row])).logits[0, :-1] for row in rows]
+    taken = [each.gather(-1, torch.tensor(row[1:])[:, None])[:, 0] for each, row in zip(logits, rows, strict=True)]
+    return [(a - b.logsumexp(-1)).numpy() for a, b in zip(taken, logits, strict=True)]
+
+
+def padded(model, rows):
+    """The same, of one padded forward and log_softmax."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    there = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        table = model(ids, attention_mask=there).logits.log_softmax(-1)
+    return [table[place, range(len(row) - 1), row[1:]].numpy() for place, row in enumerate(rows)]
+
+
+def scored(model, score=alone, step=1):
+    """Samples whose logprobs are a model's."""
+    samples, draw = dumps.make_samples(step, 6, masked=False), np.random.default_rng(step)
+    for sample in samples:
+        sample.prompt = draw.integers(3, VOCABULARY, len(sample.prompt))
+        sample.response = draw.integers(3, VOCABULARY, 12 + len(sample.response))
+        sample.mask, sample.entropy = (np.ones(len(sample.response), kind) for kind in (bool, np.float32))
+    for sample, logprobs in zip(samples, score(model, [s.tokens.tolist() for s in samples]), strict=True):
+        sample.train = sample.rollout = sample.reference = logprobs[len(sample.prompt) - 1 :]
+    return samples
+
+
+@pytest.fixture
+def model(tmp_path):
+    found = make_model()
+    save(found, tmp_path / "model")
+    return found
+
+
+@pytest.fixture
+def dumped(tmp_path, model):
+    """A trace of a dump of the model's own logprobs, which says no policy version."""
+    dumps.write_verl(tmp_path / "dump", {1: scored(model)})
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_replay_of_a_dump_gives_its_bits_back(tmp_path, is_tied):
+    model = make_model(tie_word_embeddings=is_tied)
+    save(model, tmp_path / "model")
+    dumps.write_verl(tmp_path / "dump", {1: scored(model)})
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    found = attach(tmp_path / "run", 0, tmp_path / "model")
+    assert found.num_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert found.has_tokenizer
+    (result,) = replay(tmp_path / "run")
+    assert result.identity_held
+    assert result.num_equal == result.num_tokens > 0
+    assert [row["verified"] for row in weights(tmp_path / "run", verify=True).dicts()] == ["ok"]
+    export(tmp_path / "run", 0, tmp_path / "out")
+    again = Qwen3ForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out").get_vocab()["w9"] == 9
+
+
+def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_not_recorded(tmp_path, model):
+    dumps.write_verl(tmp_path / "dump", {1: scored(model, padded)})
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    attach(tmp_path / "run", 0, tmp_path / "model")
+    (result,) = replay(tmp_path / "run")
+    assert 0 < result.max_abs_d <= PREVIOUS_ULPS * np.spacing(np.float32(7.9))
+    assert result.differs[:2] == (
+        "batch composition: not recorded, now one row a forward",
+        "policy version: not recorded, now 0, the only one whose weights there are",
+    )
+
+
+def test_rows_of_no_version_are_not_scored_where_there_are_several(dumped, tmp_path):
+    save(make_model(1), tmp_path / "other")
+    attach(dumped, 0, tmp_path / "model")
+    attach(dumped, 1, tmp_path / "other")
+    with pytest.raises(CannotReplay, match="policy_version not recorded"):
+        replay(dumped)
+
+
+def test_a_tensor_keeps_the_dtype_of_its_file(tmp_path, dumped):
+    mixed = make_model().to(torch.bfloat16)
+    mixed.model.norm.weight = torch.nn.Parameter(1 + 1e-3 * torch.randn(32))
+    save(mixed, tmp_path / "mixed")
+    attach(dumped, 0, tmp_path / "mixed")
+    export(dumped, 0, tmp_path / "out")
+    again = Qwen3ForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert torch.equal(again["lm_head.weight"], mixed.lm_head.weight)
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], mixed.model.norm.weight)
+
+
+@pytest.mark.slow
+def test_an_import_attaches_its_model_once_and_a_later_import_leaves_it(tmp_path, model):
+    dumps_with_versions(tmp_path / "dump", model, 1)
+    chosen = ("--model", tmp_path / "model", "--model-version", 4)
+    done = tim_trace("import", "slime", tmp_path / "dump", "-o", tmp_path / "run", *chosen)
+    assert done.code == 0, done.stderr
+    assert "attached 25 tensors" in done.stderr
+    assert f"tim-trace replay {tmp_path / 'run'}" in done.stderr
+    assert replay(tmp_path / "run")[0].identity_held
+    dumps_with_versions(tmp_path / "dump", model, 2)
+    again = import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model", model_version=4)
+    assert again.attached is None
+    assert again.num_sequences == 6
+    assert [row["version"] for row in weights(tmp_path / "run").dicts()] == [4]
+
+
+def dumps_with_versions(folder, model, step):
+    samples = scored(model, step=step)
+    dumps.write_rollouts(folder, {step: samples})
+    dumps.write_slime_train(folder, {step: samples})
+
+
+def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
+    dumps_with_versions(tmp_path / "dump", model, 1)
+    with pytest.raises(
+        InvalidOption, match=r"is imported, without weights: .* no row is of version 0; its rows are of 4"
+    ):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model")
+    assert info(tmp_path / "run").num_sequences == 6
+    with pytest.raises(InvalidOption, match="got True"):
+        attach(tmp_path / "run", True, tmp_path / "model")
+
+
+def test_what_is_attached_already_stays_unless_it_is_replaced(dumped, tmp_path, model):
+    attach(dumped, 0, tmp_path / "model")
+    save(make_model(1), tmp_path / "other")
+    with pytest.raises(
+        InvalidOption, match=r"has weights of version 0 already, of .*model; replace them with force=True"
+    ):
+        attach(dumped, 0, tmp_path / "other")
+    assert replay(dumped)[0].identity_held
+    attach(dumped, 0, tmp_path / "other", force=True)
+    assert not replay(dumped, force=True)[0].identity_held
+    attach(dumped, 0, tmp_path / "model", force=True)
+    assert replay(dumped, force=True)[0].identity_held
+    assert [row["verified"] for row in weights(dumped, verify=True).dicts()] == ["ok"]
+    assert not info(dumped).damaged
+    assert len(list((dumped / "weights").glob("*.json"))) == 1
+
+
+def test_recorded_weights_are_not_replaced(tmp_path, model):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]], policy_version=0)
+        recorder.add_scores("train", batch, logprobs=[[-1.0]])
+        recorder.add_weights(0, model.state_dict())
+    with pytest.raises(InvalidOption, match="that were recorded, and these are not replaced"):
+        attach(tmp_path / "run", 0, tmp_path / "model", force=True)
+
+
+def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_path, model):
+    with Recorder(tmp_path / "run") as recorder:
+        identity = {"class": "transformers.Qwen3ForCausalLM", "config": model.config.to_dict()}
+        recorder.describe(model=identity)
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1, 5]], response_ids=[[2, 9]], policy_version=0)
+        recorder.add_contract("train", {"engine": "mine"})
+        recorder.add_scores("train", batch, logprobs=[alone(model, [[1, 5, 2, 9]])[0][1:]])
+    save(make_model(num_hidden_layers=1), tmp_path / "small")
+    with pytest.raises(InvalidOption, match=r"is of another model .*: num_hidden_layers 1, not 2"):
+        attach(tmp_path / "run", 0, tmp_path / "small")
+    attach(tmp_path / "run", 0, tmp_path / "model")
+    assert replay(tmp_path / "run")[0].identity_held
+
+
+def test_a_model_of_another_vocabulary_is_refused(dumped, tmp_path):
+    save(make_model(vocab_size=32), tmp_path / "small")
+    with pytest.raises(InvalidOption, match=r"a vocabulary of 32 tokens, and .* has the token \d\d; is it the model"):
+        attach(dumped, 0, tmp_path / "small")
+
+
+def _without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def _pickled(folder):
+    _without_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+def _without_config(folder):
+    (folder / "config.json").unlink()
+
+
+def _adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _cut(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _of(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (_without_weights, r"holds no \*\.safetensors"),
+        (_pickled, r"holds no \*\.safetensors"),
+        (_without_config, "holds no config.json"),
+        (_adapter, "holds an adapter; merge it"),
+        (_cut, "cannot be loaded"),
+        (_of(architectures=["Qwen3Model"]), "names the architecture Qwen3Model, which is no language model"),
+        (_of(architectures=["Mine"], auto_map={"AutoModelForCausalLM": "mine.Mine"}), "names the architecture Mine"),
+        (
+            _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+            r"lacks model\.layers\.2\..* and \d+ more; is it a whole Qwen3ForCausalLM",
+        ),
+        (_of(intermediate_size=40), "has another shape of|cannot be loaded"),
+        (_of(model_type="moon"), "config.json: cannot be read"),
+    ],
+)
+def test_a_folder_that_cannot_be_taken_is_refused_and_nothing_is_written(dumped, tmp_path, break_it, sentence):
+    break_it(tmp_path / "model")
+    before = {path: path.stat().st_mtime_ns for path in dumped.rglob("*")}
+    with pytest.raises(WeightsMissing, match=sentence):
+        attach(dumped, 0, tmp_path / "model")
+    with pytest.raises(WeightsMissing, match=sentence):
+        import_dump("verl", tmp_path / "dump", output=tmp_path / "new", model=tmp_path / "model")
+    assert not (tmp_path / "new").exists()
+    assert {path: path.stat().st_mtime_ns for path in dumped.rglob("*")} == before
+
+
+def test_a_tokenizer_of_its_own_folder_is_taken_and_what_is_none_refused(dumped, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidOption, match=r"tokenizer: .*holds no tokenizer that can be loaded"):
+        attach(dumped, 0, tmp_path / "model", tokenizer=tmp_path / "empty")
+    (tmp_path / "words").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).rename(tmp_path / "words" / name)
+    assert attach(dumped, 0, tmp_path / "model", tokenizer=tmp_path / "words").has_tokenizer
+    assert (dumped / "tokenizer" / "tokenizer.json").exists()
+
+
+def test_info_check_and_replay_name_the_command(dumped):
+    (missing,) = (sentence for sentence in info(dumped).missing if "--attach" in sentence)
+    assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
+    with pytest.raises(CannotReplay, match="is of a dump, which holds no model; attach it: tim-trace weights"):
+        replay(dumped)
+    with pytest.raises(WeightsMissing, match="attach a folder"):
+        weights(dumped)
+
+
+def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
+    samples = dumps.make_samples(1, 64, masked=False)
+    for sample in samples:
+        sample.train = sample.rollout + np.random.default_rng(sample.index).normal(0, 1, len(sample.rollout)).astype(
+            "f4"
+        )
+    dumps.write_verl(tmp_path / "dump", {1: samples})
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    told = [finding.next.command for finding in check(tmp_path / "run").findings if finding.next is not None]
+    assert not any("tim-trace record" in command for command in told)
+
+
+def test_options_of_attach_go_with_it(dumped, tmp_path):
+    assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
+    with pytest.raises(InvalidOption, match="model_version: goes with model='DIR'"):
+        import_dump("verl", tmp_path / "dump", output=tmp_path / "x", model_version=3)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tim_trace.analysis import import_dump
+from tim_trace.tracer import replaced
+from tim_trace.tracer.weights.attach import attach_model, load_folder
+
+class Dying:
+    def __init__(self, moves):
+        self.moves = moves
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def replace(self, *given):
+        if not self.moves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.moves -= 1
+        os.replace(*given)
+
+dump, folder, place = map(Path, sys.argv[1:])
+loaded = load_folder(folder)
+for moves in range(40):
+    run = place / f"{moves:02}"
+    import_dump("verl", dump, output=run)
+    if not (child := os.fork()):
+        replaced.os = Dying(moves)
+        attach_model(run, 0, folder, *loaded)
+        os._exit(0)
+    if not os.waitpid(child, 0)[1]:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_all_of_it_or_none_and_the_next_writer_finishes_it(tmp_path, model):
+    dumps.write_verl(tmp_path / "dump", {1: scored(model)})
+    done = run(sys.executable, "-c", KILLED, tmp_path / "dump", tmp_path / "model", tmp_path / "runs")
+    assert done.code == 0, done.stderr
+    *killed, whole = sorted((tmp_path / "runs").iterdir())
+    assert len(killed) > 3
+    assert replay(whole)[0].identity_held
+    for place in killed:
+        assert not info(place).damaged
+        with pytest.raises(WeightsMissing, match="has no weights"):
+            weights(place)
+        # A replay writes to the trace: it finds the files on their way, and moves the rest.
+        assert replay(place)[0].identity_held
+        assert not list(place.glob(".tmp-*"))
+        assert [row["verified"] for row in weights(place, verify=True).dicts()] == ["ok"]
+        assert not info(place).damaged
+
+
+def test_another_trace_s_kind_of_damage_is_still_told(tmp_path, dumped):
+    attach(dumped, 0, tmp_path / "model")
+    states = {path for path in (dumped / "writers").iterdir() if 'attached_from": "' in path.read_text()}
+    assert len(states) == 1
+    states.pop().unlink()
+    with pytest.warns(UserWarning, match="is missing or damaged"), pytest.raises(WeightsMissing):
+        weights(dumped)
+
+
+def test_a_recorded_trace_needs_no_attached_weights_to_be_told_of(tmp_path):
+    make_trace(tmp_path / "run")
+    assert not any("--attach" in sentence for sentence in info(tmp_path / "run").missing)

@@ -1,0 +1,306 @@
+"""Weights of a Hugging Face folder as those of a policy version, for a trace that was made without them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
+from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
+from ..create import grown_trace
+from ..hooks.model_contract import dtypes
+from ..hooks.tokenizer import tokenizer_identity
+from ..importers.import_writer import ImportWriter
+from ..snapshot import Snapshot, take_snapshot
+from ..store import Store, first_line
+from ..verified_file import FileCursor
+from ..whole_file import write_part
+from .checkpoints import DTYPES
+from .reader import WeightReader
+
+_DECIDING = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+"""Sizes by which two configs are of one model."""
+_TOLD = 8
+"""Versions that an error names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What was attached."""
+
+    version: int
+    folder: str
+    num_tensors: int
+    num_bytes: int
+    has_tokenizer: bool
+    """Whether the folder's tokenizer was taken, too; one that the trace has stays."""
+
+
+def attach(
+    trace: str | os.PathLike[str],
+    version: int,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> Attached:
+    """Keep the weights of a Hugging Face folder as those of a policy version, so that a trace of a dump can be replayed.
+
+    `folder` holds config.json and safetensors, as `save_pretrained` writes them, of a model class of transformers' own; no
+    code in it is run. The model's config, and the tokenizer of the folder or of `tokenizer`, are kept with them. They are
+    written as a recorder writes them, and the trace holds all of it or none, however this process ends.
+
+    Weights that were attached before are replaced with `force`; recorded ones are not, since later versions are changes of
+    them.
+
+    Raises InvalidOption for a version that no row of the trace is of, weights that are there, and a model of another
+    vocabulary or size than the trace's; WeightsMissing for a folder without weights that can be read; NotInstalled without
+    transformers; TraceNotFound, TraceExists for a trace that is being recorded, StorageError.
+    """
+    Store(trace).manifest()
+    return attach_model(trace, version, folder, *load_folder(folder, tokenizer), force=force)
+
+
+def attach_model(
+    trace: str | os.PathLike[str],
+    version: int,
+    folder: str | os.PathLike[str],
+    model: Any,
+    of_tokenizer: Any,
+    *,
+    force: bool = False,
+) -> Attached:
+    """`attach` for what `load_folder` gave of the folder."""
+    there = _absolute(folder)
+    with grown_trace(trace) as building:
+        store = Store(trace)
+        snapshot = take_snapshot(store)
+        _check_version(snapshot, version)
+        _check_model(snapshot, model, there)
+        replaced = _to_replace(store, version, force)
+        has_tokenizer = of_tokenizer is not None and not store.files(TOKENIZER)
+        writer = ImportWriter(building)
+        writer.state.attached_from = there
+        writer.state.model = _identity(model, there)
+        if of_tokenizer is not None:
+            writer.state.tokenizer = tokenizer_identity(of_tokenizer)
+        if has_tokenizer:
+            writer.save_tokenizer(of_tokenizer)
+        tensors = model.state_dict()
+        writer.keep_weights(version, tensors)
+        writer.close()
+        writer.check(there)
+        for name in replaced:
+            _remove(store, Path(store.root), name)
+    (record,) = WeightReader(Store(trace), Store(trace).writers()[0]).parts[version]
+    return Attached(
+        version=version,
+        folder=there,
+        num_tensors=len(record.hashes),
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
+        has_tokenizer=has_tokenizer,
+    )
+
+
+def is_attached(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> bool:
+    """Whether a trace has weights of a version that came from this folder."""
+    store = Store(trace)
+    states = {state.writer: state for state in store.writers()[0]}
+    parts = WeightReader(store, tuple(states.values())).parts.get(version, ())
+    return any(states[part.writer].attached_from == _absolute(folder) for part in parts if part.writer in states)
+
+
+def _absolute(folder: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
+    """The model of a Hugging Face folder on the CPU, each tensor in the dtype of its file, and its tokenizer or None.
+
+    Raises WeightsMissing, InvalidOption and NotInstalled.
+    """
+    path = Path(os.path.expanduser(folder))
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
+        adapter = "; it is that of an adapter, which is merged first" if (path / "adapter_config.json").exists() else ""
+        raise WeightsMissing(f"{path}: holds no {lacking}; name a folder that save_pretrained wrote{adapter}")
+    if (path / "adapter_config.json").exists():
+        raise WeightsMissing(
+            f"{path}: holds an adapter; merge it (merge_and_unload) and save the model in a folder of its own"
+        )
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise NotInstalled(
+            "attaching weights needs torch and transformers, as a replay does: pip install transformers"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever transformers raises for what is no config of a model
+        raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
+    name = str((config.architectures or ["none"])[0])
+    kind: Any = getattr(transformers, name, None)
+    if not _is_language_model(kind):
+        raise WeightsMissing(
+            f"{path / 'config.json'}: names the architecture {name}, which is no language model of the installed transformers"
+        )
+    try:
+        model, told = kind.from_pretrained(
+            path, config=config, dtype="auto", trust_remote_code=False, local_files_only=True, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:
+        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
+    for words, names in (("lacks", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
+        if names:
+            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a whole {name}?")
+    with torch.no_grad():
+        _put_own_dtypes(model, path)
+    return model, _tokenizer(path, tokenizer)
+
+
+def _is_language_model(kind: object) -> bool:
+    import transformers
+
+    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and hasattr(kind, "generate")
+
+
+def _put_own_dtypes(model: Any, path: Path) -> None:
+    """Give tensors whose file has another dtype than the model the file's bits."""
+    from safetensors import safe_open
+
+    tensors = model.state_dict(keep_vars=True)
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:  # type: ignore[no-untyped-call]
+            for name in tensors.keys() & set(content.keys()):
+                dtype = DTYPES.get(content.get_slice(name).get_dtype())
+                if dtype != str(tensors[name].dtype).removeprefix("torch."):
+                    tensors[name].data = content.get_tensor(name)
+
+
+def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
+    import transformers
+
+    place = path if given is None else Path(os.path.expanduser(given))
+    if given is None and not any((place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever transformers raises for what is no tokenizer
+        raise InvalidOption(
+            f"{place}: holds no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
+        ) from error
+
+
+def _identity(model: Any, there: str) -> dict[str, Any]:
+    return {
+        "name": there,
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtypes": dtypes(model),
+        "config": model.config.to_dict(),
+    }
+
+
+def _check_version(snapshot: Snapshot, version: int) -> None:
+    """Raise InvalidOption for a version that the trace has not; where no row tells its version, any will do."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
+        raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, from 0 on")
+    there: set[int] = set()
+    for table in (SEQUENCES, SCORES):
+        for rows in _columns(snapshot, table, ["policy_version"]):
+            there.update(pc.unique(rows["policy_version"]).drop_null().to_pylist())
+    if there and version not in there:
+        some = [str(each) for each in sorted(there)]
+        told = ", ".join(some if len(some) <= _TOLD else [*some[: _TOLD - 1], "...", some[-1]])
+        raise InvalidOption(f"{snapshot.store.url}: no row is of version {version}; its rows are of {told}")
+
+
+def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
+    """Raise InvalidOption for a model that cannot be the trace's: token ids beyond its vocabulary, or other sizes."""
+    where, config = snapshot.store.url, model.config.to_dict()
+    for known in snapshot.writers:
+        if known.model.get("adapters"):
+            raise InvalidOption(f"{where}: is of a model with adapters, whose weights no folder of one model has")
+        recorded = known.model.get("config")
+        if isinstance(recorded, dict):
+            other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
+            if other:
+                told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
+                raise InvalidOption(f"{there}: is of another model than {where} was made with: {told}")
+    most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
+    vocab_size = int(_size(config, "vocab_size") or 0)
+    if most >= vocab_size:
+        raise InvalidOption(
+            f"{there}: has a vocabulary of {vocab_size:,} tokens, and {where} has the token {most:,}; is it the model that was "
+            "trained?"
+        )
+
+
+def _size(config: Mapping[str, Any], name: str) -> Any:
+    text = config.get("text_config") or config
+    return text.get(name)
+
+
+def _largest(rows: pa.Table) -> int:
+    found = [pc.max(pc.list_flatten(rows[name])).as_py() for name in rows.column_names]
+    return max((each for each in found if each is not None), default=-1)
+
+
+def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
+    """Columns of a table, a file at a time, without those that a file lacks."""
+    for entry in snapshot.files[table]:
+        wanted = [name for name in names if name not in entry.lacking]
+        yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
+    if table in snapshot.journals:
+        yield snapshot.journals[table].select(names)
+
+
+def _to_replace(store: Store, version: int, force: bool) -> list[str]:
+    """Writers whose weights of a version are replaced. Raises InvalidOption where some are there that stay."""
+    states = {state.writer: state for state in store.writers()[0]}
+    reader = WeightReader(store, tuple(states.values()))
+    writers = [record.writer for record in reader.parts.get(version, ())]
+    recorded = [name for name in writers if name not in states or states[name].attached_from is None]
+    if recorded:
+        raise InvalidOption(
+            f"{store.url}: has weights of version {version} that were recorded, and these are not replaced; import or copy the "
+            "run without its weights to attach others"
+        )
+    if writers and not force:
+        raise InvalidOption(
+            f"{store.url}: has weights of version {version} already, of {states[writers[0]].attached_from}; replace them "
+            f"with {option('force')}"
+        )
+    return writers
+
+
+def _remove(store: Store, folder: Path, name: str) -> None:
+    """Remove the weights that a writer attached. Its state says so first, so that nothing of them counts from then on."""
+    path = f"{WRITERS}/{name}.json"
+    write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
+    for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):
+        stem = file.removesuffix(".json").rpartition(".")[0] if file.endswith(".json") else file
+        if (segment := Segment.parse(stem)) is not None and segment.writer == name:
+            place = folder / WEIGHTS / file
+            if place.is_dir():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink(missing_ok=True)
+    (folder / path).unlink(missing_ok=True)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return f"{', '.join(names[:_TOLD])}{more}"
