@@ -1254,8 +1254,8 @@ def _nothing_recorded(output: str, recording: Any) -> str:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
         f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or of verl's "
-        "PPOTrainer, or called vllm.LLM.generate. Is the command Python, started without -I, -E or -S, and is tim-trace installed in its "
-        "environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
+        "PPOTrainer, or called vllm.LLM.generate or vllm's AsyncLLM.generate. Is the command Python, started without -I, -E or "
+        "-S, and is tim-trace installed in its environment? For a loop of your own use tim_trace.tracer.recorder.Recorder"
     )
 
 

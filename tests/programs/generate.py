@@ -9,6 +9,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 
 
+def described(outputs):
+    return [
+        [
+            {
+                "index": completion.index,
+                "ids": list(completion.token_ids),
+                "container": type(completion.logprobs).__name__,
+                "cumulative": completion.cumulative_logprob,
+                "logprobs": None
+                if completion.logprobs is None
+                else [
+                    {str(token): [entry.logprob, entry.rank, entry.decoded_token] for token, entry in position.items()}
+                    for position in completion.logprobs
+                ],
+            }
+            for completion in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -26,28 +47,6 @@ def main():
     flat = llm.generate(
         prompts[0], SamplingParams(max_tokens=4, logprobs=2, flat_logprobs=True, top_p=0.9, seed=1), use_tqdm=False
     )
-
-    def described(outputs):
-        return [
-            [
-                {
-                    "ids": list(completion.token_ids),
-                    "container": type(completion.logprobs).__name__,
-                    "cumulative": completion.cumulative_logprob,
-                    "logprobs": None
-                    if completion.logprobs is None
-                    else [
-                        {
-                            str(token): [entry.logprob, entry.rank, entry.decoded_token]
-                            for token, entry in position.items()
-                        }
-                        for position in completion.logprobs
-                    ],
-                }
-                for completion in output.outputs
-            ]
-            for output in outputs
-        ]
 
     tiny.finish(arguments.result, plain=described(plain), listed=described(listed), flat=described(flat))
 

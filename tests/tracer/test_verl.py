@@ -459,6 +459,7 @@ def test_a_serving_engine_declares_one_contract_for_each_sampling(session, monke
     vllm = ModuleType("vllm")
     vllm.__version__ = "0.32.0"
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, vllm_async.VERL_SERVERS, ModuleType(vllm_async.VERL_SERVERS))
 
     def params(**values):
         return SimpleNamespace(

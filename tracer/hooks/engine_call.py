@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.capture import Capture
+from ...schemas.passes import ROLLOUT
 from ..dense import Logits, TopK
 from .vllm_logprobs import Requested, distribution, gathered, sampled_logprobs
 
@@ -69,3 +70,34 @@ class EngineCall:
         given = self.engine_logprobs
         parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
         return gathered(parts)
+
+    def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
+        """Record the completions as sequences of a step, and their logprobs as rollouts; `names` are the prompts'."""
+        prompts = self.prompt_of
+        params = [self.requested[prompt].params for prompt in prompts]
+        batch = recorder.add_sequences(
+            step=step,
+            seq_ids=[f"{names[prompt]}-{done.index}" for prompt, done in zip(prompts, self.completions, strict=True)],
+            group_ids=[names[prompt] for prompt in prompts],
+            prompt_ids=[list(self.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
+            response_ids=[list(done.token_ids) for done in self.completions],
+            finish_reason=self.finish_reasons,
+            temperature=[p.temperature for p in params],
+            top_p=[p.top_p for p in params],
+            top_k=[p.top_k for p in params],
+            min_p=[p.min_p for p in params],
+            repetition_penalty=[p.repetition_penalty for p in params],
+            max_tokens=[p.max_tokens for p in params],
+        )
+        logprobs = self.logprobs()
+        scored = [row for row, values in enumerate(logprobs) if values is not None]
+        if scored:
+            captured = self.captured()
+            recorder.add_scores(
+                ROLLOUT,
+                batch,
+                rows=scored,
+                logprobs=[logprobs[row] for row in scored],
+                distribution=self.distribution(captured),
+                captured_rows=captured,
+            )

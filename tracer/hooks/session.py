@@ -62,6 +62,8 @@ class Session:
         self.capture = Capture.parse(order.capture, order.capture_fraction)
         self.hooks: dict[str, str] = {}
         self.generation: Any = None
+        self.num_engine_steps = 0
+        """Steps of engines that a program drives without a trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -98,6 +100,11 @@ class Session:
 
             self._engine_weights = EngineWeights(self)
         return self._engine_weights
+
+    def next_engine_step(self) -> int:
+        """Number the next call, or wave of requests, of an engine that no trainer asks."""
+        self.num_engine_steps += 1
+        return self.num_engine_steps
 
     def begin_training(self) -> None:
         """Have what comes from here on belong to another attempt at training than what came before.

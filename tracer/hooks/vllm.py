@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
@@ -17,11 +16,12 @@ from .calls import arguments
 from .engine_call import EngineCall
 from .patches import Patches
 from .session import Session
-from .tokenizer import tokenizer_identity
 from .trl_state import Generation
 from .versions import version_sentence
 from .vllm_contract import engine_contract, sampling_settings
-from .vllm_logprobs import Requested, as_requested
+from .vllm_identity import describe_engine
+from .vllm_logprobs import Requested, asking, cut_down, room_for
+from .vllm_prompts import EMBEDDED, has_embeddings, num_prompts
 
 POINTS = {
     "generate": "rollouts of LLM.generate",
@@ -33,10 +33,6 @@ _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 gives them (enable_return_routed_experts) from its Model Runner V2 alone, "
     "which does not run without Triton, and they are not read yet; those of the trainer are recorded"
 )
-
-ALL_LOGPROBS = -1
-ROOM_FOR_ALL = 1 << 30
-"""`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -67,14 +63,12 @@ class EngineHooks:
         self.session = session
         self._arguments: dict[int, dict[str, Any]] = {}
         self._contracts: dict[Any, Contract] = {}
-        self._num_calls = 0
+        self._described = False
 
     def init(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("vLLM's engine arguments"):
-            capture = self.session.capture
-            if capture.dense:
-                needed = ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1
-                kwargs["max_logprobs"] = max(needed, kwargs.get("max_logprobs", 20))
+            if self.session.capture.dense:
+                kwargs["max_logprobs"] = room_for(self.session.capture, kwargs.get("max_logprobs", 20))
         result = original(llm, *args, **kwargs)
         with self.session.guard("vLLM's engine arguments"):
             self._arguments[id(llm)] = arguments(original, llm, *args, **kwargs)
@@ -105,7 +99,11 @@ class EngineHooks:
         """Ask the engine for the sampled tokens' logprobs, and for the distributions of captured rows."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
-        rows = _num_prompts(call[prompts_name])
+        prompts = call[prompts_name]
+        if any(map(has_embeddings, prompts if isinstance(prompts, (list, tuple)) else [prompts])):
+            self.session.note(EMBEDDED)
+            return {}, []
+        rows = num_prompts(prompts)
         params = call.get("sampling_params")
         params = llm.get_default_sampling_params() if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * rows
@@ -116,7 +114,7 @@ class EngineHooks:
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
-                new = _asking(old, self.session.capture if keep else None)
+                new = asking(old, self.session.capture if keep else None)
                 known[id(old), keep] = new, Requested.of(old, changed=new is not old, captured=keep)
         both = [known[id(old), keep] for old, keep in zip(each, captured, strict=True)]
         if any(wish.changed for _, wish in known.values()):
@@ -132,7 +130,7 @@ class EngineHooks:
         if not capture.dense:
             return [False] * rows
         if generation is None:
-            return [capture.selects(self._num_calls + 1, f"{row}-0") for row in range(rows)]
+            return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
                 "rollout distributions are captured only where one engine call gives a process's own rows: not with "
@@ -150,15 +148,6 @@ class EngineHooks:
                 self.session.note(_NO_ROUTING)
         return self._contracts[key]
 
-    def _describe(self, llm: Any) -> None:
-        recorder, config = self.session.recorder, llm.llm_engine.vllm_config.model_config
-        tokenizer = llm.get_tokenizer()
-        recorder.describe(
-            model={"name": config.model, "config": config.hf_config.to_dict()},
-            tokenizer=tokenizer_identity(tokenizer),
-        )
-        recorder.save_tokenizer(tokenizer)
-
     def _record(self, llm: Any, call: EngineCall) -> None:
         recorder = self.session.recorder
         generation: Generation | None = self.session.generation
@@ -167,37 +156,12 @@ class EngineHooks:
         if generation is not None:
             generation.engine_calls.append(call)
             return
-        self._num_calls += 1
-        if self._num_calls == 1:
-            self._describe(llm)
-        prompts = call.prompt_of
-        params = [call.requested[prompt].params for prompt in prompts]
-        batch = recorder.add_sequences(
-            step=self._num_calls,
-            seq_ids=[f"{prompt}-{done.index}" for prompt, done in zip(prompts, call.completions, strict=True)],
-            group_ids=prompts,
-            prompt_ids=[list(call.outputs[prompt].prompt_token_ids or []) for prompt in prompts],
-            response_ids=[list(done.token_ids) for done in call.completions],
-            finish_reason=call.finish_reasons,
-            temperature=[p.temperature for p in params],
-            top_p=[p.top_p for p in params],
-            top_k=[p.top_k for p in params],
-            min_p=[p.min_p for p in params],
-            repetition_penalty=[p.repetition_penalty for p in params],
-            max_tokens=[p.max_tokens for p in params],
-        )
-        logprobs = call.logprobs()
-        scored = [row for row, values in enumerate(logprobs) if values is not None]
-        if scored:
-            captured = call.captured()
-            recorder.add_scores(
-                ROLLOUT,
-                batch,
-                rows=scored,
-                logprobs=[logprobs[row] for row in scored],
-                distribution=call.distribution(captured),
-                captured_rows=captured,
-            )
+        step = self.session.next_engine_step()
+        if not self._described:
+            self._described = True
+            describe_engine(self.session, llm.llm_engine.vllm_config.model_config, llm.get_tokenizer)
+        names = [str(prompt) for prompt in range(len(call.outputs))]
+        call.record(recorder, step=step, names=names)
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
@@ -207,37 +171,5 @@ def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[An
     """
     if not any(wish.changed for wish in requested):
         return None
-    given = []
-    for output, wish in zip(outputs, requested, strict=True):
-        for completion in output.outputs:
-            given.append(completion.logprobs)
-            if wish.changed:
-                completion.logprobs = as_requested(completion.logprobs, completion.token_ids, wish)
-                if wish.logprobs is None:
-                    completion.cumulative_logprob = None
-    return given
-
-
-def _asking(params: Any, capture: Capture | None) -> Any:
-    """The sampling parameters with enough logprobs asked for; the same object where they ask for enough."""
-    wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
-    have = params.logprobs
-    if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
-        return params
-    asked = params.clone()
-    asked.logprobs = wanted
-    if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
-        asked.flat_logprobs = True
-    return asked
-
-
-def _num_prompts(prompts: Any) -> int:
-    """How many requests a call makes of its prompts or conversations."""
-    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
-        return 1
-    first = prompts[0]
-    if isinstance(first, int):
-        return 1
-    if isinstance(first, dict) and "role" in first:
-        return 1
-    return len(prompts)
+    pairs = zip(outputs, requested, strict=True)
+    return [cut_down(completion, wish) for output, wish in pairs for completion in output.outputs]

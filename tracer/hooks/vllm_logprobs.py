@@ -12,6 +12,13 @@ import numpy as np
 from ...schemas.capture import Capture
 from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
+ALL_LOGPROBS = -1
+ROOM_FOR_ALL = 1 << 30
+"""`max_logprobs` that every vocabulary fits in; -1 would switch other engine features off."""
+
+DELTA = "DELTA"
+"""vLLM's kind of output that tells new tokens alone. It joins waiting outputs position by position, so flat ones lose there."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Requested:
@@ -28,6 +35,40 @@ class Requested:
     def of(cls, params: Any, *, changed: bool, captured: bool) -> Requested:
         flat = bool(getattr(params, "flat_logprobs", False))
         return cls(params=params, logprobs=params.logprobs, flat=flat, changed=changed, captured=captured)
+
+
+def asking(params: Any, capture: Capture | None) -> Any:
+    """The sampling parameters with enough logprobs asked for; the same object where they ask for enough.
+
+    `capture` is given for a request whose distributions are kept.
+    """
+    wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
+    have = params.logprobs
+    if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
+        return params
+    asked = params.clone()
+    asked.logprobs = wanted
+    is_delta = getattr(getattr(params, "output_kind", None), "name", None) == DELTA
+    if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
+        asked.flat_logprobs = not is_delta
+    return asked
+
+
+def room_for(capture: Capture, given: int) -> int:
+    """`max_logprobs` of an engine whose distributions are captured, where `given` is its own."""
+    if not capture.dense or given == ALL_LOGPROBS:
+        return given
+    return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
+
+
+def cut_down(completion: Any, requested: Requested) -> Any:
+    """Leave a completion the logprobs that the caller asked for and no others; return those that the engine gave."""
+    given = completion.logprobs
+    if requested.changed:
+        completion.logprobs = as_requested(given, completion.token_ids, requested)
+        if requested.logprobs is None:
+            completion.cumulative_logprob = None
+    return given
 
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
@@ -70,9 +111,11 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
     """Ids [T, K] int32 and logprobs [T, K] float32 by rank, without the extra entry of a token taken outside of them."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
-        values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
-        return ids[:, 1:], values[:, 1:]
+        # Flat positions that vLLM joined out of several outputs have the taken token once, wherever it ranks.
+        if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
+            ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
+            values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
+            return ids[:, 1:], values[:, 1:]
     rows = []
     for position in logprobs:
         ranked = sorted(position.items(), key=lambda item: item[1].rank)
