@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dumps import make_samples
+from builders import make_trace
+from dumps import make_samples, make_steps
 from tim_trace import check, connect, diagnose, import_dump, info, stats
-from tim_trace.schemas.errors import ImportFailed, NothingToCompare
+from tim_trace.schemas.errors import ImportFailed, NothingToCompare, TraceExists
 from tim_trace.tracer.importers.textfiles import as_object, parsed
 
 
@@ -297,3 +298,13 @@ def test_json_is_what_python_reads(text):
 def test_a_key_that_comes_twice_is_refused(text):
     with pytest.raises(ImportFailed, match="has the key a twice"):
         as_object(parsed(text.encode(), "here", ""), "here", "")
+
+
+@pytest.mark.parametrize("format", ["trl", "ms-swift"])
+def test_texts_are_not_joined_to_a_recorded_run_and_the_reason_is_told(tmp_path, format):
+    dumps.ONE_SIDED[format](tmp_path, make_steps(1))
+    make_trace(tmp_path / "run")
+    before = stats(tmp_path / "run").dicts()
+    with pytest.raises(TraceExists, match=f"texts of {format} cannot be joined: nothing in them names a sequence"):
+        import_dump(format, tmp_path, output=tmp_path / "run")
+    assert stats(tmp_path / "run").dicts() == before

@@ -12,7 +12,15 @@ import xxhash
 from ... import __version__
 from ...schemas.checksums import SealedFile
 from ...schemas.clock import now
-from ...schemas.errors import DamagedTrace, ImportFailed, InvalidOption, TimTraceError, TraceNotFound, option
+from ...schemas.errors import (
+    DamagedTrace,
+    ImportFailed,
+    InvalidOption,
+    TimTraceError,
+    TraceExists,
+    TraceNotFound,
+    option,
+)
 from ...schemas.manifest import Manifest
 from ...schemas.passes import ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
@@ -242,6 +250,12 @@ class _Before:
             manifest = store.manifest()
         except (TraceNotFound, DamagedTrace, OSError, ValueError):
             return None
+        if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
+            raise TraceExists(
+                f"{output}: is a recorded run, to which texts of {format.name} cannot be joined: nothing in them names a sequence, "
+                "equal texts come several times in a step, and one that was cut reads as one that ended; the recording has their "
+                "rewards and advantages. Name another folder"
+            )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
             return None
