@@ -11,6 +11,7 @@ from tim_trace.analysis.stats import likeness, stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.tracer.dense import read_dense
+from tim_trace.tracer.hooks.trl_batches import scoring_call
 from tim_trace.tracer.store import Store
 
 pytestmark = pytest.mark.engine
@@ -554,3 +555,23 @@ def test_an_error_of_recording_never_takes_training_down():
     found = info(str(run.trace))
     assert (found.state, found.exit_code) == ("stopped", 0)
     assert run.result["weights"] == train().result["weights"]
+
+
+def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places():
+    """As in TRL 1.13 and 1.14."""
+
+    def score(self, model, *args, batch_size=None, **kwargs):
+        raise AssertionError("is asked for its signature alone")
+
+    call = scoring_call(score, "trainer", "model", "ids", "mask", 7, compute_entropy=True)
+    assert call == {
+        "model": "model", "input_ids": "ids", "attention_mask": "mask", "logits_to_keep": 7, "compute_entropy": True,
+    }  # fmt: skip
+    named = scoring_call(score, "trainer", "model", "ids", attention_mask="mask", logits_to_keep=7, batch_size=2)
+    assert named == {
+        "model": "model",
+        "input_ids": "ids",
+        "attention_mask": "mask",
+        "logits_to_keep": 7,
+        "batch_size": 2,
+    }

@@ -35,6 +35,7 @@ from .trl_batches import (
     named_passes,
     right_padded,
     row_keys,
+    scoring_call,
     scoring_of,
 )
 from .trl_contract import (
@@ -233,7 +234,7 @@ class TrainerHooks:
         call: dict[str, Any] = {}
         tap = routers = None
         with self.session.guard("a pass"):
-            call = arguments(original, trainer, *args, **kwargs)
+            call = scoring_call(original, trainer, *args, **kwargs)
             rows = self._train_rows(trainer, state, call)
             tap = self._tap(trainer, rows, call)
             routers = routing_tap(self.session, trainer, rows, call)

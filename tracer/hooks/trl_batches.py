@@ -12,10 +12,13 @@ import numpy as np
 
 from ...schemas.passes import REFERENCE, TRAIN
 from ..routing import Routing
+from .calls import arguments
 from .engine_call import EngineCall
 from .trl_distributions import HeadTap
 from .trl_state import Generation, Loss, Recorded, Scoring
 
+_SCORED = ("input_ids", "attention_mask", "logits_to_keep")
+"""What a trainer scores after the model, in this order."""
 ROW_KEY = "tim_trace_row"
 """Rides along in the trainer's batches, so that a shuffled micro-batch tells which rows it holds."""
 
@@ -31,6 +34,12 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
         else:
             named.append((REFERENCE, scoring))
     return named
+
+
+def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call that scores, by name. TRL 1.13 and 1.14 take them as *args, and hand them on."""
+    call = arguments(original, trainer, *args, **kwargs)
+    return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
 
 def scoring_of(
