@@ -558,7 +558,7 @@ def test_an_error_of_recording_never_takes_training_down():
 
 
 def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places():
-    """As in TRL 1.13 and 1.14."""
+    """As in TRL 1.14."""
 
     def score(self, model, *args, batch_size=None, **kwargs):
         raise AssertionError("is asked for its signature alone")

@@ -37,7 +37,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call that scores, by name. TRL 1.13 and 1.14 take them as *args, and hand them on."""
+    """The arguments of a call that scores, by name. TRL 1.14 takes them as *args, and hands them on."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
