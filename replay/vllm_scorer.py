@@ -117,10 +117,10 @@ class VllmScorer:
 
     def made_by(self) -> Contract:
         """The contract of what this arm gives."""
-        from ..tracer.hooks.vllm_contract import engine_contract
+        from ..tracer.hooks.vllm_contract import Conditions, engine_contract
 
         assert self._engine is not None
-        contract = engine_contract(self._engine.llm, self._engine.arguments, None)
+        contract = engine_contract(self._engine.llm, self._engine.arguments, None, Conditions())
         return contract | {
             "source": "replay",
             "arm": self.arm.changes,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...schemas.capture import Capture
 from .engine_call import EngineCall
+from .vllm_contract import Conditions
 from .vllm_logprobs import DELTA, Requested, cut_down
 
 ABORT, ERROR = "abort", "error"
@@ -51,9 +52,10 @@ class GivenCompletion:
 class AsyncRequest:
     """A request on its way."""
 
-    def __init__(self, *, name: str, step: int, requested: Requested):
+    def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
         self.name = name
         self.step = step
+        self.conditions = conditions
         self.requested = requested
         self.prompt_token_ids: Sequence[int] | None = None
         self._is_delta = requested.params.output_kind.name == DELTA

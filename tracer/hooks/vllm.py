@@ -6,6 +6,7 @@ Shapes: T response tokens, K kept tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...schemas.contract import Contract
@@ -18,7 +19,7 @@ from .patches import Patches
 from .session import Session
 from .trl_state import Generation
 from .versions import version_sentence
-from .vllm_contract import engine_contract, sampling_settings
+from .vllm_contract import Conditions, engine_contract, sampling_settings
 from .vllm_identity import describe_engine
 from .vllm_logprobs import Requested, asking, cut_down, room_for
 from .vllm_prompts import EMBEDDED, has_embeddings, num_prompts
@@ -28,6 +29,9 @@ POINTS = {
     "chat": "rollouts of LLM.chat",
     "__init__": "vLLM's engine arguments, and room for captured distributions",
 }
+
+UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
+"""Functions that sample, too."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 gives them (enable_return_routed_experts) from its Model Runner V2 alone, "
@@ -46,10 +50,10 @@ def install(session: Session, module: Any) -> Patches:
         "__init__": hooks.init,
         "generate": hooks.generate,
         "chat": hooks.generate,
+        **{name: partial(hooks.tell_of, name) for name in UNRECORDED},
     }
-    missing = {
-        f"LLM.{name}": POINTS[name] for name, wrapper in wrappers.items() if not patches.wrap(module.LLM, name, wrapper)
-    }
+    unwrapped = [name for name, wrapper in wrappers.items() if not patches.wrap(module.LLM, name, wrapper)]
+    missing = {f"LLM.{name}": POINTS[name] for name in unwrapped if name in POINTS}
     sentence = version_sentence("vllm", vllm.__version__, missing)
     if sentence:
         session.note(sentence)
@@ -90,8 +94,13 @@ class EngineHooks:
             given = _cut_down(outputs, requested)
             with self.session.guard("vLLM's rollouts"):
                 call = EngineCall(outputs=outputs, requested=requested, given=given, capture=self.session.capture)
-                self._record(llm, call)
+                self._record(llm, call, kwargs.get("lora_request"))
         return outputs
+
+    def tell_of(self, name: str, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.session.is_recording:
+            self.session.note(f"rollouts of LLM.{name} are not recorded; those of LLM.generate and LLM.chat are")
+        return original(llm, *args, **kwargs)
 
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -139,20 +148,23 @@ class EngineHooks:
             return [False] * rows
         return [bool(keep) for keep in generation.captured]
 
-    def _contract(self, llm: Any, params: Any) -> Contract:
+    def _contract(self, llm: Any, params: Any, conditions: Conditions) -> Contract:
         """The engine's contract; the same object for as long as nothing in it changes."""
-        key = (id(llm), sampling_settings(params), environment.torch_settings_key())
+        key = (id(llm), sampling_settings(params), conditions, environment.torch_settings_key())
         if key not in self._contracts:
-            self._contracts[key] = engine_contract(llm, self._arguments.get(id(llm), {}), params)
+            self._contracts[key] = engine_contract(llm, self._arguments.get(id(llm), {}), params, conditions)
+            for sentence in conditions.sentences:
+                self.session.note(sentence)
             if self.session.order.routing and llm.llm_engine.vllm_config.model_config.is_moe:
                 self.session.note(_NO_ROUTING)
         return self._contracts[key]
 
-    def _record(self, llm: Any, call: EngineCall) -> None:
+    def _record(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
         recorder = self.session.recorder
         generation: Generation | None = self.session.generation
         if generation is None or generation.split == TRAIN_SPLIT:
-            recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params))
+            conditions = Conditions.of((wish.params for wish in call.requested), lora_requests)
+            recorder.add_contract(ROLLOUT, self._contract(llm, call.requested[0].params, conditions))
         if generation is not None:
             generation.engine_calls.append(call)
             return

@@ -19,7 +19,7 @@ from .calls import arguments
 from .patches import Patches
 from .session import Session
 from .versions import version_sentence
-from .vllm_contract import async_contract, sampling_settings
+from .vllm_contract import Conditions, async_contract, sampling_settings
 from .vllm_identity import describe_engine
 from .vllm_logprobs import Requested, asking, room_for
 from .vllm_prompts import EMBEDDED, has_embeddings
@@ -100,7 +100,7 @@ class AsyncEngineHooks:
             return original(engine, *args, **kwargs)
         if _is_verl():
             with self.session.guard("the contract of vLLM's rollouts"):
-                self._declare(engine, call["sampling_params"])
+                self._declare(engine, call["sampling_params"], call.get("lora_request"))
             return original(engine, *args, **kwargs)
         return self._recorded(original, engine, call)
 
@@ -163,7 +163,8 @@ class AsyncEngineHooks:
             asked = asking(params, self.session.capture if captured else None)
             call = call | {"sampling_params": asked}
         requested = Requested.of(params, changed=asked is not params, captured=captured)
-        request = AsyncRequest(name=name, step=self._step, requested=requested)
+        conditions = Conditions.of([params], call.get("lora_request"))
+        request = AsyncRequest(name=name, step=self._step, requested=requested, conditions=conditions)
         self._num_running += 1
         return call, request
 
@@ -179,23 +180,26 @@ class AsyncEngineHooks:
             self._described = True
             describe_engine(self.session, engine.vllm_config.model_config, engine.get_tokenizer)
         recorder = self.session.recorder
-        recorder.add_contract(ROLLOUT, self._contract(engine, request.requested.params)[0])
+        contract, is_new = self._contract(engine, request.requested.params, request.conditions)
+        for sentence in request.conditions.sentences if is_new else ():
+            self.session.note(sentence)
+        recorder.add_contract(ROLLOUT, contract)
         request.call(self.session.capture).record(recorder, step=request.step, names=[request.name])
 
-    def _contract(self, engine: Any, params: Any) -> tuple[Contract, bool]:
+    def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
         """The engine's contract, the same object for as long as nothing in it changes, and whether it is new."""
         settings = tuple(
             (name, value) for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")
         )
-        key = (id(engine), settings)
+        key = (id(engine), settings, conditions)
         is_new = key not in self._contracts
         if is_new:
-            self._contracts[key] = async_contract(engine, params, self._model_patches.get(engine, []))
+            self._contracts[key] = async_contract(engine, params, self._model_patches.get(engine, []), conditions)
         return self._contracts[key], is_new
 
-    def _declare(self, engine: Any, params: Any) -> None:
+    def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
         """Keep the contract, once for each of its sampling settings, before the caller has the first rollout."""
-        contract, is_new = self._contract(engine, params)
+        contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
             self.session.seal()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -41,10 +41,56 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any) -> Contract:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What of its requests decides a call's logprobs, besides their sampling settings."""
+
+    adapters: tuple[tuple[str, int, str], ...] = ()
+    """Name, number and path of each LoRA adapter; empty without any."""
+    has_grammar: bool = False
+    """Whether some have structured outputs."""
+
+    @classmethod
+    def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
+        """`lora_requests` is what the caller gave: None, one, or one for each prompt."""
+        given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
+        return cls(
+            adapters=tuple(
+                dict.fromkeys(
+                    (str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None
+                )
+            ),
+            has_grammar=any(getattr(one, "structured_outputs", None) is not None for one in params),
+        )
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is not recorded of such rollouts."""
+        found = [
+            f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract names it and its path"
+            for name, _, _ in self.adapters
+        ]
+        if self.has_grammar:
+            found.append(_GRAMMAR)
+        return found
+
+    @property
+    def contract(self) -> Contract:
+        names = ("name", "number", "path")
+        adapters = [dict(zip(names, adapter, strict=True)) for adapter in self.adapters]
+        return {"adapters": adapters, "structured_outputs": self.has_grammar}
+
+
+_GRAMMAR = (
+    "logprobs over the whole vocabulary are not recorded of rollouts with structured outputs: vLLM gives them over the tokens "
+    "that the grammar allows, so that d holds what the grammar takes away"
+)
+
+
+def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
     """What decides the logprobs of vLLM's offline engine: versions, arguments, configuration, kernels, sampling."""
     config = getattr(llm.llm_engine, "vllm_config", None)
-    return _contract(config, "vllm.LLM.generate") | {
+    return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
         "attention_backend": attention_backends(llm),
         "model_class": _model_class(llm),
@@ -52,14 +98,16 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any) -> Cont
     }
 
 
-def async_contract(engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]]) -> Contract:
+def async_contract(
+    engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
+) -> Contract:
     """The same of an engine that serves requests: it lives in processes of its own, and does not tell its kernels.
 
     `model_patches` are the calls by which the caller changed the engine's model. A request's own limit and seed are left
     out.
     """
     sampling = {name: value for name, value in sampling_settings(params) if name not in ("max_tokens", "seed", "n")}
-    return _contract(engine.vllm_config, "vllm.AsyncLLM.generate") | {
+    return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
         "attention_backend": None,
         "model_class": None,
         "model_patches": [_said(dict(patch)) for patch in model_patches],
@@ -67,7 +115,7 @@ def async_contract(engine: Any, params: Any, model_patches: Sequence[Mapping[str
     }
 
 
-def _contract(config: Any, function: str) -> Contract:
+def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
     import vllm
 
     resolved = {part: _settings(getattr(config, part, None), names) for part, names in _CONFIGS.items()}
@@ -77,7 +125,8 @@ def _contract(config: Any, function: str) -> Contract:
         "engine_version": vllm.__version__,
         "function": function,
         "logprobs_mode": mode,
-        "logprobs_of": _MODES.get(mode, mode),
+        "logprobs_of": _MODES.get(mode, mode) + (", with the grammar's mask" if conditions.has_grammar else ""),
+        **conditions.contract,
         "config": resolved,
         "device": _device(config),
         "torch": environment.torch_settings(),
