@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(items):
     """Put long files first, so that workers, each given a file at a time, end at about the same time."""
     sizes = Counter(item.path for item in items)
     starts_programs = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: (item.path not in starts_programs, -sizes[item.path]))
+    of_two_long_tests = {item.path for item in items if item.path.name == "test_fuzz.py"}
+    items.sort(key=lambda item: (item.path not in starts_programs | of_two_long_tests, -sizes[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)
