@@ -317,6 +317,7 @@ ARMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_two_exact_replays_of_a_recording_have_equal_bits(tmp_path):
     trace = tmp_path / "run"

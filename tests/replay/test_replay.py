@@ -100,6 +100,7 @@ def test_other_weights_are_noticed(trace):
     assert rows(trace, "SELECT DISTINCT policy_version FROM scores WHERE pass LIKE 'replay/weights%'") == [(0,)]
 
 
+@pytest.mark.slow
 def test_when_bits_do_not_come_back_it_says_what_differs(trace):
     def change(contract):
         return json.loads(
@@ -376,6 +377,7 @@ def test_out_of_memory_halves_the_batch_and_says_so():
     assert [row.seq_id for row in result.rows] == [row.seq_id for row in recorded]
 
 
+@pytest.mark.slow
 def test_a_machine_that_runs_out_of_memory_goes_on_with_fewer_rows(tmp_path):
     """A wide layer, 64 rows of 100 tokens, and 400 MB that the process may still take."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -511,6 +513,7 @@ def test_an_arm_that_is_complete_does_not_keep_others_from_being_completed(trace
         replay(trace, arm=["batch-size=1", "dtype=bf16"])
 
 
+@pytest.mark.slow
 def test_a_killed_replay_goes_on_where_it_was(trace):
     draw = random.Random(0)
     command = [str(TIM_TRACE), "replay", str(trace), "--batch-size", "1", "--arm", "dtype=bf16"]

@@ -50,6 +50,7 @@ def rows(trace, query):
     return connect(trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_recording_routers_changes_no_bit_of_the_training():
     assert train("--moe", **ROUTED).result["weights"] == train("--moe").result["weights"]
 
@@ -174,6 +175,7 @@ def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
     assert not rows(dense, "SELECT 1 FROM scores WHERE routing IS NOT NULL")
 
 
+@pytest.mark.slow
 def test_without_routing_one_notice_says_how_to_record_it(tmp_path):
     run = train("--moe", capture="logprobs")
     assert run.done.stderr.count("router choices are not recorded") == 1

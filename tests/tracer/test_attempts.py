@@ -90,6 +90,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_command_counts_a_step_once_as_its_newest_attempt_made_it(traces):
     for command in COMMANDS:
         found, expected = (told(path, *command) for path in traces)
@@ -214,6 +215,7 @@ def test_a_notebook_that_goes_on_from_a_checkpoint_without_having_closed_counts_
     first.close()
 
 
+@pytest.mark.slow
 def test_torchrun_s_restart_is_another_attempt(tmp_path):
     command = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1, PROGRAMS / "restarts.py"]
     done = run(TORCHRUN, *command, tmp_path / "run", tmp_path / "checkpoint", 5, 7)

@@ -45,6 +45,7 @@ def counts(trace):
     """).fetchall()  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_tensor_that_is_skipped_is_named_with_the_version_that_the_engine_has():
     numbers = faulty("skips")

@@ -449,6 +449,7 @@ def test_rloo_s_kl_is_the_one_that_it_logged(rloo):
         np.testing.assert_allclose(kl, logged(rloo, "kl")[step], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_responses_that_are_masked_for_being_cut_off_keep_their_length_and_have_no_scores():
     run = train(
         config={"mask_truncated_completions": True, "max_completion_length": 3, **OFF_POLICY}, capture="logprobs"
@@ -505,6 +506,7 @@ def test_the_tokenizer_is_kept(on_policy):
     assert set(tokenizer.decode(ids)) <= set("0123456789+=")
 
 
+@pytest.mark.slow
 def test_an_untested_version_gives_one_warning_and_is_recorded_as_far_as_it_goes():
     run = train("--pretend", "9.9.9", capture="logprobs")
     assert run.done.stderr.count("9.9.9 is not a tested version") == 1
@@ -515,6 +517,7 @@ def test_an_untested_version_gives_one_warning_and_is_recorded_as_far_as_it_goes
     assert run.result["weights"] == train().result["weights"]
 
 
+@pytest.mark.slow
 def test_a_function_that_is_gone_is_named_with_what_is_not_recorded():
     run = train("--pretend", "9.9.9", "--without", "_calculate_rewards", capture="logprobs")
     assert "not recorded: rewards (GRPOTrainer._calculate_rewards was not found)" in run.done.stderr
@@ -534,6 +537,7 @@ def test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from(kind)
     assert "objective and gradient take the loss that TRL makes of its settings" in said
 
 
+@pytest.mark.slow
 def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
     derived, plain = (train("--trainer", kind, "--steps", "2", capture="logprobs") for kind in ("derived", "grpo"))
     query = "SELECT advantage FROM sequences WHERE step = 1 ORDER BY seq_id"
