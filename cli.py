@@ -49,6 +49,7 @@ SECTIONS = {
     "more to look at": {
         "info": "What a trace holds, who wrote it, and what is missing.",
         "verify": "Read every byte and compare it with what was written.",
+        "compact": "Merge the files of many writers into few.",
         "query": "Run a named query, or list them.",
         "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
     },
@@ -299,7 +300,7 @@ def main() -> None:
 
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
+@click.option("-o", "--output", required=True, metavar="RUN", help="Folder, or URL, to write the trace to.")
 @click.option(
     "--capture", default="logprobs", show_default=True, metavar="logprobs|topk:K|logits",
     help="What to keep of each token's distribution.",
@@ -330,24 +331,32 @@ def main() -> None:
 @click.option(
     "--resume", is_flag=True, default=False, help="Add to a trace that lies there: the run goes on from a checkpoint."
 )
+@click.option("--compact", is_flag=True, default=False, help="Merge the files of all writers at the end.")
 @click.option("--force", is_flag=True, default=False, help="Replace a trace that lies there, and nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
-    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's.
+    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is a
+    folder, or a URL such as s3://bucket/run: what is sealed is sent there while COMMAND runs.
     """
     from .analysis import record as run
 
-    _tell(f"recording to {os.path.abspath(output)}")
-    recording = run(command, output=output, capture=capture, capture_fraction=capture_fraction, **options)
+    _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
-    if recording.num_sequences:
-        from .analysis.stats import comparable_pair
-        from .analysis.trace.sums import summarize
 
-        summarize(recording.folder, progress=_progress)
-        pair = comparable_pair(recording.folder)
+    def at_end(recording: Any) -> None:
+        nonlocal pair
+        if recording.num_sequences:
+            from .analysis.stats import comparable_pair
+            from .analysis.trace.sums import summarize
+
+            summarize(recording.folder, progress=_progress)
+            pair = comparable_pair(recording.folder)
+
+    recording = run(
+        command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
+    )
     _tell(_recorded(output, recording, pair))
     sys.exit(recording.exit_code)
 
@@ -390,7 +399,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
 
     FORMAT parquet is the neutral way in: one row a sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/trace-format.md has them all).
-    PATH is a file or a folder; of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
+    PATH is a file or a folder, or the URL of one (s3://bucket/dump); of parquet also one that save_to_disk of Hugging Face datasets wrote, or a pattern.
     """
     from .analysis import import_dump
     from .analysis.stats import comparable_pair
@@ -452,6 +461,31 @@ def verify(trace: str, form: _Form) -> None:
     if not found.is_whole:
         _tell(f"damaged or missing: {len(found.damaged)} parts of {trace}, each named above")
         raise click.exceptions.Exit(2)
+
+
+@_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("-o", "--output", metavar="RUN2", help="Write it anew to a folder or a URL (s3://...), and leave RUN.")
+@click.option("--file-size", default="512MB", show_default=True, metavar="SIZE", help="About what a merged file takes.")
+@click.option("--force", is_flag=True, default=False, help="With --output: replace a trace that lies in that folder.")
+@_prints()
+def compact(trace: str, form: _Form, **options: Any) -> None:
+    """Merge the files of many writers into few, ordered by step and pass.
+
+    Every verb answers the same, bit for bit, and opening, asking for one step and reading from object storage take less. It
+    may be ended at any moment: the trace stays whole, and the next call goes on. A run that is being recorded is merged up to
+    the step that all of its writers have closed.
+    """
+    from .analysis import compact as run
+    from .analysis.compact import compaction_text
+
+    found = run(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: {"trace": found.trace, "tables": found.tables},
+        text=lambda width: compaction_text(found, width),
+        rows=lambda: found.tables,
+    )
 
 
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
@@ -929,10 +963,12 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--tokenizer", metavar="DIR", help="With --attach: the folder of the tokenizer, where it is another one.")
 @click.option("--force", is_flag=True, default=False, help="With --attach: replace weights that were attached before.")
+@click.option("-v", "--verbose", is_flag=True, default=False, help="With --engine: the tensors that agree, too.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
-    exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, form: _Form,
+    exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
+    form: _Form,
 ) -> None:  # fmt: skip
     """List the versions of the weights: what they take, and which share of their elements changed.
 
@@ -940,10 +976,13 @@ def weights(
     """
     from .analysis import attach, export
     from .analysis import weights as versions
+    from .analysis.engine_weights_text import engine_weights_text
     from .analysis.weights import OK, engine_dtype
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force go with --attach")
+    if verbose and not engine:
+        raise click.UsageError("--verbose goes with --engine")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export exclude each other; choose one")
     if attached is not None:
@@ -960,9 +999,15 @@ def weights(
         rows = versions(
             trace, by=by, engine=engine, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress
         )
-    form.table(rows, "weights")
     if engine:
+        of = "module" if by == "module" else "tensor"
+        form.answer(
+            json=lambda: rows,
+            text=lambda width: engine_weights_text(rows, of, width, verbose=verbose),
+            rows=lambda: rows,
+        )
         return
+    form.table(rows, "weights")
     if dtype is None and (held := engine_dtype(trace)) is not None:
         _tell(f"the engine held them as {held}: tim-trace weights {trace} --dtype {held} says what changed there")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):

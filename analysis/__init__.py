@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..tracer.weights.attach import attach
     from .attribution.attribute import attribute
     from .check.check import check
+    from .compact import compact
     from .comparison.compare import compare
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "LengthDecayLR", "attach", "attribute", "check", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
+    "LengthDecayLR", "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
     "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -48,6 +49,7 @@ make_lazy(
         "attach": "..tracer.weights.attach",
         "attribute": ".attribution.attribute",
         "check": ".check.check",
+        "compact": ".compact",
         "compare": ".comparison.compare",
         "connect": ".trace.database",
         "corrections": ".corrections",

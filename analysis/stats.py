@@ -10,6 +10,7 @@ from ..tracer.progress import Progress, no_progress
 from .distributions.summary import has_captured, summary
 from .frameworks.framework import Framework
 from .frameworks.registry import framework_of, refuse_options
+from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
 from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
@@ -83,7 +84,8 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
         raise InvalidOption(
             f"like {framework.name}: has no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
-    rows = framework.numbers(database, names, by)
+    with read_once(database, framework, names):
+        rows = framework.numbers(database, names, by)
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))
     return rows

@@ -41,7 +41,7 @@ from tim_trace.analysis.objective.shares import LossRows
 from tim_trace.analysis.objective.shares import shares as loss_shares
 from tim_trace.analysis.objective.sums import SequenceSums
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
-from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife
+from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
 from tim_trace.analysis.trace.ragged import Tokens, blocks
 from tim_trace.analysis.triangulate import shares
@@ -216,7 +216,7 @@ class Numbers:
                 named.add(("gate", name))
         for name in JACKKNIFED:
             value = values["gate, framework", name]
-            found["gate, framework", name] = jackknife(self.run.unit_N, value, self._without(name), NOMINAL)
+            found["gate, framework", name] = jackknife(value, self._without(name), NOMINAL)
         groups_T = self.run.unit_N[self.row_T]
         for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
             found |= {(command, name): ends for name, (_, ends) in shares(groups_T, parts, self.d_T).items()}
@@ -229,12 +229,14 @@ class Numbers:
         }, named
 
     def _without(self, name):
-        def without(places):
-            kept = np.ones(len(self.columns), bool)
-            kept[places] = False
-            return float(FROM_SUMS[name]({key: values[kept].sum() for key, values in self.columns.values.items()}))
-
-        return without
+        """[P] the number without each part of the groups."""
+        part_N = parts_of(self.run.unit_N)
+        return np.array(
+            [
+                FROM_SUMS[name]({key: values[part_N != part].sum() for key, values in self.columns.values.items()})
+                for part in range(part_N.max() + 1)
+            ]
+        )
 
 
 def scatter(draw, cell):

@@ -1,7 +1,8 @@
-"""`check`, `diagnose` and `dynamics` next to a bare DuckDB pass over both logprob columns."""
+"""`check`, `diagnose`, `dynamics` and `gate` next to a bare DuckDB pass over both logprob columns."""
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from comparison import Comparison, in_turn, ratios
@@ -11,15 +12,22 @@ from steps import make_step, record
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.dynamics.dynamics import dynamics
+from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.stats import stats
 from tim_trace.tracer.recorder import Recorder
 
 NUM_STEPS = 20
 ROUNDS = 7
 
+GATED = {
+    "verl": "k3_kl", "trl": "sampling/sampling_logp_difference/mean", "slime": "tis", "nemo-rl": "gen_kl_error",
+    "openrlhf": "vllm_kl", "prime-rl": "mismatch_kl/all/mean",
+}  # fmt: skip
+"""Framework -> one of its numbers; `gate` computes the others along with it."""
+
 
 def compare():
-    """`check`, `diagnose` and `dynamics` of 20 million tokens, without sums that the trace keeps and with them."""
+    """`check`, `diagnose`, `dynamics` and `gate` of 20 million tokens, without sums that the trace keeps and with them."""
     with tempfile.TemporaryDirectory() as folder:
         trace, summed = Path(folder, "trace"), Path(folder, "summed")
         with Recorder(trace) as recorder:
@@ -36,6 +44,7 @@ def compare():
             diagnose_summed=lambda: diagnose(summed),
             dynamics=lambda: dynamics(trace),
             dynamics_summed=lambda: dynamics(summed),
+            **{f"gate_{name}": partial(gate, trace, fail_on=[f"{name}.{metric}>1"]) for name, metric in GATED.items()},
         )
         over = "time over that of a bare pass,"
         yield Comparison(what=f"{over} check", values=ratios(taken["check"], taken["bare"]), at_most=4)
@@ -48,6 +57,9 @@ def compare():
         yield Comparison(
             what=f"{over} dynamics with kept sums", values=ratios(taken["dynamics_summed"], taken["bare"]), at_most=4
         )
+        for name in GATED:
+            taken_by_gate = ratios(taken[f"gate_{name}"], taken["bare"])
+            yield Comparison(what=f"{over} gate on a number of {name}", values=taken_by_gate, at_most=20)
         if can_reset():
             for judge in (diagnose, dynamics):
                 gained = []

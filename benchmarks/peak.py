@@ -22,6 +22,11 @@ class Peak:
         return _megabytes("VmHWM") - self._before
 
 
+def peak_megabytes():
+    """Megabytes that the process had at its peak so far."""
+    return _megabytes("VmHWM")
+
+
 def _megabytes(name):
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024

@@ -5,6 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from comparison import Comparison, in_turn, ratios
@@ -49,12 +50,57 @@ def compare():
             unit=" ns a token",
             at_most=50,
         )
+    small = _small_batch()
+    for form, arrays in small.items():
+        for call, values in _small_ns(arrays).items():
+            yield Comparison(
+                what=f"{call} of 64 x 100 tokens, {form}: time in the training thread", values=values, unit=" ns a token",
+                at_most=None if form == "lists" else 50,
+            )  # fmt: skip
 
 
 def _record(steps, folder):
     with Recorder(folder, force=True) as recorder:
         for number, step in enumerate(steps, 1):
             record(recorder, number, step)
+
+
+def _small_batch():
+    """Form -> ids and logprobs of 64 sequences of 100 tokens."""
+    import torch
+
+    draw = np.random.default_rng(0)
+    ids, logprobs = draw.integers(0, 150_000, (64, 100), "i4"), -draw.exponential(1.0, (64, 100)).astype("f4")
+    tensors = [torch.from_numpy(array) for array in (ids, logprobs)]
+    return {
+        "arrays": (ids, logprobs),
+        "tensors": tensors,
+        "lists of arrays": ([*ids], [*logprobs]),
+        "lists of tensors": [list(tensor) for tensor in tensors],
+        "lists": (ids.tolist(), logprobs.tolist()),
+    }
+
+
+def _small_ns(arrays, rounds=5, num_steps=100):
+    """Call -> [rounds] nanoseconds a token that it takes; what was queued is written before the next call."""
+    ids, logprobs = arrays
+    found = {"add_sequences": [], "add_scores": []}
+    for _ in range(rounds):
+        spent = dict.fromkeys(found, 0.0)
+        with tempfile.TemporaryDirectory() as folder, Recorder(folder + "/trace") as recorder:
+            for number in range(1, num_steps + 1):
+                start = time.perf_counter()
+                batch = recorder.add_sequences(step=number, response_ids=ids)
+                spent["add_sequences"] += time.perf_counter() - start
+                for name in ("rollout", "train"):
+                    recorder.flush()
+                    start = time.perf_counter()
+                    recorder.add_scores(name, batch, logprobs=logprobs)
+                    spent["add_scores"] += (time.perf_counter() - start) / 2
+                recorder.flush()
+        for call, seconds in spent.items():
+            found[call].append(1e9 * seconds / (num_steps * 6400))
+    return found
 
 
 def _table(step):

@@ -11,6 +11,9 @@ import xxhash
 
 BLOCK_BYTES = 256 << 10
 """Bytes that one checksum of a file is over: what a read has to look at more than it was asked for."""
+SMALL_BLOCK_BYTES = 64 << 10
+"""The same of files that are made to be read in small parts from object storage."""
+BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
 """Bytes of a block's checksum."""
 
@@ -50,7 +53,8 @@ def short_hash(content: Bytes) -> str:
 class BlockDigests:
     """Checksums of a stream's blocks, and of all of it, while it passes by."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
         self._whole = xxhash.xxh3_128()
         self._block = xxhash.xxh3_64()
         self._ended: list[bytes] = []
@@ -60,19 +64,19 @@ class BlockDigests:
         """Add the next bytes, however many."""
         view, start = memoryview(content), 0
         while start < len(view):
-            part = view[start : start + BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
+            part = view[start : start + self._block_bytes - self.num_bytes % self._block_bytes]
             self._whole.update(part)
             self._block.update(part)
             self.num_bytes += len(part)
             start += len(part)
-            if self.num_bytes % BLOCK_BYTES == 0:
+            if self.num_bytes % self._block_bytes == 0:
                 self._ended.append(self._block.digest())
                 self._block.reset()
 
     @property
     def blocks(self) -> bytes:
         """DIGEST_BYTES a block of what was added so far, one after the other; the last block may be shorter."""
-        begun = [self._block.digest()] if self.num_bytes % BLOCK_BYTES else []
+        begun = [self._block.digest()] if self.num_bytes % self._block_bytes else []
         return b"".join([*self._ended, *begun])
 
     @property

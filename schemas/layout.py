@@ -10,6 +10,7 @@ SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
 EVAL_SEQUENCES, EVAL_SCORES = "eval_sequences", "eval_scores"
 PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "journal"
 TOKENIZER, WEIGHTS, ENGINE_WEIGHTS = "tokenizer", "weights", "engine_weights"
+INDEX = "index"
 FOLDERS = (
     SEQUENCES,
     SCORES,
@@ -24,6 +25,7 @@ FOLDERS = (
     WRITERS,
     JOURNAL,
     TOKENIZER,
+    INDEX,
 )
 TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORES)
 
@@ -103,6 +105,7 @@ _OWN = re.compile(
         rf"{SUMS}/[a-z_]+-[0-9a-f]+\.parquet",
         rf"{WRITERS}/{_WRITER}\.json",
         rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z_]+\.arrows",
+        rf"{INDEX}/{_HEX32}\.json\.gz",
         rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
     ))
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Weights as a trace keeps them: the bits of every tensor, by policy version.
 
 A writer's versions lie in segments. A segment has one array of bits a dtype, one row a version: the first row is a
-keyframe, the bits themselves; each other row is a delta, the bits XOR those of the row before.
+keyframe, the bits themselves. Each other row says how the bits of a row before it change: which elements by how much, or where
+many change, the bits XOR those of the row just before.
 """
 
 from __future__ import annotations
@@ -99,12 +100,21 @@ class WeightVersion:
     """Bytes on disk."""
     stored_at: str
     """When it was written, ISO 8601 in UTC."""
+    base_row: int | None = None
+    """Row whose elements it changes, a power of 4 before it; None for a keyframe, and for the bits XOR those of the row before."""
     layout_hash: str | None = None
     """XXH3-128 of the segment's zarr.json, which says where each tensor lies; None from releases without checksums."""
 
     @property
     def is_keyframe(self) -> bool:
         return self.row == 0
+
+    @property
+    def parent_row(self) -> int | None:
+        """Row that it is rebuilt from; None for a keyframe."""
+        if self.is_keyframe:
+            return None
+        return self.row - 1 if self.base_row is None else self.base_row
 
     @property
     def writer(self) -> str:

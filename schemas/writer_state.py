@@ -9,6 +9,8 @@ from .checksums import SealedFile
 from .documents import as_record, read_document, to_document
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
+COMPACTION = "compact"
+"""What the names of writers begin with that merged other writers' files."""
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself, with a number where it was resumed; it notes how the command ended."""
 
@@ -45,6 +47,8 @@ class WriterState:
     """What all writers of one attempt have in common."""
     files: dict[str, SealedFile] | None = None
     """Path in the trace -> what was written there; None from releases that did not account for their files."""
+    replaced: tuple[str, ...] = ()
+    """Paths of files of other writers whose rows its own files hold, so that those do not count; they are being removed."""
     journals: tuple[str, ...] = ()
     """Paths of the journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)

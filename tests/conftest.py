@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import shared
@@ -50,3 +51,27 @@ def trace_v1(tmp_path):
     shutil.copytree(DATA / "trace-v1", tmp_path / "trace-v1")
     shutil.copy(DATA / "trace-v1.json", tmp_path)
     return tmp_path / "trace-v1"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A file system of s3fs over an S3 server on this machine, which child processes find too, with a bucket `bucket`."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
+        patch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # one speaks to another module's server
+    urlopen(
+        Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+    ).close()  # servers of a process share what they hold
+    filesystem = fsspec.filesystem("s3")
+    filesystem.mkdir("bucket")
+    yield filesystem
+    patch.undo()
+    server.stop()

@@ -14,6 +14,7 @@ from runs import train
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.compact import compact
 from tim_trace.analysis.comparison.compare import compare
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
@@ -64,6 +65,7 @@ TWINS = {
     "gate": gate,
     "report": report,
     "export": export_run,
+    "compact": compact,
 }
 
 
@@ -99,7 +101,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     parameters = {
         parameter.name: said(parameter.default)
         for parameter in inspect.signature(TWINS[name]).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name != "progress"
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in ("progress", "at_end")
     }
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}

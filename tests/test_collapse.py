@@ -11,6 +11,8 @@ import pytest
 
 LABORATORY = Path(__file__).parent.parent / "benchmarks" / "collapse"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def laboratory():
@@ -60,7 +62,6 @@ REWARDS = "SELECT step, reward FROM sequences ORDER BY step, seq_id"
 IDS = "SELECT step, response_ids FROM sequences ORDER BY step, seq_id"
 
 
-@pytest.mark.slow
 def test_the_exact_engine_has_no_mismatch(made):
     largest, _, count = asked(made["exact"], GAP)[0]
     assert (largest, count > 1000) == (0.0, True)

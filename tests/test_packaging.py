@@ -122,7 +122,7 @@ def test_nothing_in_the_repository_names_a_package_index_or_this_machine():
         path = ROOT / name
         if path.suffix in (".parquet", ".png") or not path.exists():
             continue
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8", "replace")  # chunks of weights are no text
         assert str(ROOT) not in text, name
         assert (
             not re.search(r"--(extra-)?index-url\s+\S|pypi\.org/simple", text) or name == "tests/test_packaging.py"

@@ -321,6 +321,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tim_trace.analysis.frameworks.framework import call, option_field, options_of
+from tim_trace.analysis.frameworks.sequence_rows import rows_of
+from tim_trace.analysis.trace.pairs import quoted_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +337,12 @@ class Toy:
     def numbers(self, database, pair, by):
         return database.ask(call("my_toy", pair, by, scale=options_of(self)["scale"]))
 
+    def sequence_rows(self, database, pair):
+        return rows_of(database, [f"my_toy_rows({quoted_pair(pair)})"])
+
+    def token_medians(self, pair):
+        return None
+
     def notes(self, database, pair):
         return []
 
@@ -342,10 +350,12 @@ class Toy:
 FRAMEWORK = Toy
 """
 TOY_SQL = """
+CREATE OR REPLACE MACRO my_toy_rows(a, b) AS TABLE
+    SELECT run, step, seq_id, max_abs_d AS most FROM pair_sequences(a, b);
 CREATE OR REPLACE MACRO my_toy_runs(a, b, scale := 1.0) AS TABLE
-    SELECT run, scale * mean_abs_d AS toy FROM pair_runs(a, b);
+    SELECT run, scale * max(most) AS toy FROM my_toy_rows(a, b) GROUP BY run;
 CREATE OR REPLACE MACRO my_toy_steps(a, b, scale := 1.0) AS TABLE
-    SELECT run, step, scale * mean_abs_d AS toy FROM pair_steps(a, b);
+    SELECT run, step, scale * max(most) AS toy FROM my_toy_rows(a, b) GROUP BY run, step;
 """
 
 
@@ -358,7 +368,7 @@ def test_a_framework_is_one_module_and_one_file_of_sql(trace, tmp_path, monkeypa
     try:
         assert "my-toy" in registry.FRAMEWORKS
         rows, stats = tim_trace.stats(trace, like="my-toy", scale=2.0), tim_trace.stats(trace)
-        assert rows.dicts()[0]["toy"] == 2.0 * stats.dicts()[0]["mean_abs_d"]
+        assert rows.dicts()[0]["toy"] == 2.0 * stats.dicts()[0]["max_abs_d"]
         assert tim_trace.sql(trace, "SELECT toy FROM my_toy_steps('train', 'rollout')").arrow().num_rows == 3
         with pytest.raises(InvalidOption, match="scale: verl has no such option; it belongs to my-toy"):
             tim_trace.stats(trace, like="verl", scale=2.0)
@@ -388,7 +398,7 @@ def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(tr
     assert re.search(r"--delta C +As TRL's, of the toy\.", section)  # a name that two frameworks have
     assert re.search(r"--delta C +Largest ratio of the loss\.", shown.partition("with --like trl:")[2])
     answered = told(trace, "--like", "my-toy", "--scale", "2", "--json")
-    assert answered.json()[0]["toy"] == 2 * tim_trace.stats(trace).dicts()[0]["mean_abs_d"]
+    assert answered.json()[0]["toy"] == 2 * tim_trace.stats(trace).dicts()[0]["max_abs_d"]
     refused = told(trace, "--like", "my-toy", "--epsilon", "1")
     assert refused.stderr.startswith("Error: --epsilon: my-toy has no such option; it belongs to trl")
 

@@ -11,13 +11,16 @@ from ..schemas.layout import PASSES
 from .store import Store, first_line
 
 
-def read_contract(store: Store, pass_name: str, digest: str) -> dict[str, Any]:
-    """A pass's contract by its hash. Raises DamagedTrace for what is not the content that has this hash."""
+def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
+    """A pass's contract by its hash; who has the file's content gives it.
+
+    Raises DamagedTrace for what is not the content that has this hash.
+    """
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:
-        content = read_object(store.read_json(relative), where, "a contract")
-        name, contract = content["pass"], dict(content["contract"])
+        found_there = read_object(store.read_json(relative) if content is None else content, where, "a contract")
+        name, contract = found_there["pass"], dict(found_there["contract"])
         found = contract_hash(contract)
     except DamagedTrace:
         raise

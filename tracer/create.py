@@ -86,8 +86,10 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 
 @contextmanager
-def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
+def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Iterator[Path]:
     """Give a folder to write a further part of a finished trace to; its files take their places in the trace at the end.
+
+    `is_live` says that the part goes beside what is being recorded.
 
     A part counts once its writers' states are there, which come last: however this process ends, the trace holds all of it or
     none. Of a process that dies while it moves them, the next one that writes here moves the rest. Raises TraceExists when the
@@ -95,7 +97,7 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
-            manifest = _growing(folder, path, building=None)
+            manifest = _growing(folder, path, building=None, is_live=is_live)
             building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
             building.mkdir()
             stack.enter_context(alone(building))
@@ -104,19 +106,20 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
             write_part(building, MANIFEST, manifest.to_json().encode())
         yield building
         with claimed(path), _explained(path):
-            _growing(folder, path, building=building)
+            _growing(folder, path, building=building, is_live=is_live)
             move_part(building, folder)
 
 
-def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) -> Manifest:
-    """The manifest of a trace that nobody writes to. Raises TraceExists."""
+def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:
+    """The manifest of a trace that nobody writes to, unless `is_live`. Raises TraceExists."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing to it; wait for its end")
     if building is None:
         remove_unfinished(folder)
     check_no_links(folder)
     store = Store(folder)
-    refuse_live(store, path, "takes no import and no weights")
+    if not is_live:
+        refuse_live(store, path, "takes no import and no weights")
     return store.manifest()
 
 
@@ -212,7 +215,8 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
 def _local(path: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(path):
         raise StorageError(
-            f"{path}: recording writes to a local folder; record there, copy it, and read the copy from its URL"
+            f"{path}: is written to by `tim-trace record` and `tim-trace compact` alone; record to a local folder, and send it "
+            f"with: tim-trace compact FOLDER -o {path}"
         )
     return Path(os.path.realpath(os.path.expanduser(path)))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .child import Child
 from .create import claimed, join_trace, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import HEARTBEAT_S, this_process
+from .progress import no_progress
+from .sender import Sender
 from .store import Store
 from .whole_file import write_part
 
@@ -34,6 +37,7 @@ class Recording:
     """How a recorded command ended, and what it left."""
 
     folder: Path
+    """Where it was written; of one that went to a URL, the folder that it was sent from, which is gone."""
     exit_code: int
     writers: tuple[WriterState, ...]
     """The processes that recorded something, or tried."""
@@ -67,6 +71,8 @@ def record(
     engine_weights: str = "given",
     resume: bool = False,
     force: bool = False,
+    compact: bool = False,
+    at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
@@ -79,6 +85,11 @@ def record(
 
     `resume` adds to the trace that lies at `output`, where there is one: its steps that are made again stay apart, as another
     attempt. `force` replaces a trace, once the command has started.
+
+    Where `output` is a URL, such as s3://bucket/run, the trace is written to a folder of the user's cache first, and what is
+    sealed is sent from there, about once a minute and at the end. That folder is removed when everything has arrived.
+    `compact` merges the files of all writers at the end, as the verb of that name does.
+    `at_end` is called with the recording when the command has ended, before the last of it is sent.
 
     Returns when the command has ended; its exit code is passed on, and a process that died leaves what it had
     recorded. Raises TraceExists, StorageError or InvalidOption before the command is started, and leaves what was there.
@@ -108,6 +119,15 @@ def record(
         capture_fraction=capture_fraction,
         weights_from=None if weights_from is None else os.path.abspath(weights_from),
     )
+    sender = None
+    if "://" in os.fspath(output):
+        if resume or force:
+            raise InvalidOption(
+                f"{output}: nothing on object storage is replaced or added to; name another URL",
+                option="resume" if resume else "force",
+            )
+        sender = Sender(os.fspath(output))
+        output = sender.folder
     adds = resume and (Path(output) / MANIFEST).exists()
     with _resumed(output, manifest) if adds else new_trace(output, manifest, force=force) as folder:
         run_id = Store(folder).manifest().run_id
@@ -127,14 +147,22 @@ def record(
         except OSError as error:
             raise InvalidOption(_not_started(command[0], error)) from error
         launcher = Launcher(folder, run_id, command, known)
-    exit_code = child.wait(launcher.give_sign, HEARTBEAT_S)
+    with contextlib.nullcontext() if sender is None else sender.sending():
+        exit_code = child.wait(launcher.give_sign, HEARTBEAT_S)
     if not _is_there(folder, run_id):
         return Recording(folder=folder, exit_code=exit_code, writers=(), is_there=False)
     launcher.close(exit_code)
     _adopt(folder)
     found = Store(folder).writers()[0]
     writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
-    return Recording(folder=folder, exit_code=exit_code, writers=writers)
+    recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
+    if compact:
+        _merge(folder)
+    if at_end is not None:
+        at_end(recording)
+    if sender is not None:
+        sender.finish()
+    return recording
 
 
 class Launcher:
@@ -211,6 +239,16 @@ def _adopt(folder: Path) -> None:
     from .adopt import adopt  # here, so that the command starts before Arrow is loaded
 
     adopt(folder)
+
+
+def _merge(folder: Path) -> None:
+    """Merge the trace's files. What cannot be merged stays as it is, and is told."""
+    from .compaction.merge import FILE_BYTES, merge
+
+    try:
+        merge(str(folder), FILE_BYTES, no_progress)
+    except TimTraceError as error:
+        print(f"tim-trace: {error}; its files stay as they were recorded", file=sys.stderr, flush=True)
 
 
 def _environment(order: Order) -> dict[str, str]:

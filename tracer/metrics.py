@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
 from ..schemas.tables import METRICS_TABLE
+from .arrow_arrays import column_array
 from .ragged import shown
 from .scalars import text
 from .staging import is_tensor, to_numpy
@@ -58,7 +59,7 @@ def metric_rows(
         for number, value in zip(numbers, plain, strict=True)
     ]
     count = len(numbers)
-    columns = [
+    columns: list[list[Any]] = [
         [step] * count,
         [_text(name) for name in values],
         numbers,
@@ -67,7 +68,7 @@ def metric_rows(
         [attempt] * count,
         [writer] * count,
     ]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
+    arrays = [column_array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
 
 

@@ -16,13 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..schemas.checksums import BlockDigests, SealedFile, short_hash
+from ..schemas.checksums import BLOCK_BYTES, BLOCK_SIZES, BlockDigests, SealedFile, short_hash
 from ..schemas.errors import DamagedTrace
 from .store import Store, first_line
 from .verified_file import VerifiedFile
 
 BLOCKS = b"tim-trace blocks"
-"""Metadata: base64 of XXH3-64 of each 256 KiB before the footer, 8 bytes each."""
+"""Metadata: base64 of XXH3-64 of each block before the footer, 8 bytes each."""
+BLOCK_SIZE = b"tim-trace block bytes"
+"""Metadata: bytes of a block; 256 KiB where it is not said."""
 IDENTITY = b"tim-trace file"
 """Metadata: the path that the file was written under."""
 
@@ -34,7 +36,13 @@ _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
 
 
 def write_checked(
-    path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], **options: Any
+    path: Path,
+    identity: str,
+    schema: pa.Schema,
+    parts: Iterable[pa.Table],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    **options: Any,
 ) -> SealedFile:
     """Write each part as a row group, and return what to say of the file; its step range is left out.
 
@@ -42,14 +50,15 @@ def write_checked(
     """
     num_rows = 0
     with open(path, "xb", buffering=0) as file:
-        hashed = _HashedFile(file)
+        hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as writer:
             for part in parts:
                 writer.write_table(part, row_group_size=max(part.num_rows, 1))
                 num_rows += part.num_rows
             blocks = base64.b64encode(hashed.digests.blocks)
             hashed.footer = bytearray()
-            writer.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks})
+            size = {} if block_bytes == BLOCK_BYTES else {BLOCK_SIZE: str(block_bytes).encode()}
+            writer.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks, **size})
     digests = hashed.digests
     return SealedFile(
         num_bytes=digests.num_bytes, hash=digests.hash, num_rows=num_rows, footer=short_hash(hashed.footer)
@@ -59,9 +68,9 @@ def write_checked(
 class _HashedFile(io.RawIOBase):
     """Hashes what is written to a file as it passes by, and keeps what follows once `footer` is a bytearray."""
 
-    def __init__(self, file: io.FileIO):
+    def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
-        self.digests = BlockDigests()
+        self.digests = BlockDigests(block_bytes)
         self.footer: bytearray | None = None
 
     def writable(self) -> bool:
@@ -87,10 +96,13 @@ class ParquetFooter:
     num_rows: int
     schema: pa.Schema
     metadata: dict[bytes, bytes]
-    footer_bytes: int
-    """Of the footer with its length and the magic number."""
-    hash: str
-    """XXH3-64 of these bytes."""
+    content: bytes
+    """The footer with its length and the magic number."""
+
+    @property
+    def hash(self) -> str:
+        """XXH3-64 of these bytes."""
+        return short_hash(self.content)
 
     @property
     def identity(self) -> str | None:
@@ -102,26 +114,67 @@ class ParquetFooter:
     def has_checksums(self) -> bool:
         return BLOCKS in self.metadata
 
-    def verified(self, store: Store, relative: str) -> VerifiedFile:
-        """The file for reading, each block compared with its checksum. Raises DamagedTrace where these cannot be read."""
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of a block that a checksum is over. Raises ValueError for a size that no file of ours has."""
+        size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
+        if size not in BLOCK_SIZES:
+            raise ValueError(f"of blocks of {size:,} bytes")
+        return size
+
+    def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
+        """The file for reading, each block compared with its checksum; the footer is kept in memory, or read again.
+
+        Raises DamagedTrace where the checksums cannot be read.
+        """
         try:
             blocks = base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None
             return VerifiedFile(
-                store, relative, self.num_bytes, blocks, tail_bytes=self.footer_bytes, tail_hash=self.hash
-            )
+                store, relative, self.num_bytes, blocks, tail_bytes=len(self.content), tail_hash=self.hash,
+                tail=self.content if keeps_tail else None, block_bytes=self._block_bytes,
+            )  # fmt: skip
         except ValueError as error:
             raise DamagedTrace(f"{store.shown(relative)}: its checksums cannot be read ({error})") from error
 
 
-def read_footer(store: Store, relative: str, num_bytes: int) -> ParquetFooter:
-    """Read the end of a file of so many bytes. Raises DamagedTrace for what is no Parquet, and FileNotFoundError."""
+def read_footer(store: Store, relative: str, num_bytes: int, content: bytes | None = None) -> ParquetFooter:
+    """Read the end of a file of so many bytes; who knows the footer's bytes gives them.
+
+    Raises DamagedTrace for what is no Parquet, and FileNotFoundError.
+    """
+    where = store.shown(relative)
+    if content is None:
+        content = read_tail(store, relative, num_bytes)
+    try:
+        found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
+        _check_counts(found, num_bytes)
+        return ParquetFooter(
+            num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
+            metadata=found.metadata or {}, content=content,
+        )  # fmt: skip
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error
+
+
+def read_tail(store: Store, relative: str, num_bytes: int) -> bytes:
+    """The footer of a file with its length and the magic number. Raises DamagedTrace for what is no Parquet."""
     where = store.shown(relative)
     try:
-        return _read_footer(store, relative, num_bytes, where)
+        return _read_tail(store, relative, num_bytes, where)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
+
+
+def _read_tail(store: Store, relative: str, num_bytes: int, where: str) -> bytes:
+    tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
+    if len(tail) < 12 or tail[-4:] != _MAGIC:
+        raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
+    length = struct.unpack("<i", tail[-8:-4])[0] + 8
+    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
+        raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
+    return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
@@ -139,22 +192,3 @@ def _check_counts(found: Any, num_bytes: int) -> None:
         values = [column.num_values for column in columns]
         if min(values, default=0) < 0 or sum(values) > most:
             raise ValueError(f"it claims {sum(values):,} values in {num_bytes:,} bytes")
-
-
-def _read_footer(store: Store, relative: str, num_bytes: int, where: str) -> ParquetFooter:
-    tail = store.read_range(relative, max(num_bytes - _TAIL_BYTES, 0), num_bytes)
-    if len(tail) < 12 or tail[-4:] != _MAGIC:
-        raise DamagedTrace(f"{where}: not readable as Parquet (it does not end as one)")
-    length = struct.unpack("<i", tail[-8:-4])[0] + 8
-    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
-        raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
-    content = tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
-    try:
-        found = pq.read_metadata(pa.BufferReader(_MAGIC + content))
-        _check_counts(found, num_bytes)
-        return ParquetFooter(
-            num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
-            metadata=found.metadata or {}, footer_bytes=len(content), hash=short_hash(content),
-        )  # fmt: skip
-    except (pa.ArrowException, ValueError) as error:
-        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
+from .arrow_arrays import number_array
 from .staging import is_tensor, to_numpy
 
 
@@ -41,15 +42,21 @@ class Ragged:
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Some of the lists, in their order."""
+        """Some of the lists, in their order; of all of them this one itself."""
+        if is_every_row(rows, len(self.lengths)):
+            return self
         cells = cells_of(rows, self.lengths)
         return Ragged(self.values[cells], self.lengths[rows], None if self.valid is None else self.valid[cells])
 
     def to_arrow(self, type: pa.ListType) -> pa.Array:
         """As an Arrow list array, without copying the values."""
-        mask = None if self.valid is None else ~self.valid
-        values = pa.array(self.values, type.value_type, mask=mask)
-        return pa.ListArray.from_arrays(pa.array(self.offsets, pa.int32()), values)
+        values = number_array(self.values, type.value_type, self.valid)
+        return pa.ListArray.from_arrays(number_array(self.offsets, pa.int32()), values)
+
+
+def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
+    """Whether `rows` are the numbers of all rows, in their order."""
+    return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -171,6 +178,9 @@ def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None,
 
 
 def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
+    if (alike := _alike(data, dtype)) is not None:
+        lengths = np.array([len(array) for array in alike], np.int64)
+        return Ragged(_narrow(np.concatenate(alike), dtype, what, _of_lengths(lengths)), lengths)
     arrays, flags = [], []
     for index, row in enumerate(data):
         array, valid = _row(row, dtype, what, index)
@@ -184,6 +194,23 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         return Ragged(values, lengths)
     known = [np.ones(n, bool) if valid is None else valid for n, valid in zip(lengths, flags, strict=True)]
     return Ragged(values, lengths, np.concatenate(known))
+
+
+def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
+    """The rows as arrays, where they are flat arrays or tensors of one dtype that what is wanted can be made of; else None."""
+    kinds = {type(row) for row in data}
+    if len(kinds) != 1 or not (kinds == {np.ndarray} or is_tensor(data[0])) or len({row.dtype for row in data}) != 1:
+        return None
+    if any(row.ndim != 1 for row in data):
+        return None
+    if kinds != {np.ndarray}:
+        if dtype.kind == "i" and data[0].dtype.is_floating_point:
+            return None  # half floats are told by name
+        try:
+            data = [row.numpy() for row in data]
+        except (TypeError, ValueError, RuntimeError):  # of a dtype that NumPy lacks, or with a gradient
+            return None
+    return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
 from ..schemas.tables import SCORES_TABLE, SEQUENCES_TABLE
+from .arrow_arrays import column_array, float_values, number_array, text_array
 from .ragged import Padding, Ragged, flatten
 from .scalars import per_row
 from .staging import is_tensor, to_numpy
@@ -72,10 +73,10 @@ class SequenceRows:
         rows = len(self.seq_ids)
         columns: dict[str, Any] = {
             "step": self.step,
-            "seq_id": pa.array(self.seq_ids, pa.string()),
+            "seq_id": text_array(self.seq_ids),
             "attempt": self.attempt,
             "writer": self.writer,
-            "num_response_tokens": pa.array(self.response_ids.lengths.astype(np.int32)),
+            "num_response_tokens": number_array(self.response_ids.lengths, pa.int32()),
             "rewards": _reward_maps(self.rewards, rows),
         }
         for name in ("prompt_ids", "response_ids", "response_mask", "advantages"):
@@ -83,7 +84,7 @@ class SequenceRows:
             if ragged is not None:
                 columns[name] = ragged.to_arrow(_SEQUENCES.types[name])
         if self.prompt_ids is not None:
-            columns["num_prompt_tokens"] = pa.array(self.prompt_ids.lengths.astype(np.int32))
+            columns["num_prompt_tokens"] = number_array(self.prompt_ids.lengths, pa.int32())
         return _SEQUENCES.batch(columns | self.scalars, rows)
 
 
@@ -113,7 +114,7 @@ class ScoreRows:
         columns: dict[str, Any] = {
             "pass": self.pass_name,
             "step": self.step,
-            "seq_id": pa.array(self.seq_ids, pa.string()),
+            "seq_id": text_array(self.seq_ids),
             "attempt": self.attempt,
             "writer": self.writer,
             "iteration": self.iteration,
@@ -158,15 +159,17 @@ class _Builder:
         if isinstance(value, pa.Array):
             return value
         if isinstance(value, (list, tuple)):
-            return pa.array(value, self.types[name])
+            return column_array(value, self.types[name])
         if is_tensor(value) or isinstance(value, np.ndarray):
-            return pa.array(to_numpy(value), self.types[name], safe=False)
+            return number_array(to_numpy(value), self.types[name])
         key = (name, value, rows)
         if key not in self._repeated:
             if len(self._repeated) > 512:
                 self._repeated.clear()
-            scalar = pa.scalar(value, self.types[name])
-            self._repeated[key] = pa.nulls(rows, self.types[name]) if value is None else pa.repeat(scalar, rows)
+            given = [value] * rows
+            self._repeated[key] = (
+                pa.nulls(rows, self.types[name]) if value is None else column_array(given, self.types[name])
+            )
         return self._repeated[key]
 
 
@@ -188,7 +191,7 @@ def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
     """[B] float64: what one reward function gave, NaN where it gave none. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
-        return np.asarray(found.to_numpy(zero_copy_only=False))
+        return float_values(found)
     return np.full(rows, np.nan if found is None else found)
 
 
@@ -197,9 +200,9 @@ def _reward_maps(rewards: Mapping[str, np.ndarray] | None, rows: int) -> pa.Arra
     if not rewards:
         return None
     names = list(rewards)
-    keys = pa.array(names * rows, pa.string())
-    values = pa.array(np.stack([rewards[name] for name in names], axis=1).reshape(-1))
-    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * len(names))
+    keys = text_array(names * rows)
+    values = number_array(np.stack([rewards[name] for name in names], axis=1).reshape(-1), pa.float64())
+    offsets = number_array(np.arange(rows + 1) * len(names), pa.int32())
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
+from .arrow_arrays import column_array, number_array
 from .ragged import shown
 from .staging import is_tensor, to_numpy
 
@@ -44,8 +45,8 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
         return _one(value, type, what, flags)
     values = listed(value, rows, what)
     if isinstance(values, np.ndarray) and values.dtype.kind == "f" and pa.types.is_floating(type):
-        return pa.array(values.astype(np.float64), type, from_pandas=False)
-    return pa.array([_one(item, type, f"{what}: row {row}", flags) for row, item in enumerate(values)], type)
+        return number_array(values.astype(np.float64), type)
+    return column_array([_one(item, type, f"{what}: row {row}", flags) for row, item in enumerate(values)], type)
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:

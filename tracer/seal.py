@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,7 @@ ROW_GROUP_TOKENS = 1 << 20
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
-_SPLIT_FLOATS = ("logprobs", "entropy", "top2_gap", "advantages")
+SPLIT_FLOATS = ("logprobs", "entropy", "top2_gap", "advantages")
 _REPEATED_TEXT = ("pass", "contract", "writer", "finish_reason", "group_id", "dense", "name", "tensor", "dtype")
 
 
@@ -71,28 +72,34 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
     `relative` is the path that the file will have in the trace. Scores are grouped by pass, so that a query of two passes
     leaves the others' bytes alone; each of their batches holds one pass.
     """
-    schema = TABLE_SPECS[table].schema
-    names = set(schema.names)
-    encodings = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _SPLIT_FLOATS if name in names}
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
         path,
         relative,
-        schema,
+        TABLE_SPECS[table].schema,
         (
             part.slice(start, stop - start)
             for part in parts
-            for start, stop in row_group_bounds(_response_lengths(part), ROW_GROUP_TOKENS)
+            for start, stop in row_group_bounds(response_lengths(part), ROW_GROUP_TOKENS)
         ),
-        compression=COMPRESSION,
-        compression_level=COMPRESSION_LEVEL,
-        use_dictionary=[name for name in _REPEATED_TEXT if name in names],
-        column_encoding=encodings or None,
-        write_batch_size=1 << 16,
+        **parquet_options(table),
     )
     ends = [pc.min_max(batch["step"]) for batch in batches]
     steps = min(end["min"].as_py() for end in ends), max(end["max"].as_py() for end in ends)
     return replace(written, steps=steps)
+
+
+def parquet_options(table: str, *, split: Sequence[str] = SPLIT_FLOATS) -> dict[str, Any]:
+    """Encodings of a table of the trace, for pyarrow's ParquetWriter; lists of `split` are split into their bytes."""
+    names = set(TABLE_SPECS[table].schema.names)
+    encodings = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split if name in names}
+    return {
+        "compression": COMPRESSION,
+        "compression_level": COMPRESSION_LEVEL,
+        "use_dictionary": [name for name in _REPEATED_TEXT if name in names],
+        "column_encoding": encodings or None,
+        "write_batch_size": 1 << 16,
+    }
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
@@ -118,7 +125,8 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
     return [pa.Table.from_batches(parts[name]) for name in sorted(parts)]
 
 
-def _response_lengths(rows: pa.Table) -> np.ndarray:
+def response_lengths(rows: pa.Table) -> np.ndarray:
+    """Response tokens of each row; 0 in a table that has none."""
     for name in ("logprobs", "response_ids"):
         if name in rows.column_names:
             return np.asarray(pc.fill_null(pc.list_value_length(rows[name]), 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from ..schemas.writer_state import FAILED, WriterState
 from .contracts import read_contract
+from .index import Index, read_index
 from .journal import journal_of, journaled_segments, read_journal
 from .liveness import Liveness, liveness
 from .parquet_file import ParquetFooter, read_footer
@@ -51,8 +53,14 @@ class TableFile:
     file: VerifiedFile
     lacking: tuple[str, ...]
     """Columns that it lacks, being of an earlier release."""
+    rows: int
     newest: dict[int, int] | None = None
     """Step -> newest attempt at training of its rows; None before that was read."""
+
+    @property
+    def writer(self) -> str:
+        """Name of the writer whose file it is."""
+        return self.relative.rpartition("/")[2].rpartition("-")[0]
 
 
 Examined = dict[str, TableFile]
@@ -81,6 +89,7 @@ class Snapshot:
     torn_bytes: int = 0
     """Bytes of records that were being appended when their process died, or are being appended now."""
     examined: Examined = field(default_factory=dict)
+    index: Index = field(default_factory=Index)
     _suspects: set[str] = field(default_factory=set)
     """Writers whose files are not those that their state names: it may have changed since."""
 
@@ -93,7 +102,15 @@ class Snapshot:
     def accounted(self) -> dict[str, SealedFile]:
         """Path -> what its writer says of it, for every file of a writer that counts."""
         counting = [state for state in self.writers if not state.is_removed]
-        return {name: record for state in counting for name, record in (state.files or {}).items()}
+        replaced = self.replaced
+        return {
+            name: record for state in counting for name, record in (state.files or {}).items() if name not in replaced
+        }
+
+    @property
+    def replaced(self) -> set[str]:
+        """Files whose rows merged files hold; they count no more."""
+        return {name for state in self.writers for name in state.replaced}
 
     @property
     def num_attempts(self) -> int:
@@ -128,12 +145,14 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
 def _look(snapshot: Snapshot) -> None:
     store = snapshot.store
+    store.look()
+    snapshot.index = read_index(store)
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
                 f"{store.shown(folder)}: is a link that leads out of the trace, to {real}; it is not followed: put a copy in its place"
             )
-    snapshot.writers, damaged = store.writers()
+    snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index)
     snapshot.damaged += damaged
     snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     # Journals come first: what is sealed after this listing is still found below, as Parquet.
@@ -172,6 +191,7 @@ def _read_table(
 ) -> None:
     """Note the readable files of a table and the rows of its journals, and the files of writers whose state is lost."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
+    replaced = snapshot.replaced
     snapshot.files[table] = []
     sealed: set[Segment] = set()
     for name, num_bytes in store.files(table).items():
@@ -184,7 +204,8 @@ def _read_table(
         if state is None and snapshot.manifest.is_checked:
             lost.setdefault(segment.writer, []).append(store.shown(relative))
             continue
-        if state is not None and state.is_removed:
+        if (state is not None and state.is_removed) or relative in replaced:
+            sealed.add(segment)
             continue
         record = None if state is None or state.files is None else state.files.get(relative)
         if state is not None and state.files is not None and record is None:
@@ -232,10 +253,14 @@ def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedF
             raise DamagedTrace(
                 f"{where}: has {num_bytes:,} bytes where its writer wrote {record.num_bytes:,}; {_RESTORE}"
             )
-        footer = read_footer(snapshot.store, relative, num_bytes)
+        content = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
+        footer = read_footer(snapshot.store, relative, num_bytes, content)
         _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
         lacking = _lacking_columns(footer.schema, spec, where)
-        known = TableFile(relative, footer.verified(snapshot.store, relative), lacking)
+        keeps_tail = content is not None or not snapshot.store.is_local
+        known = TableFile(
+            relative, footer.verified(snapshot.store, relative, keeps_tail=keeps_tail), lacking, footer.num_rows
+        )
         snapshot.examined[relative] = known
     return known
 
@@ -327,7 +352,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             continue
         digest = file.removesuffix(".json")
         try:
-            contract = read_contract(store, pass_name, digest)
+            contract = _contract(snapshot, pass_name, digest)
         except DamagedTrace as error:
             snapshot.damaged.append(str(error))
             continue
@@ -339,12 +364,21 @@ def _read_contracts(snapshot: Snapshot) -> None:
             )
 
 
+def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]:
+    content = snapshot.index.named(f"{PASSES}/{pass_name}/{digest}.json")
+    if content is not None:
+        with contextlib.suppress(DamagedTrace):
+            return read_contract(snapshot.store, pass_name, digest, content)
+    return read_contract(snapshot.store, pass_name, digest)
+
+
 def _find_missing(snapshot: Snapshot) -> None:
     """Note the files that writers account for and that are not there."""
     store = snapshot.store
     there = {f"{table}/{name}" for table in (*TABLES, WEIGHTS, JOURNAL) for name in store.files(table)}
     there |= {f"{folder}/{name}" for folder in (PASSES, TOKENIZER) for name in store.walk(folder)}
     there |= {f"{DENSE}/{name}/zarr.json" for name in store.folders(DENSE)}
+    there |= snapshot.replaced
     for state in snapshot.writers:
         if state.is_removed or state.files is None:
             continue

@@ -12,12 +12,17 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor; torch itself is never imported for the answer."""
-    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+    return _is_of_torch(type(value)) and hasattr(value, "detach")
+
+
+def _is_of_torch(kind: Any) -> bool:
+    module: str = kind.__module__
+    return module == "torch" or module.startswith("torch.")
 
 
 def on_device(value: Any) -> bool:
     """Whether `value` is a tensor whose numbers are not in host memory."""
-    return is_tensor(value) and value.device.type != "cpu"
+    return is_tensor(value) and not value.is_cpu
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -107,7 +112,9 @@ class Staged:
 
 
 def _any_on_device(value: Any) -> bool:
-    return on_device(value) or (isinstance(value, (list, tuple)) and any(on_device(item) for item in value))
+    if not isinstance(value, (list, tuple)):
+        return on_device(value)
+    return any(_is_of_torch(kind) for kind in {type(item) for item in value}) and any(on_device(item) for item in value)
 
 
 def _num_bytes(value: Any) -> int:
@@ -116,5 +123,10 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, (list, tuple)):
+        kinds = {type(item) for item in value}
+        if kinds == {np.ndarray}:
+            return int(sum(item.nbytes for item in value))
+        if len(kinds) == 1 and is_tensor(value[0]):
+            return int(sum(item.numel() for item in value) * value[0].element_size())
         return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)
     return 0

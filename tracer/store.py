@@ -6,22 +6,38 @@ import errno
 import os
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ..schemas.documents import MAX_BYTES
 from ..schemas.errors import DamagedTrace, TraceNotFound
-from ..schemas.layout import BUILT_PREFIX, MANIFEST, REPLACED_PREFIX, REPLACING_PREFIX, TEMPORARY_PREFIX, WRITERS
+from ..schemas.layout import (
+    BUILT_PREFIX,
+    FOLDERS,
+    MANIFEST,
+    PASSES,
+    REPLACED_PREFIX,
+    REPLACING_PREFIX,
+    TEMPORARY_PREFIX,
+    TOKENIZER,
+    WRITERS,
+)  # fmt: skip
 from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
+if TYPE_CHECKING:
+    from .index import Index
+
+_DEEP = (PASSES, TOKENIZER)
+"""Folders with few files at any depth."""
 _READ_BYTES = 64 << 20
 """Bytes that the system is asked for at once: it takes room for all that it is asked for."""
 
@@ -41,6 +57,8 @@ class Store:
         else:
             self.filesystem, root = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.url))
         self.root: str = root.rstrip("/")
+        self._listed: dict[str, list[dict[str, Any]]] = {}
+        """Folder of a trace on object storage -> what lay there at the last look."""
 
     @property
     def is_local(self) -> bool:
@@ -50,6 +68,32 @@ class Store:
     def name(self) -> str:
         """The folder's own name, which names the run; bytes that are no UTF-8 are replaced, as no table can hold them."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def look(self) -> None:
+        """List the folders of a trace on object storage, all at the same time; what is asked later is answered from that.
+
+        Does nothing for a local trace, which is listed whenever it is asked.
+        """
+        if self.is_local:
+            return
+        self.filesystem.invalidate_cache()
+        self._listed = {"": self._list("")}
+        there = {name for name, _, is_folder in self._entries("") if is_folder}
+        with ThreadPoolExecutor(len(FOLDERS)) as pool:
+            self._listed |= zip(
+                FOLDERS, pool.map(lambda folder: self._list(folder) if folder in there else [], FOLDERS), strict=True
+            )
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        """What lies in a folder on object storage; of those in _DEEP also what lies below: one request lists everything."""
+        path = self.path(folder).rstrip("/")
+        try:
+            if folder in _DEEP:
+                return list(self.filesystem.find(path, detail=True).values())
+            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return found
 
     def path(self, relative: str) -> str:
         """Path of a file of the trace, as this store's file system names it."""
@@ -82,17 +126,18 @@ class Store:
 
     def read_bytes(self, relative: str) -> bytes:
         """A whole file. Raises DamagedTrace for one that cannot be in this machine's memory."""
-        path, size = self.checked_path(relative), self.file_size(relative)
+        size = self.file_size(relative)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if size > memory // 2:
             raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, and this machine a memory of {memory:,}")
-        return self.read_range(relative, 0, size) if self.is_local else bytes(self.filesystem.cat_file(path))
+        return self.read_range(relative, 0, size)
 
     def file_size(self, relative: str) -> int:
         """Bytes of a file."""
         path = self.checked_path(relative)
         if not self.is_local:
-            return int(self.filesystem.size(path) or 0)
+            entry = self._listed_entry(relative)
+            return int((self.filesystem.size(path) if entry is None else entry["size"]) or 0)
         with self._no_file_told(relative):
             return os.stat(path).st_size
 
@@ -127,10 +172,26 @@ class Store:
 
     def read_json(self, relative: str) -> bytes:
         """The bytes of a JSON document. Raises DamagedTrace for one that is too large to be one of ours."""
-        size = self.file_size(relative)
+        if not self.is_local:  # one request, and none for its size
+            content = self.read_range(relative, 0, MAX_BYTES + 1)
+            size = len(content)
+        else:
+            size = self.file_size(relative)
         if size > MAX_BYTES:
             raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, which no JSON document of a trace has")
-        return self.read_bytes(relative)
+        return self.read_bytes(relative) if self.is_local else content
+
+    def _listed_entry(self, relative: str) -> dict[str, Any] | None:
+        """What the last look at object storage found of a file; None for what it did not see."""
+        first = relative.partition("/")[0]
+        folder = first if first in _DEEP else relative.rpartition("/")[0]
+        path = self.path(relative)
+        return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
+
+    def _md5(self, folder: str) -> dict[str, str]:
+        """MD5 of the files directly in a folder, where the file system lists it: Amazon's S3 and its kin for small files."""
+        found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
+        return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
         """When a file was changed last, seconds since 1970; None where the file system does not tell."""
@@ -172,12 +233,15 @@ class Store:
         found: dict[str, int] = {}
         if not self.is_local:  # where one question lists everything
             base = self.path(folder)
-            self.filesystem.invalidate_cache(base)
-            try:
-                entries: dict[str, dict[str, Any]] = self.filesystem.find(base, detail=True)
-            except FileNotFoundError:
-                return {}
-            found = {name[len(base) :].lstrip("/"): int(entry["size"] or 0) for name, entry in entries.items()}
+            if folder in self._listed and folder in _DEEP:
+                entries = self._listed[folder]
+            else:
+                self.filesystem.invalidate_cache(base)
+                try:
+                    entries = list(self.filesystem.find(base, detail=True).values())
+                except FileNotFoundError:
+                    return {}
+            found = {entry["name"][len(base) :].lstrip("/"): int(entry["size"] or 0) for entry in entries}
             return {name: size for name, size in sorted(found.items()) if f"/{TEMPORARY_PREFIX}" not in f"/{name}"}
         waiting = [""]
         while waiting:
@@ -205,12 +269,12 @@ class Store:
         if self.is_local:
             yield from self._local_entries(folder)
             return
-        path = self.path(folder)
-        self.filesystem.invalidate_cache(path)
-        try:
-            entries: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return
+        path = self.path(folder).rstrip("/")
+        if folder in self._listed and folder not in _DEEP:
+            entries = self._listed[folder]
+        else:
+            self.filesystem.invalidate_cache(path)
+            entries = self._list(folder)
         for entry in entries:
             full = entry["name"].rstrip("/")
             if full != path:
@@ -258,26 +322,51 @@ class Store:
             raise DamagedTrace(f"{where}: cannot be read ({error}); check the path and your access to it") from error
         return parse_manifest(content, where)
 
-    def writers(self) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; what could not be read comes second, a sentence each."""
-        manifest = self.manifest()
+    def writers(
+        self, manifest: Manifest | None = None, index: Index | None = None
+    ) -> tuple[list[WriterState], list[str]]:
+        """Read every writer's state; what could not be read comes second, a sentence each.
+
+        Who has read the trace's `manifest` gives it. Of an `index` those are taken that are certainly what lies there now.
+        """
+        manifest = manifest or self.manifest()
+        names = [name for name in self.files(WRITERS) if name.endswith(".json")]
+        digests = {} if index is None else self._md5(WRITERS)
+        known: dict[str, bytes] = {}
+        for name in digests:
+            if index is not None and (content := index.document(f"{WRITERS}/{name}", digests[name])) is not None:
+                known[name] = content
+        known |= self._read_many(WRITERS, [name for name in names if name not in known])
         states, damaged = [], []
-        for name in self.files(WRITERS):
+        for name in names:
             try:
-                states.append(self.writer(name.removesuffix(".json"), manifest))
+                states.append(self.writer(name.removesuffix(".json"), manifest, known.get(name)))
             except FileNotFoundError:
                 continue
             except DamagedTrace as error:
                 damaged.append(str(error))
         return states, damaged
 
-    def writer(self, name: str, manifest: Manifest | None = None) -> WriterState:
-        """Read a writer's state; who has read the trace's `manifest` gives it. Raises DamagedTrace and FileNotFoundError."""
+    def _read_many(self, folder: str, names: Collection[str]) -> dict[str, bytes]:
+        """Small files of a folder on object storage, all at the same time; those that cannot be read are left out."""
+        if self.is_local or not names:
+            return {}
+        sizes = self.files(folder)
+        paths = {self.path(f"{folder}/{name}"): name for name in names if sizes[name] <= MAX_BYTES}
+        found = self.filesystem.cat(list(paths), on_error="return")
+        return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
+
+    def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
+        """Read a writer's state; who has read the trace's `manifest`, or the file's content, gives it.
+
+        Raises DamagedTrace and FileNotFoundError.
+        """
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)
         try:
-            state = parse_writer_state(self.read_json(relative), where, needs_checksum=manifest.is_checked)
+            content = self.read_json(relative) if content is None else content
+            state = parse_writer_state(content, where, needs_checksum=manifest.is_checked)
         except FileNotFoundError:
             raise
         except OSError as error:

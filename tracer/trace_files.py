@@ -6,7 +6,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from ..schemas.errors import DamagedTrace
+from ..schemas.errors import DamagedTrace, QueryFailed
 from .verified_file import FileCursor, VerifiedFile
 
 PROTOCOL = "tim"
@@ -33,7 +33,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         return list(self._files)
 
     @property
-    def error(self) -> DamagedTrace | None:
+    def error(self) -> DamagedTrace | QueryFailed | None:
         """What the first read found that met damage; None while all were right."""
         return next((file.error for file in self._files.values() if file.error is not None), None)
 
@@ -41,7 +41,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         name = self._strip_protocol(path)
         if name not in self._files:
             raise FileNotFoundError(path)
-        return {"name": name, "size": self._files[name].num_bytes, "type": "file", "mtime": 0.0}
+        return {"name": name, "size": self._files[name].shown_bytes, "type": "file", "mtime": 0.0}
 
     def exists(self, path: str, **_: Any) -> bool:
         return self._strip_protocol(path) in self._files

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 
 import xxhash
 
 from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, block_digest, short_hash
-from ..schemas.errors import DamagedTrace
+from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
+
+_KEPT_BYTES = 64 << 20
+"""Of blocks that came from object storage, in all of a process: neighbours are often asked for one after the other."""
+_GAP_BYTES = 64 << 10
+"""What DuckDB (16 KiB) and Arrow (64 KiB) read at a file's end before they know how long its footer is."""
+_EXACT_REQUESTS = 4
+"""To object storage for a file, before more is fetched than was asked for: twice as much each time."""
+_MAX_AHEAD_BYTES = 8 << 20
+"""What is fetched at once where less was asked for."""
+_SMALL_BYTES = 256 << 10
+"""Reads of as much wait for each other."""
+_MAX_SPAN_BYTES = 64 << 20
+"""A longer read is not kept."""
 
 
 class VerifiedFile:
     """Reads ranges of a file. Raises DamagedTrace, which names the file, for bytes that are not those that were written.
 
-    `blocks` holds the checksums of the file's blocks of BLOCK_BYTES, DIGEST_BYTES each; None is a file that has none, of
+    `blocks` holds the checksums of the file's blocks of `block_bytes`, DIGEST_BYTES each; None is a file that has none, of
     which nothing but its length is compared. The last `tail_bytes` belong to no block; their checksum is `tail_hash`. A
-    block is compared once.
+    block is compared once. `tail` is their content, where it was read before.
     """
 
     def __init__(
@@ -28,23 +42,27 @@ class VerifiedFile:
         *,
         tail_bytes: int = 0,
         tail_hash: str = "",
+        tail: bytes | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ):
         self.store, self.relative, self.num_bytes = store, relative, num_bytes
-        self._blocks, self._tail_hash = blocks, tail_hash
+        self._blocks, self._block_bytes = blocks, block_bytes
+        self._tail_hash, self._tail = tail_hash, tail
         self._end = num_bytes - tail_bytes
-        count = -(-self._end // BLOCK_BYTES)
+        count = -(-self._end // block_bytes)
         if blocks is not None and len(blocks) != count * DIGEST_BYTES:
             raise ValueError(f"{len(blocks) // DIGEST_BYTES} for {count} blocks")
         self._seen = bytearray(count)
-        self._failed: DamagedTrace | None = None
-        self._lock = threading.Lock()
+        self._num_requests = 0
+        self._failed: DamagedTrace | QueryFailed | None = None
+        self._lock, self._alone = threading.Lock(), threading.Lock()
 
     @property
     def has_checksums(self) -> bool:
         return self._blocks is not None
 
     @property
-    def error(self) -> DamagedTrace | None:
+    def error(self) -> DamagedTrace | QueryFailed | None:
         """What the first failed read found; None while all were right."""
         return self._failed
 
@@ -55,10 +73,34 @@ class VerifiedFile:
             if stop <= self._end:
                 return self._read(start, stop)
             before = self._read(start, self._end) if start < self._end else b""
-            return before + self._read_tail()[max(start - self._end, 0) : stop - self._end]
-        except DamagedTrace as error:
+            tail = self._read_tail() if self._tail is None else self._tail
+            return before + tail[max(start - self._end, 0) : stop - self._end]
+        except (DamagedTrace, QueryFailed) as error:
             self._failed = self._failed or error
             raise
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes of the file as FileCursor shows it."""
+        return self.num_bytes + self._gap
+
+    @property
+    def _gap(self) -> int:
+        """Bytes that FileCursor shows between the blocks and a tail that is in memory."""
+        return 0 if self._tail is None else _GAP_BYTES
+
+    def read_shown(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) as FileCursor shows the file: with a gap of zeros before a tail that is in memory.
+
+        Readers of Parquet ask for more than the footer, not knowing how long it is, and find columns by their distance from
+        the beginning. So what they ask for more costs no request.
+        """
+        if stop <= self._end or not self._gap:
+            return self.read(start, stop)
+        before = self.read(start, self._end) if start < self._end else b""
+        zeros = max(min(stop, self._end + self._gap) - max(start, self._end), 0)
+        tail = self.read(max(start - self._gap, self._end), stop - self._gap) if stop > self._end + self._gap else b""
+        return before + bytes(zeros) + tail
 
     def verify(self) -> str:
         """Read all of it and return XXH3-128 of that, 32 hexadecimal digits. Raises DamagedTrace."""
@@ -70,24 +112,62 @@ class VerifiedFile:
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
             whole.update(self.read(start, min(start + 16 * BLOCK_BYTES, self._end)))
-        whole.update(self.read(self._end, self.num_bytes))
+        try:
+            whole.update(self._read_tail())
+        except (DamagedTrace, QueryFailed) as error:
+            self._failed = self._failed or error
+            raise
         return whole.hexdigest()
 
     def _read(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
+        if not self.store.is_local:
+            return self._read_remote(start, stop)
         content = self._fetch(start, stop)
         if self._blocks is None:
             return content
-        view = memoryview(content)
-        for index in range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1):
+        view, size = memoryview(content), self._block_bytes
+        for index in range(start // size, (stop - 1) // size + 1):
             if not self._seen[index]:
-                begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._end)
+                begin, end = index * size, min((index + 1) * size, self._end)
                 asked = view[max(begin - start, 0) : end - start]
                 before = self._fetch(begin, start) if begin < start else b""
                 after = self._fetch(stop, end) if stop < end else b""
                 self._compare(index, (before, asked, after))
         return content
+
+    def _read_remote(self, start: int, stop: int) -> bytes:
+        """The same in one request at most: whole blocks, of which those that were asked for before are still here."""
+        if stop - start > _SMALL_BYTES:
+            return self._read_blocks(start, stop)
+        with self._alone:  # so that what one reader fetches beyond its own serves those that come meanwhile
+            return self._read_blocks(start, stop)
+
+    def _read_blocks(self, start: int, stop: int) -> bytes:
+        size = self._block_bytes
+        wanted = range(start // size, (stop - 1) // size + 1)
+        held = {index: _kept.get((self, index)) for index in wanted}
+        missing = [index for index in wanted if held[index] is None]
+        if missing:
+            begin = missing[0] * size
+            end = min(max((missing[-1] + 1) * size, begin + self._ahead_bytes()), self._end)
+            span = memoryview(self._fetch(begin, end))
+            for index in range(missing[0], -(-end // size)):
+                block = span[index * size - begin : (index + 1) * size - begin]
+                if self._blocks is not None:
+                    self._compare(index, (block,))
+                held[index] = block
+                if len(span) <= _MAX_SPAN_BYTES:
+                    _kept.put((self, index), bytes(block))
+        content = b"".join(held[index] for index in wanted)  # type: ignore[misc]  # none is missing now
+        return content[start - wanted[0] * size : stop - wanted[0] * size]
+
+    def _ahead_bytes(self) -> int:
+        """How much the next request fetches at least: a scan of one column asks for a little of every row group."""
+        self._num_requests += 1
+        doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
+        return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
 
     def _read_tail(self) -> bytes:
         if self._end == self.num_bytes:
@@ -104,6 +184,8 @@ class VerifiedFile:
         where = self.store.shown(self.relative)
         try:
             content = self.store.read_range(self.relative, start, stop)
+        except FileNotFoundError as error:
+            raise QueryFailed(f"{where}: was there and is gone: merged, or removed; ask again") from error
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
@@ -115,7 +197,7 @@ class VerifiedFile:
     def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:
         assert self._blocks is not None
         if block_digest(*parts) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-            begin = index * BLOCK_BYTES
+            begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
                 f"{begin + sum(map(len, parts)):,} (the checksum differs); restore it from a copy, or "
@@ -125,8 +207,37 @@ class VerifiedFile:
             self._seen[index] = 1
 
 
-class FileCursor:
-    """A VerifiedFile as Python's file objects are used: what DuckDB and Arrow read through."""
+class _Kept:
+    """Blocks by file and number, those that were asked for last."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[VerifiedFile, int]) -> Bytes | None:
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+            return self._blocks.get(key)
+
+    def put(self, key: tuple[VerifiedFile, int], block: bytes) -> None:
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = block
+                self._num_bytes += len(block)
+            while self._num_bytes > _KEPT_BYTES:
+                self._num_bytes -= len(self._blocks.popitem(last=False)[1])
+
+
+_kept = _Kept()
+
+
+class FileCursor(threading.local):
+    """A VerifiedFile as Python's file objects are used: what DuckDB and Arrow read through.
+
+    Every thread has a position of its own: they seek and read one after the other, and another thread may do so in between.
+    """
 
     def __init__(self, file: VerifiedFile):
         self._file = file
@@ -136,18 +247,18 @@ class FileCursor:
 
     @property
     def size(self) -> int:
-        return self._file.num_bytes
+        return self._file.shown_bytes
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._file.num_bytes)[whence]
+        self._position = offset + (0, self._position, self.size)[whence]
         return self._position
 
     def tell(self) -> int:
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        stop = self._file.num_bytes if size < 0 else self._position + size
-        content = self._file.read(self._position, stop)
+        stop = self.size if size < 0 else min(self._position + size, self.size)
+        content = self._file.read_shown(self._position, stop)
         self._position += len(content)
         return content
 

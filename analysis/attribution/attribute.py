@@ -17,6 +17,7 @@ from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked
+from .silent import SilentChange, read_silent
 from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import settings
@@ -59,12 +60,14 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            return _attribution(facts, _suspects(facts))
+            return _attribution(facts, _suspects(facts), silent=read_silent(facts))
         other = read_facts(control, pair, is_control=True)
         if shares_prompts(facts, other):
             facts = facts.beside(other)
         compared = compare(facts, other, _suspects(facts))
-        return _attribution(facts, compared.suspects, control=control.given[0], compared=compared)
+        return _attribution(
+            facts, compared.suspects, silent=read_silent(facts, other), control=control.given[0], compared=compared
+        )
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
@@ -79,6 +82,7 @@ def _attribution(
     facts: Facts,
     suspects: tuple[Suspect, ...],
     *,
+    silent: SilentChange | None,
     control: str | None = None,
     compared: ControlComparison | None = None,
 ) -> Attribution:
@@ -93,8 +97,13 @@ def _attribution(
         onsets=_onsets(facts),
         changes=facts.near,
         suspects=suspects,
+        silent=silent,
         difference_codes=compared.differences if compared else (),
-        note_codes=(*facts.notes, *_new_reward(facts), *(compared.notes if compared else ())),
+        note_codes=(
+            *facts.notes,
+            *(_new_reward(facts) if silent is None else ()),
+            *(compared.notes if compared else ()),
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from ...schemas.steps import ALL_STEPS
 from ..dynamics.fall import Fall
 from ..dynamics.recorded import RecordedChange
 from ..statement import Statement, sentences
+from .silent import SilentChange
 from .suspect import Suspect
 from .text import DIFFERENCES, NOTES, verdict_sentence
 
@@ -64,6 +65,8 @@ class Attribution(Result):
     what only follows; empty where nothing fell."""
     suspects: tuple[Suspect, ...]
     """The most probable first; empty where nothing fell."""
+    silent: SilentChange | None = None
+    """What was changed so that the recorded reward no longer tells of a fall; None where one is seen or nothing was."""
     difference_codes: tuple[Difference, ...] = ()
     """What differs from the control, the earliest first."""
     note_codes: tuple[Statement, ...] = ()

@@ -28,15 +28,19 @@ from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
 from .rollouts import (
     ChangedResponses,
+    OtherPromptsRewards,
     ReorderedRewards,
     RepeatedResponses,
     Rollouts,
     changed_responses,
+    correlation,
     least_reward,
     read_rollouts,
     relation,
     reordered_rewards,
     repeated_responses,
+    rewards_of_other_prompts,
+    unequal_share,
 )
 from .settings import read_settings, suspect_of
 from .staleness import StaleWeights, read_stale_weights
@@ -145,28 +149,40 @@ class Facts:
     @property
     def rewards_lie_off(self) -> bool:
         """Whether rewards lie in other rows of their steps."""
-        return self.repeated.lies_off or (self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted)
+        is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
+        return self.repeated.lies_off or is_reordered or self.graded_elsewhere is not None
+
+    @cached_property
+    def graded_elsewhere(self) -> OtherPromptsRewards | None:
+        """The rewards since the fall, where they are those of the same responses to other prompts and most no longer their own."""
+        found = self.changed_rewards
+        if found is None or found.share <= t.MOST:
+            return None
+        graded = rewards_of_other_prompts(self.rollouts, found.step)
+        return graded if graded is not None and graded.explains else None
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Equal responses that earn something else from a step near the fall on; where nothing fell, from any step on."""
+        """Equal responses that earn something else from a step on, near the fall or for good; where nothing fell, anywhere."""
         if not len(self.steps):
             return None
         found = self._given_otherwise("reward", least_reward(self.rollouts))
-        if found is None:
-            return None
-        noise = self.repeated_before.unequal
-        least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
-        return found if found.share > least else None
+        if found is not None:
+            noise = self.repeated_before.unequal
+            least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
+            if found.share > least:
+                return found
+        found = self._given_otherwise_for_good("reward", least_reward(self.rollouts))
+        return None if found is None or found.is_rescaled else found
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Equal responses that the reference model scores otherwise from a step near the fall on, and did not before."""
+        """Equal responses that the reference model scores otherwise from a step on, near the fall or for good."""
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
         found = self._given_otherwise("reference", t.REFERENCE_MOVES)
         is_other = found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share
-        return found if is_other else None
+        return found if is_other else self._given_otherwise_for_good("reference", t.REFERENCE_MOVES)
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
         """Equal responses that are given something else by more than `least`: near the fall; where nothing fell, anywhere."""
@@ -175,6 +191,20 @@ class Facts:
         else:
             first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
+
+    def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
+        """Equal responses that are given something else from a step long before the fall on, and the same before and since."""
+        if self.fall is None:
+            return None
+        first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
+        found = changed_responses(self.rollouts, column, first=first, last=last, least=least) if first <= last else None
+        if found is None or found.share <= t.MOST or found.num_responses < t.FEW_CHANGED:
+            return None
+        before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
+        is_one = (
+            unequal_share(since, column, least) <= t.CHANGED and not unequal_share(before, column, least) > t.CHANGED
+        )
+        return replace(found, is_earlier=True) if is_one else None
 
     @property
     def is_given_otherwise(self) -> bool:
@@ -192,9 +222,17 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation of length and reward within groups where the fall begins, while lengths differ; else since then."""
-        at_fall = relation(self.around_fall(), "length", "reward").correlation
-        return relation(self.since_fall, "length", "reward").correlation if math.isnan(at_fall) else at_fall
+        """Correlation of length and reward within groups where the fall begins, while lengths differ; else since then.
+
+        Where hardly a group has two lengths: that of all responses since, if length explains the reward. NaN without either.
+        """
+        for part in (self.around_fall(), self.since_fall):
+            within = relation(part, "length", "reward").correlation
+            if not math.isnan(within):
+                return within
+        known = np.isfinite(self.since_fall.reward)
+        overall = correlation(self.since_fall.length[known], self.since_fall.reward[known])
+        return overall if abs(overall) > t.LENGTH_EXPLAINS else math.nan
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:

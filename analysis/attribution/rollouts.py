@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
+SELECT s.step, prompt, response, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
        sampled.mean AS sampled, referred.mean AS reference, s.opening, train.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
-        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole,
+        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
+               hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
                coalesce(advantage, list_avg(advantages)) AS advantage, num_response_tokens::DOUBLE AS length
@@ -57,6 +58,10 @@ _FEWEST = 30
 """Comparisons below which there is no answer."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
+_PROMPTS_AWAY = 8
+"""Prompts of a step by which the one that a response was graded by is looked for in a wrong place."""
+_INTERVAL = 1.92
+"""Logarithm of a likelihood ratio that bounds a 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,8 @@ class Rollouts:
     """[N] int64"""
     prompt: np.ndarray
     """[N] a hash of the prompt's ids."""
+    response: np.ndarray
+    """[N] a hash of the response's ids."""
     whole: np.ndarray
     """[N] a hash of the prompt's and the response's ids."""
     group: np.ndarray
@@ -100,6 +107,14 @@ class Rollouts:
         known = np.isfinite(self.likelihood)
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, self.likelihood[known]) / np.maximum(np.bincount(place), 1)
+
+    @property
+    def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] steps and [n] by how much more likely their responses are to the policy than to the reference, nats a token."""
+        distance = self.likelihood - self.reference
+        known = np.isfinite(distance)
+        steps, place = np.unique(self.step[known], return_inverse=True)
+        return steps, np.bincount(place, distance[known]) / np.maximum(np.bincount(place), 1)
 
     @property
     def share_below_group(self) -> float:
@@ -257,6 +272,20 @@ class ChangedResponses:
     """Of the differences and the lengths of the responses; 0 where one of them has no spread."""
     is_of_one_length: bool
     """Whether those that are given something else have one length, so that nothing can be said of lengths."""
+    agreement: float = 0.0
+    """Correlation of what the responses were given before the step and since; 0 where one of them has no spread."""
+    low: int = 0
+    """The first step of the 95 % interval of the change."""
+    high: int = 0
+    """The last one."""
+
+    is_earlier: bool = False
+    """Whether it came long before the fall that is looked at."""
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Whether the responses are in the same order as before, so that only the scale or the level is another one."""
+        return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -290,8 +319,50 @@ def changed_responses(
                 step=int(at), num_responses=num, share=share,
                 share_before=float(before.mean()) if len(before) else math.nan,
                 length_correlation=correlation(difference[chosen], lengths), is_of_one_length=len(np.unique(lengths)) == 1,
+                agreement=correlation(given[:-1][again][spans], given[1:][again][spans]),
             )  # fmt: skip
-    return best
+    if best is None:
+        return None
+    inside = (high >= first) & (low <= last)
+    _, earliest, latest = step_interval(differs[inside], low[inside], high[inside])
+    return replace(best, low=min(earliest, best.step), high=max(latest, best.step))
+
+
+def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
+    """The most likely step of a change and its 95 % interval, from pairs: those with one before it and one since differ more.
+
+    `differs` [M] bool; `low` and `high` [M], the steps of both.
+    """
+    steps = np.unique(high)
+    first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
+    spanning = _spanning(first, last, np.ones(len(differs)), len(steps))
+    differing = _spanning(first, last, differs.astype(float), len(steps))
+    others, differing_others = len(differs) - spanning, int(differs.sum()) - differing
+    likelihood = _likelihood(differing, spanning) + _likelihood(differing_others, others)
+    is_higher = (differing + 0.5) * (others + 1) > (differing_others + 0.5) * (spanning + 1)
+    likelihood[~is_higher] = _likelihood(differs.sum(keepdims=True), np.array([len(differs)]))
+    kept = steps[likelihood >= likelihood.max() - _INTERVAL]
+    return int(steps[likelihood.argmax()]), int(kept[0]), int(kept[-1])
+
+
+def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
+    """[num] the weight of the intervals, places `first` to `last`, that hold each place."""
+    held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
+    return held
+
+
+def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
+    """Logarithm of the likelihood that so many of `num` pairs differ, at the probability that fits them."""
+    rate = (num_differing + 0.5) / (num + 1)
+    likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
+    return likelihood
+
+
+def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
+    """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
+    order = np.lexsort((rollouts.step, rollouts.whole))
+    whole = rollouts.whole[order]
+    return _unequal(getattr(rollouts, column)[order], whole[1:] == whole[:-1], least)[1]
 
 
 def least_reward(rollouts: Rollouts) -> float:
@@ -334,6 +405,73 @@ def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
         lacking += _lacking(earned, rollouts.reward[rows], least)
         by_chance += _lacking(earned, drawn[rows], least)
     return ReorderedRewards(num_other=int(other.sum()), num_lacking=lacking, lacking_by_chance=by_chance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPromptsRewards:
+    """Rewards that are those which the same responses earned under another prompt of their step."""
+
+    shift: int
+    """Prompts of the step from a response's own to the one that it was graded by."""
+    num_responses: int
+    """Responses that earned a reward under that prompt before."""
+    equal: float
+    """Share of them that have this reward now."""
+    by_chance: float
+    """The share that would have it, were theirs drawn from all rewards since."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether the responses were graded by that prompt."""
+        return self.equal >= t.GRADED_ELSEWHERE and self.by_chance <= t.GRADED_BY_CHANCE
+
+
+def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
+    """Compare rewards from `step` on with what the same responses earned under neighbouring prompts before.
+
+    None where fewer than 30 came under any neighbour.
+    """
+    least = least_reward(rollouts)
+    since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
+    latest_first = np.flatnonzero((rollouts.step < step) & np.isfinite(rollouts.reward))[::-1]
+    graded, place = np.unique(_graded(rollouts.prompt, rollouts.response)[latest_first], return_index=True)
+    if not len(graded):
+        return None
+    earned, given = rollouts.reward[latest_first][place], np.sort(rollouts.reward[since])
+    best: OtherPromptsRewards | None = None
+    for shift in sorted((by for by in range(-_PROMPTS_AWAY, _PROMPTS_AWAY + 1) if by), key=abs):
+        moved = _prompt_beside(rollouts, shift)
+        rows = np.flatnonzero(since & (moved != rollouts.prompt))
+        wanted = _graded(moved[rows], rollouts.response[rows])
+        at = np.searchsorted(graded, wanted).clip(max=len(graded) - 1)
+        came = graded[at] == wanted
+        if came.sum() < _FEWEST:
+            continue
+        before, now = earned[at[came]], rollouts.reward[rows[came]]
+        alike = np.searchsorted(given, before + least, side="right") - np.searchsorted(given, before - least)
+        equal = float((np.abs(now - before) <= least).mean())
+        if best is None or equal > best.equal:
+            best = OtherPromptsRewards(
+                shift=shift, num_responses=int(came.sum()), equal=equal, by_chance=float(alike.mean()) / len(given)
+            )
+    return best
+
+
+def _graded(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    """[N] uint64: a number of each prompt with its response."""
+    return prompt.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + response.astype(np.uint64)
+
+
+def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
+    """[N] the prompt that comes `shift` prompts after a row's own in its step, around the step's end."""
+    starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
+    starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
+    place = np.cumsum(starts) - 1
+    prompts = rollouts.prompt[starts]
+    first = place[starts_step][np.cumsum(starts_step) - 1]
+    size = np.bincount(np.cumsum(starts_step)[starts] - 1)[np.cumsum(starts_step) - 1]
+    beside: np.ndarray = prompts[first + (place - first + shift) % size]
+    return beside
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:

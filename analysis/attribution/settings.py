@@ -14,6 +14,7 @@ _OPTIMIZER = {
     "adam_beta2": ("adam_beta2", "beta2", "beta_2"),
     "adam_epsilon": ("adam_epsilon", "adam_eps", "eps"),
     "weight_decay": ("weight_decay", "wd"),
+    "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
 """One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""

@@ -15,6 +15,7 @@ from ..statement import Statement
 
 if TYPE_CHECKING:
     from .attribution import Attribution
+    from .silent import SilentChange
     from .suspect import Suspect
 
 _MOST_CHANGES = 12
@@ -28,8 +29,13 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "control_differs_and_did_not_fall": "the control differs in this and did not fall",
         "control_differs_and_fell": "the control differs in this and fell too",
         "setting_changed": "{series} goes from {from_value} to {to_value} at step {step}",
+        "setting_unusual": "{setting} is {value:g}; {customary_low:g} to {customary_high:g} is customary",
         "rewards_changed": "of {num_responses:,} responses that came before step {step} and after it {share:.0%} earn another "
         "reward since",
+        "rewards_not_the_controls": "of {num_responses:,} responses from step {step} on that the control gave, too, {share:.0%} earn "
+        "another reward, each time the same one",
+        "policies_apart": "from step {step} on what is sampled is {apart:.2g} nats a token less likely to the trainer than to the "
+        "engine: the recorded reward is that of another policy",
         "evaluation_holds": "the evaluation holds while the reward of what was sampled falls: the policy is what it was",
     },
     "mismatch": {
@@ -66,6 +72,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "once",
         "reference_changed": "from step {step} on the reference model scores {share:.0%} of {num_responses:,} responses otherwise than "
         "before: it is another one",
+        "returns_to_reference": "the distance to the reference goes from {distance_before:.3g} to {distance_after:.3g} nats a token with the "
+        "fall: the policy returns to its reference, which a KL term makes it do",
         "no_reference": "no coefficient of a KL term and no jump of the distance to a reference was recorded",
     },
     "advantages": {
@@ -99,7 +107,6 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "begins",
         "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the "
         "fall began",
-        "setting_unusual": "{setting} is {value:g}; {customary_low:g} to {customary_high:g} is customary",
         "update_size": "an update changes the weights by {update_to_weight:.2g} of their size",
         "update_bursts": "{num_updates} updates until then are more than {burst_factor:g} times as large as the median one, up "
         "to {max_factor:.3g} times",
@@ -133,12 +140,16 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "within the step it is {unequal_shifted_share:.0%}",
         "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "
         "rewards are missing in their steps ({by_chance:.0f} would be by chance): the rewards lie in other rows",
+        "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses that came before under the prompt {shift:+d} places away have "
+        "the reward that they earned there ({chance_share:.0%} would by chance): they are graded by the wrong prompt",
         "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",
         "advantages_do_not_follow": "within groups advantages do not follow rewards (correlation {correlation:.2f}; a baseline "
         "and a scale leave it at 1)",
         "logprobs_in_other_rows": "check finds logprobs of the two passes in each other's rows",
     },
     "entropy": {
+        "entropy_impossible": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: more than any vocabulary "
+        "allows, so that the weights are broken or are not those that sampled",
         "entropy_rose_before_fall": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it rose "
         "before the fall",
         "entropy_lost": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: the policy becomes more "
@@ -161,6 +172,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{correlation:.2f}, {num_responses:,} responses)",
         "length_pays_while_hidden": "within groups longer responses earn more (correlation {correlation:.2f}), and the reward "
         "stays up while they grow and the evaluation falls",
+        "length_costs_while_hidden": "within groups shorter responses earn more (correlation {correlation:.2f}), and the reward "
+        "stays up while they shrink and the evaluation falls",
     },
 }  # fmt: skip
 """Suspect -> code of its evidence -> the sentence, with the numbers that it holds."""
@@ -168,9 +181,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
 EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
 
 UNITS: Mapping[str, str] = {
-    "after": "tokens", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
-    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance": "steps", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
+    "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
+    "chance_share": "0 to 1", "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
     "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
     "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
@@ -230,6 +243,8 @@ def verdict_sentence(result: Attribution) -> str:
     if not result.outcome:
         return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
     if result.fall is None:
+        if result.silent is not None:
+            return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but {silent_clause(result.silent)}."
         if any(note.code == "reward_changed" for note in result.note_codes):
             return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but it was changed on the way (below)."
         return f"No fall: {result.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
@@ -240,6 +255,15 @@ def verdict_sentence(result: Attribution) -> str:
         f"{fall.after:.3g}"
     )
     return f"{where}. {_cause(result)}"
+
+
+def silent_clause(silent: SilentChange) -> str:
+    """From which step on the recorded reward tells nothing of the policy, and why."""
+    first = silent.suspects[0]
+    return (
+        f"from step {silent.step} on (interval {silent.low} to {silent.high}) it no longer tells how good the trained policy is: most "
+        f"probably {first.title} ({first.probability:.0%}). Whether the run does worse since, only an evaluation can tell"
+    )
 
 
 def _cause(result: Attribution) -> str:
@@ -265,8 +289,9 @@ def attribution_text(result: Attribution) -> str:
         parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in result.differences))
     if result.changes:
         parts.append(_changes(result))
-    parts += [_suspect(suspect) for suspect in result.suspects if suspect.probability >= _SHOWN]
-    others = [f"{s.title} {s.probability:.1%}" for s in result.suspects if s.probability < _SHOWN]
+    suspects = result.silent.suspects if result.silent else result.suspects
+    parts += [_suspect(suspect) for suspect in suspects if suspect.probability >= _SHOWN]
+    others = [f"{s.title} {s.probability:.1%}" for s in suspects if s.probability < _SHOWN]
     if others:
         parts.append("Hardly: " + ", ".join(others))
     if result.notes:
@@ -276,12 +301,16 @@ def attribution_text(result: Attribution) -> str:
 
 def attribution_json(result: Attribution) -> dict[str, Any]:
     """The same as JSON can say it, with every number; sentences beside their codes."""
-    suspects = [
-        asdict(suspect) | {"evidence": [asdict(each) | {"sentence": each.sentence} for each in suspect.evidence]}
-        for suspect in result.suspects
-    ]
     rendered = {name: getattr(result, name) for name in ("sentence", "cause", "differences", "notes")}
-    return asdict(result) | {"suspects": suspects} | rendered
+    silent = result.silent and asdict(result.silent) | {
+        "suspects": [_suspect_json(each) for each in result.silent.suspects]
+    }
+    return asdict(result) | {"suspects": [_suspect_json(each) for each in result.suspects], "silent": silent} | rendered
+
+
+def _suspect_json(suspect: Suspect) -> dict[str, Any]:
+    """A suspect with the sentences of its evidence."""
+    return asdict(suspect) | {"evidence": [asdict(each) | {"sentence": each.sentence} for each in suspect.evidence]}
 
 
 def _changes(result: Attribution) -> str:

@@ -58,6 +58,8 @@ SUDDEN = 3.0
 LARGE_MISMATCH = 0.06
 """Mean |d| from which what follows a fall may have begun it, too."""
 
+FINDING_CARRIES = 0.1
+"""Share of a run's mean |d| that the tokens of check's finding must make for it to be what the mismatch is."""
 AT_ONCE = 0.35
 """Share of the settled mismatch from which it counts as present already: one update brings less."""
 GROWTH = 1.6
@@ -102,6 +104,17 @@ MOST = 0.5
 """Share of the responses from which what they are given counts as changed where no fall says so."""
 REFERENCE_MOVES = 0.05
 """Nats of a response's mean logprob by which a fixed reference model does not differ from itself: kernels of bf16 give 0.01."""
+SAME_ORDER = 0.95
+"""Correlation of rewards of equal responses before and since from which the same is rewarded on another scale."""
+APART = 1.0
+"""Nats a token by which what is sampled is less likely to the trainer than to the engine, from which the recorded reward is that of
+another policy than the one that is trained."""
+GRADED_ELSEWHERE = 0.9
+"""Least share of responses with the reward that they earned under another prompt, which tells that they were graded by it."""
+GRADED_BY_CHANCE = 0.6
+"""Most of these that may have it by chance for that to be known."""
+RETURNS = 0.5
+"""Share of its distance to the reference that a policy keeps at most when a KL term pulls it back; by another way it keeps more."""
 LACKING = 10.0
 """Responses that would lack their earlier reward by chance, from which it is known whether rewards were reordered."""
 LACKING_OF_PERMUTED = 0.1
@@ -127,6 +140,8 @@ ENTROPY_LOST = 0.25
 """Share of the first entropy below which it has collapsed: sound runs keep 0.4 and more (research: H/H0 below 0.2 to 0.4)."""
 ENTROPY_SHRUNK = 0.6
 """Share of the entropy before the fall below which a policy became more certain while it did worse: one that unlearns becomes uncertain."""
+MOST_ENTROPY = 14.0
+"""Nats a token that no policy has, ln of a million tokens: broken weights or other ones than those that sampled, not a policy that explores."""
 ENTROPY_GAINED = 2.0
 """Factor above which it has exploded."""
 
@@ -149,8 +164,13 @@ CUSTOMARY: dict[str, tuple[float, float, float, float]] = {
     "adam_beta1": (0.5, 0.98, 0.8, 0.95),
     "adam_beta2": (0.9, 0.99999, 0.95, 0.999),
     "adam_epsilon": (1e-16, 1e-4, 1e-15, 1e-6),
+    "learning_rate": (0.0, 0.01, 1e-6, 1e-3),
 }
-"""Setting -> the range outside of which it speaks for the optimizer, and the customary range."""
+"""Setting -> the range outside of which it speaks for the optimizer, and the customary range. The learning rate is Adam's, which
+moves each weight by about as much an update: a hundredth is the size of a layer's weights within some updates."""
+ENTROPY_WEIGHS = 1.0
+"""Coefficient of the entropy above which a nat of it is worth more than a standard deviation of normalised advantages; 0 to 0.01 is
+customary."""
 
 
 def prior(code: str) -> Evidence:

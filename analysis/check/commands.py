@@ -53,6 +53,14 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
     return _with_weights(data, asked)
 
 
+def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
+    """`tim-trace replay` of one step by vLLM, which scores its tokens without a grammar, and a check of `other` against it;
+    what to record first without weights."""
+    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
+    asked = f"tim-trace replay {trace} --steps {step} --engine vllm --name whole && tim-trace check {trace} "
+    return _with_weights(data, asked + f"--pair {shlex.quote(f'{other}:replay/whole')}")
+
+
 def weights_replay(data: PairData) -> Advice:
     """`tim-trace replay` with the weights before and with quantised ones, and what each removes; what to record first without
     weights."""

@@ -10,6 +10,7 @@ from ..advice import NOTHING, Advice
 FAULTS = {
     "temperature": "temperature on one side only",
     "truncation": "top-p, top-k or min-p renormalised on one side only",
+    "grammar": "one side was sampled under a grammar, and its logprobs are over the tokens that it allows alone",
     "shift": "one side is shifted by a token",
     "row_pairing": "rows of the two sides belong to different sequences",
     "mask": "prompt or tool tokens are counted as sampled ones",

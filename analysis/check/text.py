@@ -61,6 +61,9 @@ EVIDENCE: Mapping[str, str] = {
     "other_rows": f"{_ROWS_OFF} agree with the {{side}} of another row of their step or the one beside: {{pairs}}",
     "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, {kept_mass:.4g} of "
     "{other}'s mass on average and {least_mass:.3g} at least",
+    "allowed_tokens": "the contract of {side} says that it was sampled under a grammar (structured outputs): its logprobs are over "
+    "the tokens that the grammar allows, {other}'s over all; of {of_tokens:,} such tokens {num_tokens:,} are higher in {side} "
+    "beyond rounding, by {largest:.3g} nats at most, and {num_lower:,} lower",
     "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to something that no token stands "
     "for, as rows of the head beyond the tokenizer's length do: mask these",
     "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}; {r2:.0%} of the "

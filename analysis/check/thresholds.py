@@ -250,6 +250,9 @@ MIN_UNSAMPLED_RUN = 4
 MIN_UNSAMPLED_SEQUENCES = 0.05
 """Share of the sequences that have such a run."""
 
+MIN_RAISED_TOKENS = 10
+"""Tokens that a grammar raised beyond rounding: as many differences have one sign by chance in one of a thousand traces."""
+
 MIN_LEANING = 0.7
 """The same where rounding hides part of the signs of d."""
 MIN_ONE_SIDED = 0.6

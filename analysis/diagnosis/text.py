@@ -9,7 +9,7 @@ from typing import Any
 from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json
+from ..attribution.text import attribution_json, silent_clause
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
@@ -41,6 +41,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     fall = attribution.fall
     if fall is None:
         calm = "No fall is seen"
+        if attribution.silent is not None:
+            calm = f"No fall of {attribution.outcome} is seen, but {silent_clause(attribution.silent)}"
         if not attribution.outcome:
             calm = f"Neither a reward nor an evaluation was recorded at {MIN_VALUES} steps or more"
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""

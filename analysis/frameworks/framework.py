@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption
 from ..rows import Rows
@@ -27,8 +30,30 @@ class Framework(Protocol):
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         """A row a run or step; by is `run` or `step`, pass a of the pair the trainer, b the rollout."""
 
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        """Macro -> the rows that the numbers need of it, each naming its run, step and seq_id.
+
+        With these in the place of the macros the numbers by run and step read no token, but for `token_medians`; what
+        options of other kinds ask for may. A macro may be made of those that come before it.
+        """
+
+    def token_medians(self, pair: Pair) -> TokenMedians | None:
+        """Medians over all tokens among the numbers; None where there are none."""
+
     def notes(self, database: Database, pair: Pair) -> list[str]:
         """What a reader of these numbers should know, a sentence each; what is not so in these traces is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMedians:
+    """Medians over all tokens, which follow from no sums."""
+
+    macro: str
+    """It gives them: run, step, and a column each."""
+    tokens: str
+    """The call of a macro that gives the values: a row a token, which names its run, step and seq_id."""
+    columns: Mapping[str, str]
+    """Column of the medians -> column of the tokens."""
 
 
 def option_field(default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -51,6 +76,11 @@ def check_choice(framework: str, option: str, value: str | None, choices: tuple[
     """Raise InvalidOption for a value that is none of the choices; None is one."""
     if value is not None and value not in choices:
         raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
+
+
+def literals(values: Iterable[Any]) -> str:
+    """Values as arguments of a macro."""
+    return ", ".join(literal(value) for value in values)
 
 
 def literal(value: Any) -> str:

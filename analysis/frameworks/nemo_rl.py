@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
+from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
-from .framework import call, check_choice, option_field, options_of
+from .framework import call, check_choice, literals, option_field, options_of
 from .notes import masked_out, null_without
+from .sequence_rows import rows_of
 
 TRUNCATIONS = ("tis", "icepop", "seq-mask-tis")
 
@@ -90,6 +95,22 @@ class NemoRl:
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("nemo_rl", pair, by, **options_of(self)))
         return rows if self.truncated_importance_sampling_type else rows.without({"is_oob_ratio"})
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        asked, kind = quoted_pair(pair), self.truncated_importance_sampling_type
+        of_sequences, threshold = self.sequence_level_importance_ratios, self.seq_logprob_error_threshold
+        lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        rows = (self.reference_policy_kl_type, of_sequences, kind, upper, lower, threshold)
+        ratios = (of_sequences, self.ratio_clip_min, self.ratio_clip_max, self.disable_ppo_ratio, threshold)
+        calls = (
+            f"nemo_rl_rows({asked}, {literals(rows)})",
+            f"nemo_rl_entropies({asked}, {literals((threshold,))})",
+            f"nemo_rl_ratios({asked}, {literals(ratios)})",
+        )
+        return rows_of(database, calls)
+
+    def token_medians(self, pair: Pair) -> None:
+        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         ratios = ("probs_ratio", "probs_ratio_clamped")

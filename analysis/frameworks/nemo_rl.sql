@@ -79,7 +79,7 @@ CREATE OR REPLACE MACRO nemo_rl_masked(a, b, threshold) AS TABLE
 
 -- nemo_rl_ratios(...): the ratios of each sequence's loss, over its tokens.
 CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, disabled, threshold) AS TABLE
-    SELECT run, step, num_tokens,
+    SELECT run, step, seq_id, num_tokens,
            CASE WHEN of_sequences AND NOT disabled THEN num_tokens * exp(mean_d) ELSE sum_ratio END AS sum_ratio,
            CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE min_ratio END AS min_ratio,
            CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE max_ratio END AS max_ratio,
@@ -103,6 +103,13 @@ CREATE OR REPLACE MACRO nemo_rl_ratios(a, b, of_sequences, clip_min, clip_max, d
         )
         GROUP BY run, step, seq_id, iteration_a, iteration_b
     );
+
+-- nemo_rl_entropies(...): what each sequence adds to the approximate entropy.
+CREATE OR REPLACE MACRO nemo_rl_entropies(a, b, threshold) AS TABLE
+    SELECT run, step, seq_id, count(*) AS num_tokens, sum(exp(d) * prev) AS sum_entropy
+    FROM nemo_rl_tokens('current', b)
+    ANTI JOIN nemo_rl_masked(a, b, threshold) USING (run, step, seq_id)
+    GROUP BY run, step, seq_id, iteration_a, iteration_b;
 
 CREATE OR REPLACE MACRO nemo_rl_finite(x) AS CASE WHEN NOT isinf(x) THEN x END;
 
@@ -148,9 +155,8 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
         GROUP BY ALL
     ) AS found
     LEFT JOIN (
-        SELECT run, CASE WHEN by_step THEN step END AS step, -avg(exp(d) * prev) AS approx_entropy
-        FROM nemo_rl_tokens('current', b)
-        ANTI JOIN nemo_rl_masked(a, b, threshold) USING (run, step, seq_id)
+        SELECT run, CASE WHEN by_step THEN step END AS step, -sum(sum_entropy) / sum(num_tokens) AS approx_entropy
+        FROM nemo_rl_entropies(a, b, threshold)
         GROUP BY ALL
     ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
     LEFT JOIN (

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption
 from ...schemas.passes import CURRENT
 from ..rows import Rows
-from ..trace.database import Database
+from ..trace.database import Database, quoted
+from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
-from .framework import call, check_choice, option_field, options_of
+from .framework import call, check_choice, literals, option_field, options_of
 from .notes import masked_out, null_without
+from .sequence_rows import rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,18 @@ class OpenRlhf:
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("openrlhf", pair, by, **options_of(self)))
         return rows.without({"vllm_kl"}) if self.policy_loss_type == "gspo" else rows
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        options = (self.policy_loss_type, self.eps_clip_low_high, self.is_correction_enable)
+        calls = (
+            f"openrlhf_rows({quoted_pair(pair)})",
+            f"openrlhf_updates({quoted(pair[0])})",
+            f"openrlhf_clips({quoted_pair(pair)}, {literals(options)})",
+        )
+        return rows_of(database, calls)
+
+    def token_medians(self, pair: Pair) -> None:
+        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

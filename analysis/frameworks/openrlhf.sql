@@ -5,31 +5,38 @@
 --   advantage. The ratio is exp(current - a), clamped to 20 nats; of gspo exp of a sequence's mean of it, or with
 --   is_correction_enable of current - b. Both are NULL without the pass current.
 -- OpenRLHF multiplies by the mask; here a token that does not count is left out, whatever its logprob.
-CREATE OR REPLACE MACRO openrlhf_mean(a, b, by_step) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step, avg(-d) AS kl
+
+-- openrlhf_rows(a, b) and openrlhf_updates(a): the sums of each sequence, of both passes and of the pass current and a.
+CREATE OR REPLACE MACRO openrlhf_rows(a, b) AS TABLE
+    SELECT run, step, seq_id, count(*) AS num_tokens, sum(-d) AS sum_kl
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL
-    GROUP BY ALL;
+    GROUP BY run, step, seq_id, iteration_a, iteration_b;
+
+CREATE OR REPLACE MACRO openrlhf_updates(a) AS TABLE
+    SELECT run, step, seq_id, count(*) AS num_tokens, sum(-d) AS sum_kl
+    FROM pair('current', a)
+    WHERE mask AND d IS NOT NULL
+    GROUP BY run, step, seq_id, iteration_a, iteration_b;
 
 -- openrlhf_ratios(old, ...): a row a token and inner iteration, with the ratio of its loss to a pass. The pass current is
 -- beside itself in the same iteration.
 CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
-    SELECT run, step, advantage,
+    SELECT run, step, seq_id, advantage,
            exp(CASE policy_loss_type WHEN 'ppo' THEN torch_clamp(d, -20.0, 20.0) WHEN 'gspo' THEN mean_d
                                      ELSE error('policy_loss_type: ppo or gspo') END) AS ratio
     FROM (
-        SELECT run, step, advantage, d, avg(d) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b) AS mean_d
+        SELECT run, step, seq_id, advantage, d, avg(d) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b) AS mean_d
         FROM pair('current', old)
         WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
     );
 
--- The share of tokens that are clipped; NULL where one has no advantage. NaN is below nothing.
-CREATE OR REPLACE MACRO openrlhf_clips(a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step,
-           CASE WHEN count(advantage) = count(*)
-                THEN avg((NOT isnan(unclipped) AND NOT isnan(clipped) AND clipped < unclipped)::INTEGER) END AS clip_ratio
+-- openrlhf_clips(...): how many tokens of each sequence are clipped, and have an advantage. NaN is below nothing.
+CREATE OR REPLACE MACRO openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
+    SELECT run, step, seq_id, count(*) AS num_tokens, count(advantage) AS num_known,
+           count(*) FILTER (NOT isnan(unclipped) AND NOT isnan(clipped) AND clipped < unclipped) AS num_clipped
     FROM (
-        SELECT run, step, advantage, ratio * advantage AS unclipped,
+        SELECT run, step, seq_id, advantage, ratio * advantage AS unclipped,
                torch_clamp(ratio, 1 - eps_clip_low_high[1], 1 + eps_clip_low_high[2]) * advantage AS clipped
         FROM openrlhf_ratios(CASE WHEN policy_loss_type = 'gspo' AND is_correction_enable THEN b ELSE a END,
                              policy_loss_type)
@@ -40,11 +47,23 @@ CREATE OR REPLACE MACRO openrlhf_groups(
     a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable
 ) AS TABLE
     SELECT found.run, found.step, found.kl AS vllm_kl, currently.kl AS ppo_kl, clips.clip_ratio AS ppo_clip_ratio
-    FROM openrlhf_mean(a, b, by_step) AS found
-    LEFT JOIN openrlhf_mean('current', a, by_step) AS currently
-           ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
-    LEFT JOIN openrlhf_clips(a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable) AS clips
-           ON clips.run = found.run AND clips.step IS NOT DISTINCT FROM found.step
+    FROM (
+        SELECT run, CASE WHEN by_step THEN step END AS step, sum(sum_kl) / sum(num_tokens) AS kl
+        FROM openrlhf_rows(a, b)
+        GROUP BY ALL
+    ) AS found
+    LEFT JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step, sum(sum_kl) / sum(num_tokens) AS kl
+        FROM openrlhf_updates(a)
+        GROUP BY ALL
+    ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
+    LEFT JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step,
+               -- Of tokens without an advantage it is not known.
+               CASE WHEN sum(num_known) = sum(num_tokens) THEN sum(num_clipped) / sum(num_tokens) END AS clip_ratio
+        FROM openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable)
+        GROUP BY ALL
+    ) AS clips ON clips.run = found.run AND clips.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
 
 CREATE OR REPLACE MACRO openrlhf_steps(

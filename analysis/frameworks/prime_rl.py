@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption, option
 from ..rows import Rows
 from ..trace.database import Database
+from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
-from .framework import call, option_field, options_of
+from .framework import TokenMedians, call, literals, option_field, options_of
 from .notes import null_without
+from .sequence_rows import rows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,19 @@ class PrimeRl:
         if self.ipo_threshold is None:
             return rows
         return rows.without({name for name in rows.columns if name.startswith(of_signs)})
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        return rows_of(database, (f"prime_rl_rows({self._arguments(pair)})",))
+
+    def token_medians(self, pair: Pair) -> TokenMedians | None:
+        arguments = self._arguments(pair)
+        return TokenMedians(
+            macro="prime_rl_medians", tokens=f"prime_rl_tokens({arguments})",
+            columns={"median_kl": "mismatch_kl", "median_entropy": "entropy"},
+        )  # fmt: skip
+
+    def _arguments(self, pair: Pair) -> str:
+        return f"{quoted_pair(pair)}, {literals((self.dppo_mask_low, self.dppo_mask_high, self.ipo_threshold))}"
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

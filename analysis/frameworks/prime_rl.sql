@@ -10,6 +10,7 @@
 --   entropy/all, where that is above 0. NULL where the trainer gave a token none.
 --   median is the lower one of two in the middle, std is of n - 1.
 
+-- prime_rl_tokens(...): a row a token that counts, with the trainer's entropy.
 CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT *, mask_low AND advantage < 0 AS masked_low, mask_high AND advantage > 0 AS masked_high,
            CASE WHEN ipo_threshold IS NOT NULL THEN above(abs(change), ipo_threshold)
@@ -18,21 +19,41 @@ CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo
     FROM (
         SELECT *, above(change, dppo_mask_high) AS mask_high, below(change, -dppo_mask_low) AS mask_low
         FROM (
-            SELECT run, step, seq_id, iteration_a, iteration_b, advantage, expm1_minus(d) AS mismatch_kl,
-                   exp(logprob_a::DOUBLE) - exp(logprob_b::DOUBLE) AS change
-            FROM pair(a, b)
-            WHERE mask AND d IS NOT NULL
+            SELECT run, step, seq_id, iteration_a, iteration_b, advantage, entropy,
+                   expm1_minus(logprob_a - logprob_b) AS mismatch_kl, exp(logprob_a) - exp(logprob_b) AS change
+            FROM (
+                SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
+                       unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
+                       unnest(coalesce(s.advantages::DOUBLE[],
+                                       list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage,
+                       unnest(scores_a.entropy)::DOUBLE AS entropy,
+                       unnest(scores_a.logprobs)::DOUBLE AS logprob_a, unnest(scores_b.logprobs)::DOUBLE AS logprob_b
+                FROM sequences AS s
+                JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
+                JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+                WHERE scores_a."pass" = a AND scores_b."pass" = b
+            )
+            WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL
         )
     );
 
 CREATE OR REPLACE MACRO prime_rl_stats(x) AS
     {'mean': avg(x), 'median': torch_median(x), 'std': torch_std(x), 'min': torch_min(x), 'max': torch_max(x)};
 
+-- The same but for the median, of all tokens from what each sequence has: their number, mean, squares around it and ends.
+CREATE OR REPLACE MACRO prime_rl_merged(num, mean, off, spread, smallest, largest) AS
+    {'mean': sum(num * mean) / sum(num),
+     'std': CASE WHEN bool_and(isfinite(mean)) AND sum(num) > 1
+                 THEN sqrt(floored((sum(spread + num * off * off) - sum(num * off) ** 2 / sum(num)) / (sum(num) - 1)))
+                 ELSE 'NaN'::DOUBLE END,
+     'min': torch_min(smallest), 'max': torch_max(largest)};
+
 CREATE OR REPLACE MACRO prime_rl_known(num_unknown, x) AS CASE WHEN num_unknown > 0 THEN NULL ELSE coalesce(x, 0.0) END;
 
 -- prime_rl_rows(...): each sequence's means; NULL where tokens have no advantage that would decide their mask.
 CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT run, step, coalesce(num_tokens, 0) AS num_tokens,
+    SELECT run, step, seq_id, coalesce(num_tokens, 0) AS num_tokens, mean_kl, spread_kl, min_kl, max_kl,
+           coalesce(num_entropies, 0) AS num_entropies, mean_entropy, spread_entropy, min_entropy, max_entropy,
            prime_rl_known(num_unknown, masked_mismatch_kl) AS masked_mismatch_kl,
            prime_rl_known(num_unknown, unmasked_mismatch_kl) AS unmasked_mismatch_kl,
            prime_rl_known(num_unknown, num_masked / num_tokens) AS is_masked,
@@ -43,6 +64,10 @@ CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_t
     FROM pair_keys(a, b, NULL, NULL, NULL)
     LEFT JOIN (
         SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens,
+               avg(mismatch_kl) AS mean_kl, torch_squares(mismatch_kl) AS spread_kl,
+               torch_min(mismatch_kl) AS min_kl, torch_max(mismatch_kl) AS max_kl,
+               count(entropy) AS num_entropies, avg(entropy) AS mean_entropy, torch_squares(entropy) AS spread_entropy,
+               torch_min(entropy) AS min_entropy, torch_max(entropy) AS max_entropy,
                count(*) FILTER (masked IS NULL) AS num_unknown,
                avg(mismatch_kl) FILTER (masked) AS masked_mismatch_kl,
                avg(mismatch_kl) FILTER (NOT masked) AS unmasked_mismatch_kl,
@@ -54,24 +79,17 @@ CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_t
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b);
 
--- prime_rl_entropies(a, b): the entropy of pass a of each token that counts.
-CREATE OR REPLACE MACRO prime_rl_entropies(a, b) AS TABLE
-    SELECT run, step, entropy
-    FROM (
-        SELECT s.run, s.step, unnest(scores_a.entropy)::DOUBLE AS entropy,
-               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b
-        FROM sequences AS s
-        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-        WHERE scores_a."pass" = a AND scores_b."pass" = b
-    )
-    WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
+-- prime_rl_medians(...): what no sums give, of all tokens.
+CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+    SELECT run, CASE WHEN by_step THEN step END AS step, torch_median(mismatch_kl) AS median_kl,
+           torch_median(entropy) AS median_entropy
+    FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+    GROUP BY ALL;
 
 CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT tokens.run, tokens.step,
+    SELECT found.run, found.step,
            kl.mean AS "mismatch_kl/all/mean",
-           kl.median AS "mismatch_kl/all/median",
+           median_kl AS "mismatch_kl/all/median",
            kl.std AS "mismatch_kl/all/std",
            kl.min AS "mismatch_kl/all/min",
            kl.max AS "mismatch_kl/all/max",
@@ -111,18 +129,17 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
            masked_advantage_negative.min AS "masked_advantage_negative/min",
            masked_advantage_negative.max AS "masked_advantage_negative/max",
            entropy.mean AS "entropy/all/mean",
-           entropy.median AS "entropy/all/median",
+           CASE WHEN entropy IS NOT NULL THEN median_entropy END AS "entropy/all/median",
            entropy.std AS "entropy/all/std",
            entropy.min AS "entropy/all/min",
            entropy.max AS "entropy/all/max",
            CASE WHEN above(entropy.mean, 0) THEN kl.mean / entropy.mean END AS "kl_ent_ratio/mean"
     FROM (
-        SELECT run, CASE WHEN by_step THEN step END AS step, prime_rl_stats(mismatch_kl) AS kl
-        FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
-        GROUP BY ALL
-    ) AS tokens
-    JOIN (
-        SELECT run, CASE WHEN by_step THEN step END AS step,
+        SELECT run, step,
+               prime_rl_merged(num_tokens, mean_kl, off_kl, spread_kl, min_kl, max_kl) AS kl,
+               CASE WHEN sum(num_entropies) = sum(num_tokens)
+                    THEN prime_rl_merged(num_tokens, mean_entropy, off_entropy, spread_entropy, min_entropy, max_entropy)
+                    END AS entropy,
                prime_rl_stats(masked_mismatch_kl) AS masked_mismatch_kl,
                prime_rl_stats(unmasked_mismatch_kl) AS unmasked_mismatch_kl,
                prime_rl_stats(is_masked) AS is_masked,
@@ -130,16 +147,22 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
                prime_rl_stats(is_masked_high) AS is_masked_high,
                prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
                prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative
-        FROM prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
-        GROUP BY ALL
-    ) AS sequences ON sequences.run = tokens.run AND sequences.step IS NOT DISTINCT FROM tokens.step
-    JOIN (
-        SELECT run, CASE WHEN by_step THEN step END AS step,
-               CASE WHEN count(entropy) = count(*) THEN prime_rl_stats(entropy) END AS entropy
-        FROM prime_rl_entropies(a, b)
-        GROUP BY ALL
-    ) AS entropies ON entropies.run = tokens.run AND entropies.step IS NOT DISTINCT FROM tokens.step
-    ORDER BY tokens.run, tokens.step;
+        FROM (
+            -- Means are taken around a centre near theirs, so that squares do not cancel.
+            SELECT *, mean_kl - median(mean_kl) OVER grouped AS off_kl,
+                   mean_entropy - median(mean_entropy) OVER grouped AS off_entropy
+            FROM (
+                SELECT * REPLACE (CASE WHEN by_step THEN step END AS step)
+                FROM prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+            )
+            WINDOW grouped AS (PARTITION BY run, step)
+        )
+        GROUP BY run, step
+        HAVING sum(num_tokens) > 0
+    ) AS found
+    JOIN prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS medians
+      ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
+    ORDER BY found.run, found.step;
 
 CREATE OR REPLACE MACRO prime_rl_steps(
     a, b, dppo_mask_low := 0.2, dppo_mask_high := 0.2, ipo_threshold := NULL

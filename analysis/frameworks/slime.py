@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.passes import CURRENT
 from ..rows import Rows
 from ..trace.database import Database
+from ..trace.pairs import quoted_pair
 from ..trace.source import Pair
-from .framework import call, check_choice, option_field, options_of
+from .framework import call, check_choice, literals, option_field, options_of
 from .notes import masked_out, null_without
+from .sequence_rows import rows_of
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
 
-_OF_WEIGHTS = (
+_OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
@@ -84,7 +88,7 @@ class Slime:
         check_choice("slime", "rs_level", self.rs_level, LEVELS)
         self._check_bounds()
         for field in fields(self):
-            if not self.use_tis and field.name in _OF_WEIGHTS and getattr(self, field.name) != field.default:
+            if not self.use_tis and field.name in _OF_MIS and getattr(self, field.name) != field.default:
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
@@ -111,6 +115,16 @@ class Slime:
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         rows = database.ask(call("slime", pair, by, **options_of(self)))
         return rows.without(self._unlogged(rows.columns))
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        options = literals(getattr(self, name) for name in ("use_tis", *_OF_MIS))
+        asked, options = quoted_pair(pair), f"slime_options({options})"
+        clips = literals((self.tis_clip, self.tis_clip_low))
+        calls = (f"slime_rows({asked}, {clips}, {options})", f"slime_updates({asked}, {options})")
+        return rows_of(database, calls)
+
+    def token_medians(self, pair: Pair) -> None:
+        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

@@ -92,24 +92,27 @@ CREATE OR REPLACE MACRO slime_kept_kl(a, b, o) AS TABLE
       AND slime_kept(o, d, sequences.sum_d, sequences.num_tokens, sequences.num_catastrophic > 0)
     GROUP BY ALL;
 
--- slime_current(...): what the updates since sampling have moved.
-CREATE OR REPLACE MACRO slime_current(a, b, by_step, per_token, o) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step,
-           slime_mean(coalesce(CASE WHEN o['use_tis'] THEN sum_kept_kl ELSE sum_kl END, 0.0), coalesce(num_tokens, 0), per_token)
-               AS ppo_kl,
-           slime_mean(coalesce(sum_ois, 0.0), coalesce(num_tokens, 0), per_token) AS ois
+-- slime_updates(...): what the updates since sampling have moved of each sequence.
+CREATE OR REPLACE MACRO slime_updates(a, b, o) AS TABLE
+    SELECT run, step, seq_id, coalesce(CASE WHEN o['use_tis'] THEN sum_kept_kl ELSE sum_kl END, 0.0) AS sum_kl,
+           coalesce(num_tokens, 0) AS n, coalesce(sum_ois, 0.0) AS sum_ois
     FROM (SELECT * FROM pair_keys('current', a, NULL, NULL, NULL) WHERE a <> 'current' OR iteration_a = iteration_b)
     LEFT JOIN (
         SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(-d) AS sum_kl, sum(exp(d)) AS sum_ois
         FROM slime_tokens('current', a)
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b)
-    LEFT JOIN slime_kept_kl(a, b, o) USING (run, step, seq_id, iteration_a)
+    LEFT JOIN slime_kept_kl(a, b, o) USING (run, step, seq_id, iteration_a);
+
+CREATE OR REPLACE MACRO slime_current(a, b, by_step, per_token, o) AS TABLE
+    SELECT run, CASE WHEN by_step THEN step END AS step, slime_mean(sum_kl, n, per_token) AS ppo_kl,
+           slime_mean(sum_ois, n, per_token) AS ois
+    FROM slime_updates(a, b, o)
     GROUP BY ALL;
 
 -- slime_rows(...): what each sequence adds; one without a token adds nothing.
-CREATE OR REPLACE MACRO slime_rows(a, b, by_step, tis_clip, tis_clip_low, o) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step, coalesce(num_tokens, 0) AS n,
+CREATE OR REPLACE MACRO slime_rows(a, b, tis_clip, tis_clip_low, o) AS TABLE
+    SELECT run, step, seq_id, coalesce(num_tokens, 0) AS n,
            coalesce(CASE WHEN o['use_tis'] THEN sum_kept_abs_d ELSE sum_abs_d END, 0.0) AS sum_abs_d,
            coalesce(sum_tis, 0.0) AS sum_tis, coalesce(num_outside, 0) AS num_outside, coalesce(sum_tis_abs, 0.0) AS sum_tis_abs,
            coalesce(-sum_d, 0.0) AS sum_kl, coalesce(sum_k3, 0.0) AS sum_k3, mean_train, mean_rollout, chi2_token, chi2_seq,
@@ -144,7 +147,7 @@ CREATE OR REPLACE MACRO slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_
                     WHEN o['tis_level'] = 'sequence' AND above(mean_of_sequences, 1e-8) THEN mean_of_sequences
                     ELSE 1.0 END AS factor
         FROM (
-            SELECT run, step, sum(n) AS total_tokens,
+            SELECT run, CASE WHEN by_step THEN step END AS step, sum(n) AS total_tokens,
                    slime_mean(sum_abs_d, n, per_token) AS train_rollout_logprob_abs_diff,
                    slime_mean(sum_tis, n, per_token) AS tis,
                    slime_mean(num_outside, n, per_token) AS tis_clipfrac,
@@ -174,8 +177,8 @@ CREATE OR REPLACE MACRO slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_
                    slime_spread(max_bounded, n, per_token) AS max_bounded,
                    sum(sum_bounded) / greatest(sum(n), 1) AS mean_of_tokens,
                    sum(sum_bounded / greatest(n, 1)) / count(*) AS mean_of_sequences
-            FROM slime_rows(a, b, by_step, tis_clip, tis_clip_low, o)
-            GROUP BY run, step
+            FROM slime_rows(a, b, tis_clip, tis_clip_low, o)
+            GROUP BY ALL
         )
     ) AS found
     LEFT JOIN slime_current(a, b, by_step, per_token, o) AS currently

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import pyarrow as pa
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
 from ..rows import Rows
-from ..trace.database import Database
-from ..trace.pairs import num_scored, why_nothing
+from ..trace.database import Database, quoted
+from ..trace.pairs import num_scored, quoted_pair, why_nothing
 from ..trace.source import Pair
-from .framework import call, check_choice, option_field, options_of
+from .framework import call, check_choice, literals, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise
+from .sequence_rows import rows_of
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
@@ -94,6 +98,26 @@ class Trl:
             raise NothingToCompare(why_nothing(database, pair))
         rows = database.ask(call("trl", pair, by, **options))
         return rows.without({name for name in rows.columns if self._is_unlogged(name)})
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        bounds = (
+            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max,
+            self.vllm_importance_sampling_clip_min,
+        )  # fmt: skip
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        clips = (
+            self.trainer == "rloo", self.importance_sampling_level, self.epsilon, high, self.delta,
+            self.off_policy_mask_threshold,
+        )  # fmt: skip
+        calls = (
+            f"trl_rows({quoted_pair(pair)}, {literals(bounds)})",
+            f"trl_updates({quoted(pair[0])})",
+            f"trl_clips({quoted_pair(pair)}, {literals(clips)})",
+        )
+        return rows_of(database, calls)
+
+    def token_medians(self, pair: Pair) -> None:
+        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         told = []

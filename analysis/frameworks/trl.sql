@@ -37,7 +37,7 @@ CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
 
 -- trl_rows(...): what each sequence adds to the numbers of the mismatch, and which process recorded it.
 CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
-    SELECT run, step, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
+    SELECT run, step, seq_id, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
            CASE WHEN of_tokens THEN sum_ratio ELSE ratio END AS sum_ratio,
            CASE WHEN of_tokens THEN min_ratio ELSE ratio END AS min_ratio,
@@ -102,7 +102,7 @@ CREATE OR REPLACE MACRO trl_capped(ratio, delta) AS
 
 -- trl_clips(...): how many of each use's ratios are clipped, and whether the use is dropped; NULL without an advantage.
 CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold) AS TABLE
-    SELECT run, step, update, forward_id,
+    SELECT run, step, seq_id, update, forward_id,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
            CASE WHEN of_tokens THEN coalesce(num_unknown, 0) ELSE (advantage IS NULL)::INTEGER END AS num_unknown,
            CASE WHEN of_tokens THEN coalesce(num_low, 0)

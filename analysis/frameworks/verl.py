@@ -7,7 +7,6 @@ so that they have the same digits whatever is computed beside them, and by how m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ import pyarrow as pa
 from ...schemas.errors import InvalidOption
 from ..rows import Rows
 from ..statistics.moments import centred, co_moment
-from ..trace.connection import Connection
 from ..trace.database import Database
 from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.pairs import quoted_pair
@@ -82,10 +80,6 @@ class Verl:
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
     def numbers(self, database: Database, pair: Pair, by: str) -> Rows:
-        with _computed(database.connection, f"SELECT * FROM verl_rows({quoted_pair(pair)})"):
-            return self._numbers(database, pair, by)
-
-    def _numbers(self, database: Database, pair: Pair, by: str) -> Rows:
         keys = ("run", "step")
         rows = database.ask(call("verl", pair, by))
         if self.rollout_is is not None and len(rows):
@@ -103,6 +97,14 @@ class Verl:
             )
             rows = rows.joined(masked if by == "step" else masked.without({"step"}), keys)
         return rows
+
+    def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
+        # The function that DuckDB calls gives them here beside the reading, which it does not wait for.
+        batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", _summed)
+        yield "verl_summed", pa.Table.from_batches(list(batches))
+
+    def token_medians(self, pair: Pair) -> None:
+        return None
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         told = in_half(database, pair[0], "verl")
@@ -179,22 +181,6 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
     An empty mask counts every token. A token without a logprob in one of both counts in no sum.
     """
     connection.create_function("verl_sums", _verl_sums, ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"], STRUCT, type="arrow")
-
-
-@contextmanager
-def _computed(connection: Connection, verl_rows: str) -> Iterator[None]:
-    """Let `verl_summed` of a connection hold the sums of what a query of `verl_rows` gives, computed beside the reading.
-
-    The same function gives them as when DuckDB calls it; here it does not wait for the tokens to be read.
-    """
-    batches = connection.mapped_batches(verl_rows, _summed)
-    connection.register("verl_computed", pa.Table.from_batches(list(batches)))
-    connection.execute("CREATE TEMP MACRO verl_summed(a, b) AS TABLE SELECT * FROM verl_computed")
-    try:
-        yield
-    finally:
-        connection.execute("DROP MACRO TABLE temp.verl_summed")
-        connection.unregister("verl_computed")
 
 
 def _summed(rows: pa.RecordBatch) -> pa.RecordBatch:

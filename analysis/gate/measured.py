@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ...schemas.errors import NothingToCompare
-from ...tracer.progress import Advance, Progress, no_progress
+from ...tracer.progress import Progress
+from ..frameworks.registry import framework_of
+from ..frameworks.sequence_rows import read_once
+from ..rows import Rows
 from ..statistics.estimators import FROM_SUMS, Array, Totals
-from ..statistics.intervals import PARTS, Interval, NoInterval, bootstrap, jackknife, largest_interval, numbered, unit
+from ..statistics.intervals import (
+    Interval,
+    NoInterval,
+    bootstrap,
+    jackknife,
+    largest_interval,
+    numbered,
+    parts_of,
+    unit,
+)
 from ..stats import stats
 from ..trace.database import Database
-from ..trace.pairs import parse_pair, quoted_pair
+from ..trace.pairs import parse_pair, quoted_pair, why_nothing
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 
@@ -59,33 +72,79 @@ class Run:
         """Condition -> its metric, with its value and its interval."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
-            like = None if source == OWN else source
-            database = Database(self._trace)
-            numbers = self._numbers(database, like, self._progress)
-            wanted = {c.text: metric_named(c, list(numbers)) for c in conditions if c.source == source}
-            values = {metric: _value(numbers[metric], metric) for metric in wanted.values()}
-            measured = self._measured(database, values, like)
-            found |= {text: measured[metric] for text, metric in wanted.items()}
+            of_source = [condition for condition in conditions if condition.source == source]
+            found |= self._own(of_source) if source == OWN else self._like(source, of_source)
         return found
 
-    def _numbers(self, database: Database, like: str | None, progress: Progress = no_progress) -> dict[str, object]:
-        """Every number of the run, by name."""
-        (row,) = stats(database, pair=self._pair, by="run", like=like, progress=progress).dicts()
-        return {name: value for name, value in row.items() if not isinstance(value, str)}
+    def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
+        """Numbers of `stats`."""
+        database = Database(self._trace)
+        asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
+        found = [
+            Measured(metric=name, value=value, interval=None, how="a count has no interval")
+            for name, value in asked.values.items()
+            if name in COUNTS
+        ]
+        sampled = {name: value for name, value in asked.values.items() if name not in COUNTS}
+        if sampled:
+            columns = SequenceColumns.read(database, self._names)
+            found += resampled(columns, sampled, self._confidence)
+            found += [self._quantile(name, sampled[name], columns) for name in sampled if name in QUANTILES]
+        of_sums = FROM_SUMS | LARGEST | QUANTILES
+        if others := {name: value for name, value in sampled.items() if name not in of_sums}:
+            found += self._of_captured(database, others)
+        return asked.answered(found)
 
-    def _measured(self, database: Database, values: dict[str, float], like: str | None) -> dict[str, Measured]:
-        own = [] if like else [name for name in values if name in FROM_SUMS | LARGEST | QUANTILES]
-        columns = SequenceColumns.read(database, self._names) if own else None
-        found = [] if columns is None else resampled(columns, {name: values[name] for name in own}, self._confidence)
-        for name, value in values.items():
-            if like is None and name in COUNTS:
-                found.append(Measured(metric=name, value=value, interval=None, how="a count has no interval"))
-            elif columns is not None and name in QUANTILES:
-                found.append(self._quantile(name, value, columns))
-        measured = {each.metric: each for each in found}
-        return measured | self._jackknifed(
-            {name: value for name, value in values.items() if name not in measured}, like
-        )
+    def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
+        """Numbers of a framework, with the jackknife's intervals. Tokens are read once, for what each sequence adds."""
+        database = Database(self._trace)
+        framework = framework_of(name, {})
+        with read_once(database, framework, self._names) as rows:
+            numbers = framework.numbers(database, self._names, "run")
+            if not len(numbers):
+                raise NothingToCompare(why_nothing(database, self._names))
+            asked = _Asked(conditions, numbers)
+            sequences, unit_N = self._scored(database)
+            parts = rows.without_parts(sequences)
+            without = self._without(parts, lambda: framework.numbers(database, self._names, "run"), sequences)
+        return asked.answered(self._jackknifed(asked.values, without, unit_N))
+
+    def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
+        """Numbers of distributions and routing: of each part that is left out what was captured of the others is read again."""
+        sequences, unit_N = self._scored(database)
+
+        def parts() -> Iterator[None]:
+            for part in range(_num_parts(sequences)):
+                database.leave_out(sequences.filter(pc.equal(sequences.column("part"), part)))
+                yield
+
+        def numbers() -> Rows:
+            try:
+                return stats(database, pair=self._pair)
+            except NothingToCompare:  # what is left is masked as a whole
+                return Rows((), [])
+
+        return self._jackknifed(values, self._without(parts(), numbers, sequences), unit_N)
+
+    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[Rows]:
+        """What the numbers are without each part."""
+        with self._progress("resampling", _num_parts(sequences)) as advance:
+            without = []
+            for _ in parts:
+                without.append(numbers())
+                advance(1)
+        return without
+
+    def _jackknifed(self, values: dict[str, float], without: list[Rows], unit_N: np.ndarray) -> list[Measured]:
+        num_groups = numbered(unit_N)[1]
+        told = f"jackknife over {len(without)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
+        found = []
+        for metric, value in values.items():
+            without_P = np.array([_number_of(left, metric) for left in without])
+            interval = jackknife(value, without_P, self._confidence)
+            how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
+            found.append(Measured(metric=metric, value=value, interval=interval, how=how))
+        return found
 
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
         """The quantiles of |d| at the ends of what the share of tokens above `value` may be (Woodruff 1952)."""
@@ -108,46 +167,17 @@ class Run:
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
-    def _jackknifed(self, values: dict[str, float], like: str | None) -> dict[str, Measured]:
-        """Intervals from replicates in each of which a part of the groups is left out."""
-        if not values:
-            return {}
-        database = Database(self._trace)
-        sequences = self._scored(database)
-        unit_N = sequences.column("unit").to_numpy()
-        num_groups = numbered(unit_N)[1]
-        replicates: dict[bytes, dict[str, object]] = {}
-
-        def without(advance: Advance, name: str, places: Array) -> float:
-            key = places.tobytes()
-            if key not in replicates:
-                database.leave_out(sequences.take(pa.array(places)))
-                try:
-                    replicates[key] = self._numbers(database, like)
-                except NothingToCompare:  # what is left is masked as a whole
-                    replicates[key] = {}
-                advance(1)
-            value = replicates[key].get(name)
-            return float(value) if isinstance(value, (int, float)) else math.nan
-
-        how = f"jackknife over {min(PARTS, num_groups)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
-        found = {}
-        with self._progress("resampling", min(PARTS, num_groups)) as advance:
-            for name, value in values.items():
-                interval = jackknife(unit_N, value, partial(without, advance, name), self._confidence)
-                told = _without(interval, num_groups) if isinstance(interval, NoInterval) else how
-                found[name] = Measured(metric=name, value=value, interval=interval, how=told)
-        return found
-
-    def _scored(self, database: Database) -> pa.Table:
-        """The sequences that both passes scored, with their groups, by run, step and seq_id, in order."""
+    def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
+        """The sequences that both passes scored, by run, step and seq_id, in order, with their `part`; and their groups."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS b USING (run, step, seq_id)
             ORDER BY run, step, seq_id
         """
-        return database.connection.sql(query, params=[*self._names]).to_arrow_table()
+        found = database.connection.sql(query, params=[*self._names]).to_arrow_table()
+        unit_N = found.column("unit").to_numpy()
+        return found.drop_columns("unit").append_column("part", pa.array(parts_of(unit_N))), unit_N
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
@@ -193,10 +223,36 @@ def quantile_cuts(
     return low, high
 
 
-def _value(value: object, metric: str) -> float:
-    if not isinstance(value, (int, float)):
-        raise NothingToCompare(f"{metric}: the trace has no value of it, so that nothing can be said of a bound on it")
-    return float(value)
+def _num_parts(sequences: pa.Table) -> int:
+    return int(pc.max(sequences.column("part")).as_py()) + 1
+
+
+class _Asked:
+    """The metrics that conditions are on, and their values."""
+
+    def __init__(self, conditions: list[Condition], rows: Rows):
+        (row,) = rows.dicts()
+        names = [name for name, value in row.items() if not isinstance(value, str)]
+        self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
+        self.values = {metric: _number_of(rows, metric) for metric in self._metrics.values()}
+        for metric in self.values:
+            if row[metric] is None:
+                raise NothingToCompare(
+                    f"{metric}: the trace has no value of it, so that nothing can be said of a bound on it"
+                )
+
+    def answered(self, found: list[Measured]) -> dict[str, Measured]:
+        """Condition -> its metric."""
+        of_metric = {measured.metric: measured for measured in found}
+        return {text: of_metric[metric] for text, metric in self._metrics.items()}
+
+
+def _number_of(rows: Rows, metric: str) -> float:
+    """A number of a run; NaN where it has none, or where there is no row."""
+    for row in rows.dicts():
+        if row[metric] is not None:
+            return float(row[metric])
+    return math.nan
 
 
 def _of_tails(level: float) -> str:

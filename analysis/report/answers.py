@@ -144,6 +144,8 @@ def fall_answer(subject: Subject) -> Answer:
     if found is None or not found.outcome:
         why = found.sentence if found else subject.unanswered.get("attribution", "")
         return _answer("fall", "unknown", OPEN, text.unknown(why), verb)
+    if found.silent is not None:
+        return _answer("fall", "unseen", OPEN, text.unseen_fall(found.silent, found), verb)
     if found.fall is None:
         return _answer("fall", "none", GOOD, text.no_fall(found), verb)
     return _answer(

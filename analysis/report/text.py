@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ...schemas.passes import REPLAY_PREFIX
 from ..alarms.text import alarm_sentence
 from ..attribution.attribution import Attribution
+from ..attribution.silent import SilentChange
 from ..check.result import CheckResult
 from ..check.text import evidence_text
 from ..diagnosis.diagnosis import Diagnosis, ReplayEffect
@@ -167,6 +168,16 @@ def no_fall(found: Attribution) -> AnswerText:
     return AnswerText(
         short="it did not fall",
         basis=f"{found.num_steps:,} steps",
+        detail=found.sentence,
+    )
+
+
+def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
+    first = silent.suspects[0]
+    return AnswerText(
+        short=f"not seen, but the recorded reward no longer tells: {first.title}",
+        figure=f"from step {silent.step} (interval {silent.low} to {silent.high})",
+        basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,
     )
 

@@ -123,32 +123,31 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
     return float(low), float(top_G.max())
 
 
-def jackknife(
-    unit_N: np.ndarray, value: float, without: Callable[[np.ndarray], float], confidence: float
-) -> Interval | NoInterval:
-    """The interval of any smooth number, from replicates in each of which a part of the groups is left out.
-
-    `without` gives the number when the sequences of these places are left out. The groups are dealt into P = PARTS parts, or
-    one each; P value - (P - 1) value_p are Tukey's pseudo-values, whose mean has the interval of independent values. SINGLE
-    where most parts leave the number as it is to the last digit: a largest value, say.
-    """
+def parts_of(unit_N: np.ndarray) -> np.ndarray:
+    """[N] which of at most PARTS parts each element is in: whole groups are dealt into them, or one each of fewer."""
     groups_N, num_groups = numbered(unit_N)
-    if num_groups < MIN_GROUPS:
-        return NoInterval.FEW
-    if not math.isfinite(value):
-        return NoInterval.UNDEFINED
-    num_parts = min(PARTS, num_groups)
     part_of_group = np.empty(num_groups, np.int64)
-    part_of_group[np.random.default_rng(SEED).permutation(num_groups)] = np.arange(num_groups) % num_parts
-    part_N = part_of_group[groups_N]
-    replicates = np.array([without(np.flatnonzero(part_N == part)) for part in range(num_parts)])
-    if not np.isfinite(replicates).all():
+    dealt = np.arange(num_groups) % min(PARTS, num_groups)
+    part_of_group[np.random.default_rng(SEED).permutation(num_groups)] = dealt
+    return np.asarray(part_of_group[groups_N])
+
+
+def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
+    """The interval of any smooth number, from what it is without each of P parts of whole groups.
+
+    P value - (P - 1) value_p are Tukey's pseudo-values, whose mean has the interval of independent values. FEW of fewer
+    than MIN_GROUPS parts, SINGLE where most parts leave the number as it is to the last digit: a largest value, say.
+    """
+    num_parts = len(without_P)
+    if num_parts < MIN_GROUPS:
+        return NoInterval.FEW
+    if not math.isfinite(value) or not np.isfinite(without_P).all():
         return NoInterval.UNDEFINED
-    if (replicates == value).all():
+    if (without_P == value).all():
         return NoInterval.ALIKE
-    if np.count_nonzero(replicates == value) > num_parts / 2:
+    if np.count_nonzero(without_P == value) > num_parts / 2:
         return NoInterval.SINGLE
-    pseudo = num_parts * value - (num_parts - 1) * replicates
+    pseudo = num_parts * value - (num_parts - 1) * without_P
     found = mean_interval(pseudo, confidence)
     if isinstance(found, NoInterval):
         return found

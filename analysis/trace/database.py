@@ -107,6 +107,7 @@ class Database:
         self.progress: Progress = no_progress
         """Told by readings of all tokens how many they have read: see `telling`."""
         self.connection.register_filesystem(self.files)
+        self.connection.execute("SET parquet_metadata_cache = true")  # no file of a trace changes
         for table in TABLES:
             self._define_table(TABLE_SPECS[table])
         _define_passes(self.connection, self.sources)

@@ -122,7 +122,7 @@ def _find_sums(source: Source) -> None:
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
     for name, num_bytes in source.store.files(SUMS).items():
         try:
-            found = _read_made_of(source.store, f"{SUMS}/{name}", num_bytes)
+            found = _read_made_of(source.snapshot, f"{SUMS}/{name}", num_bytes)
         except (DamagedTrace, FileNotFoundError) as error:
             source.snapshot.ignored.append(f"{error}; it was passed over, and its sums are made anew")
             continue
@@ -154,12 +154,14 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
     return {MADE_OF: json.dumps({"kind": kind, "pair": list(pair), "covers": sorted(segments)}).encode()}
 
 
-def _read_made_of(store: Store, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
+def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
     """What a file of sums was made of; None for one that an earlier release made. Raises DamagedTrace.
 
     A file is named for the checksum of its footer, so that it is known for what it is without anybody's account of it.
     """
-    footer = read_footer(store, relative, num_bytes)
+    store = snapshot.store
+    content = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
+    footer = read_footer(store, relative, num_bytes, content)
     if not footer.has_checksums:
         return None
     where = store.shown(relative)
@@ -172,7 +174,8 @@ def _read_made_of(store: Store, relative: str, num_bytes: int) -> tuple[str, Pai
         raise DamagedTrace(f"{where}: is not what its name stands for")
     if not footer.schema.equals(KINDS[kind].schema):
         return None
-    return kind, (a, b), covers, footer.verified(store, relative)
+    keeps_tail = content is not None or not store.is_local
+    return kind, (a, b), covers, footer.verified(store, relative, keeps_tail=keeps_tail)
 
 
 def sums_file(kind: str, footer_hash: str) -> str:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from ...schemas.layout import SUMS
 from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
 from ...schemas.tables import Table
+from ...tracer.index import write_index
 from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Advance, Progress, no_progress
 from ...tracer.whole_file import unnamed_file
@@ -94,6 +97,7 @@ def _keep(database: Database, pair: Pair, source: Source) -> bool:
         for spec in KINDS.values():
             if spec is not RUN_QUANTILES or pair in database.run_covered:
                 _write(database, pair, source, spec)
+        write_index(Path(source.store.root))
     except OSError:
         return False
     return True
@@ -105,6 +109,11 @@ def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
         f"SELECT {columns} FROM computed_{spec.name} WHERE run = ? AND pass_a = ? AND pass_b = ? ORDER BY ALL",
         params=[source.run, *pair],
     ).to_arrow_table()
+    write_sums(source, pair, spec, rows)
+
+
+def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
+    """Keep sums of a pair that are of all sealed rows of a local trace."""
     schema = spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:

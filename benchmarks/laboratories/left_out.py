@@ -4,7 +4,8 @@ python benchmarks/laboratories/left_out.py runs/laboratories/a runs/laboratories
 
 A folder of runs has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
 as fallen where the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95; what lies between
-is left out. Of a cause `other` the right answer is that it cannot be told. Two numbers are set on the other folders, by least
+is left out. Of a cause `other` the right answer is that it cannot be told. A cause
+that is named without a fall (`silent`: what is rewarded or sampled became another one) counts as said, and is counted apart. Two numbers are set on the other folders, by least
 logarithmic loss: what a point of evidence is worth, and how many points "something else" begins with.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,9 @@ class Answer:
     cause: str
     """The label: a suspect, `other`, or one of SOUND."""
     points: dict[str, float] | None
-    """Suspect -> points; None where no fall was seen."""
+    """Suspect -> points; None where no fall was seen and nothing that hides one."""
+    is_silent: bool = False
+    """Whether a cause is named though no fall is seen."""
 
     def probabilities(self, worth: float = 1.0, unknown: float = 0.0) -> dict[str, float]:
         """Suspect -> probability, with another worth of a point and other points of `unknown`."""
@@ -71,8 +73,9 @@ def answers(folder, *, with_control):
             continue
         control = str(folder / label["twin"] / "trace") if with_control and label["twin"] != run.name else None
         result = attribute(str(run / "trace"), control=control)
-        points = None if result.fall is None else {suspect.code: suspect.points for suspect in result.suspects}
-        found.append(Answer(run.name, label["cause"], points))
+        suspects = result.silent.suspects if result.silent else result.suspects
+        points = {suspect.code: suspect.points for suspect in suspects} or None
+        found.append(Answer(run.name, label["cause"], points, is_silent=result.silent is not None))
     return found, left_out
 
 
@@ -107,8 +110,9 @@ def report(title, found, worth, unknown):
     confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
     print(
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
+        f"{sum(e.is_silent and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
-        f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs called fallen "
+        f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed "
         f"(worth {worth:.2f}, unknown {unknown:+.2f})"
     )
     for each, name, p in rows:
@@ -134,10 +138,11 @@ def main():
             rest = [answer for other in found if other != folder for answer in found[other][0]]
             worth, unknown = (1.0, 0.0) if given.as_it_is else fitted(rest)
             named += report(f"  {folder.name} ({left_out} left out)", of_folder, worth, unknown)
-        counts = Counter(np.digitize(p, BANDS) for _, p in named)
-        for band, (low, high) in enumerate(pairwise(BANDS), 1):
-            right = sum(is_right for is_right, p in named if low <= p < high)
-            print(f"  of {counts[band]} named at {low:.0%} to {min(high, 1):.0%} {right} are right")
+        for low, high in pairwise(BANDS):
+            band = [(is_right, p) for is_right, p in named if low <= p < high]
+            on_average = f" ({np.mean([p for _, p in band]):.0%} on average)" if band else ""
+            right = sum(is_right for is_right, _ in band)
+            print(f"  of {len(band)} named at {low:.0%} to {min(high, 1):.0%}{on_average} {right} are right")
 
 
 if __name__ == "__main__":

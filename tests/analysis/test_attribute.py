@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ from tim_trace.analysis.attribution.rollouts import (
     repeated_responses,
 )
 from tim_trace.analysis.attribution.staleness import read_stale_weights
-from tim_trace.analysis.attribution.text import attribution_text
+from tim_trace.analysis.attribution.text import attribution_json, attribution_text
+from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.report.answers import OPEN, fall_answer
+from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, GROUPS, GROUP, TOKENS = 100, 4, 8, 6
@@ -46,6 +50,10 @@ class Story:
     """Chance that a response is right."""
     pays: Callable[[int], float] = ONE
     """What a right one earns."""
+    consoles: Callable[[int], float] = NONE
+    """What a wrong one earns."""
+    apart: Callable[[int], float] = NONE
+    """Nats by which each token is less likely to the trainer than to the engine."""
     groups: bool = True
     """Whether responses carry the group that they belong to."""
     gap: Callable[[int], float] = ROUNDING
@@ -83,7 +91,9 @@ def record_step(recorder, story, step, chance):
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
     reward = np.where(
-        chance.random(rows) < story.noise(step), chance.random(rows), right.astype(float) * story.pays(step)
+        chance.random(rows) < story.noise(step),
+        chance.random(rows),
+        np.where(right, story.pays(step), story.consoles(step)),
     )
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
@@ -104,6 +114,7 @@ def record_step(recorder, story, step, chance):
     if story.has_rollout:
         rollout = [np.minimum(one + chance.normal(0, story.gap(step), len(one)), 0.0) for one in train]
         recorder.add_scores("rollout", batch, logprobs=[one.tolist() for one in rollout])
+    train = [one - story.apart(step) for one in train]
     recorder.add_scores("train", batch, logprobs=[one.tolist() for one in train], policy_version=step - 1)
     metrics = {
         "learning_rate": story.rate(step),
@@ -369,6 +380,49 @@ def test_a_reward_that_becomes_another_one_without_a_fall_is_told(tmp_path):
     assert note.values["step"] == 60
     assert "but it was changed on the way" in found.sentence
     assert not [each for each in attribute(record(tmp_path / "b")).note_codes if each.code == "reward_changed"]
+
+
+INVERTED = Story(reward=drops(60, 0.7, 0.3), pays=drops(60, 1.0, 0.0), consoles=drops(60, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("story", "cause", "steps"),
+    [
+        (INVERTED, "reward", (60, 60)),
+        (Story(noise=level(0.0), pays_length=True, length=lambda step: 6), None, None),
+        (Story(apart=drops(40, 0.0, 2.0)), "mismatch", (40, 40)),
+        (Story(apart=drops(40, 0.0, 0.9)), None, None),
+        (Story(apart=lambda step: 2.0 if 40 <= step < 60 else 0.0), None, None),
+        (replace(INVERTED, evaluation=SEVEN_OF_TEN), None, None),
+    ],
+)
+def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_path, story, cause, steps):
+    found = attribute(record(tmp_path / "run", story))
+    assert (found.fall, found.suspects, found.cause) == (None, (), None)
+    if cause is None:
+        assert found.silent is None
+        assert found.sentence.startswith("No fall")
+        return
+    assert found.silent is not None
+    assert (found.silent.suspects[0].code, found.silent.low, found.silent.step) == (cause, *steps)
+    assert sum(suspect.probability for suspect in found.silent.suspects) == pytest.approx(1.0)
+    assert found.silent.suspects[0].title in found.sentence
+    assert "No fall is seen" in found.sentence
+    assert attribution_json(found)["silent"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
+    title = found.silent.suspects[0].title
+    assert title in story_of_run(found, None)
+    subject = SimpleNamespace(attribution=found, trace="run", asked_steps=ALL_STEPS, pair=("train", "rollout"))
+    answer = fall_answer(subject)
+    assert (answer.code, answer.severity) == ("unseen", OPEN)
+    assert title in answer.text.short
+
+
+def test_rewards_that_are_not_the_control_s_are_told_where_nothing_fell(tmp_path):
+    run, control = record(tmp_path / "run", INVERTED), record(tmp_path / "control")
+    found = attribute(run, control=control)
+    assert found.silent is not None
+    assert (found.silent.suspects[0].code, found.silent.step) == ("reward", 60)
+    assert attribute(control, control=record(tmp_path / "other", Story(seed=1))).silent is None
 
 
 def test_an_advantage_agrees_with_its_reward_whatever_it_is_divided_by():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import control, staleness, thresholds
+from tim_trace.analysis.attribution import control, silent, staleness, thresholds
 from tim_trace.analysis.attribution import facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.drop import Drop
@@ -21,11 +21,14 @@ from tim_trace.analysis.attribution.mismatch import RunMismatch
 from tim_trace.analysis.attribution.odds import ranked
 from tim_trace.analysis.attribution.rollouts import (
     ChangedResponses,
+    OtherPromptsRewards,
     Relation,
     ReorderedRewards,
     RepeatedResponses,
     Rollouts,
     repeated_responses,
+    rewards_of_other_prompts,
+    step_interval,
 )
 from tim_trace.analysis.attribution.settings import suspect_of
 from tim_trace.analysis.attribution.staleness import StaleWeights, read_stale_weights
@@ -86,7 +89,8 @@ def checked(code, *, fails=True, signal=""):
     """A result of check; a cause of weights that differ stands for the finding with it."""
     cause = code if code in ("stale_weights", "partial_sync", "adapter", "quantised") else None
     finding = SimpleNamespace(
-        code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}, signal=signal
+        code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}, signal=signal,
+        effect=1.0, share=1.0,
     )  # fmt: skip
     return SimpleNamespace(findings=[finding], is_valid=not fails)
 
@@ -111,8 +115,12 @@ def facts(**given):
         "settings": {}, "repeated": repeated(), "drop": None, "stale_weights": None, "since_fall": None, "hides": False,
         "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"), "near": (),
         "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
-        "rollouts": SimpleNamespace(is_alone=False, until=lambda step: None, since=lambda step: None),
-        "reordered": reordered(0.0), "changed_reference": None,
+        "rollouts": SimpleNamespace(
+            is_alone=False, until=lambda step: None, since=lambda step: None,
+            reference_distance_by_step=(np.empty(0), np.empty(0)),
+        ),
+        "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
+        "_given_otherwise_for_good": lambda column, least: None,
     }  # fmt: skip
     return Stub(**empty | given)
 
@@ -200,6 +208,39 @@ def _beta2(value):
 
 def _epsilon(value):
     return codes(optimizer._settings(facts(settings={"adam_epsilon": value})))
+
+
+def _adams_rate(value):
+    without = optimizer._settings(facts(settings={"learning_rate": value}))
+    assert without == []
+    return codes(optimizer._settings(facts(settings={"learning_rate": value, "adam_beta1": 0.9})))
+
+
+def _entropy_coefficient(value):
+    return codes(entropy._coefficient(facts(settings={"entropy_coefficient": value})))
+
+
+def _carried(share):
+    """A finding of d of 1 nat on a share of the tokens, in a run of mean |d| of 1 nat."""
+    found = checked("temperature")
+    found.findings[0].share = share
+    return codes(mismatch._semantics(facts(checked=found, series={"mean_abs_d": np.ones(len(STEPS))})))
+
+
+def _returned(share, *, before=0.4, mismatch=None):
+    """A policy that keeps a share of its distance to the reference."""
+    distance = np.where(FALL.low > STEPS, before, share * before)
+    kept = SimpleNamespace(reference_distance_by_step=(STEPS, distance))
+    return codes(reference._returns(facts(rollouts=kept, mismatch=mismatch)))
+
+
+def _graded(equal, by_chance):
+    return OtherPromptsRewards(shift=1, num_responses=30, equal=equal, by_chance=by_chance).explains
+
+
+def _costs_hidden(correlation):
+    shrinks = {"length": (change(50, 20.0, 10.0),)}
+    return codes(length._pays(facts(pays_length=-correlation, hides=True, changes=shrinks)))
 
 
 def _entropy(at_fall, last, *, rises=False):
@@ -305,6 +346,19 @@ TABLE = [
     ("CUSTOMARY", _beta2, 0.99999, ({}, {"setting_unusual": STRONG})),
     ("CUSTOMARY", _epsilon, 1e-16, ({"setting_unusual": STRONG}, {})),
     ("CUSTOMARY", _epsilon, 1e-4, ({}, {"setting_unusual": STRONG})),
+    ("CUSTOMARY", _adams_rate, 0.01, ({}, {"setting_unusual": STRONG})),
+    ("ENTROPY_WEIGHS", _entropy_coefficient, 1.0, ({}, {"setting_unusual": STRONG})),
+    ("MOST_ENTROPY", lambda x: _entropy(x, 1.0), 14.0, (
+        ("entropy_rose_before_fall", STRONG), ("entropy_impossible", 0.0),
+    )),
+    ("FINDING_CARRIES", _carried, 0.1, ({}, {"check_fails": MEDIUM})),
+    ("RETURNS", _returned, 0.5, ({"returns_to_reference": DECISIVE}, {})),
+    ("REFERENCE_MOVES", lambda x: _returned(0.1, before=x), 0.05, ({}, {"returns_to_reference": DECISIVE})),
+    ("of_size", lambda x: _returned(0.1, mismatch=run_mismatch(x)), 0.03, ({"returns_to_reference": DECISIVE}, {})),
+    ("GRADED_ELSEWHERE", lambda x: _graded(x, 0.1), 0.9, (False, True)),
+    ("GRADED_BY_CHANCE", lambda x: _graded(1.0, x), 0.6, (True, False)),
+    ("SAME_ORDER", lambda x: replace(changed_rewards(1.0), agreement=x).is_rescaled, 0.95, (False, True)),
+    ("LENGTH_PAYS", _costs_hidden, 0.25, ({}, {"length_costs_while_hidden": STRONG})),
     ("ENTROPY_GAINED", lambda x: _entropy(x, 1.0), 2.0, (
         ("entropy_in_range", -STRONG), ("entropy_rose_before_fall", STRONG),
     )),
@@ -476,6 +530,136 @@ def test_rewards_whose_steps_still_have_them_lie_in_other_rows(by_chance, num_la
     assert codes(pairing._rewards(facts(repeated=repeated(0.01), reordered=reordered(30.0)))) == {
         "rewards_in_their_rows": -MEDIUM
     }
+
+
+@pytest.mark.parametrize(
+    ("correlation", "after", "step", "pays"),
+    [(0.9, 10.0, 50, False), (0.9, 10.0, 80, True), (0.9, 30.0, 50, True), (-0.9, 10.0, 50, False)],
+)
+def test_length_that_pays_and_goes_the_other_way_is_moved_by_something_else(correlation, after, step, pays):
+    moves = {"length": (change(step, 20.0, after),)}
+    assert length.pays(facts(pays_length=correlation, changes=moves)) == pays
+
+
+def test_a_reward_that_falls_with_length_is_no_cost_of_length():
+    shrinks = {"length": (change(50, 20.0, 10.0),)}
+    assert length._pays(facts(pays_length=-0.9, hides=False, changes=shrinks)) == []
+
+
+@pytest.mark.parametrize(("share", "points"), [(0.6, DECISIVE), (1.0, DECISIVE)])
+def test_what_changed_long_before_a_fall_is_decisive_and_not_certain(share, points):
+    earlier = replace(changed_rewards(share), is_earlier=True)
+    assert codes(reward._changed(facts(changed_rewards=earlier))) == {"rewards_changed": points}
+
+
+def given_twice(since, *, at=30, noise_before=0, noise_since=0, column="reward"):
+    """A hundred steps of twenty responses that come each step, given 0 to 1 and from `at` on `since` of it."""
+    step = np.repeat(STEPS, 20)
+    whole = np.tile(np.arange(20), len(STEPS)).astype(np.uint64)
+    given = np.tile(np.arange(20) / 20, len(STEPS))
+    values = np.where(step < at, given, since(given))
+    for rows_, num in ((step < at, noise_before), (step >= at, noise_since)):
+        values[np.flatnonzero(rows_ & (np.arange(len(step)) % 20 < num))[::3]] += 1.0
+    rows_of = rows_of_steps(a_step=20)
+    columns = {name: getattr(rows_of, name) for name in Rollouts.__dataclass_fields__}
+    return Rollouts(**columns | {"step": step, "whole": whole, column: values})
+
+
+@pytest.mark.parametrize(
+    ("plan", "step"),
+    [
+        ({"since": np.flip}, 30),
+        ({"since": lambda given: given}, None),
+        ({"since": np.flip, "noise_before": 2}, None),
+        ({"since": np.flip, "noise_since": 2}, None),
+        ({"since": np.flip, "at": 52}, None),  # near the fall, which is looked at otherwise
+    ],
+)
+def test_what_is_given_otherwise_for_good_may_have_come_long_before(plan, step):
+    found = Facts._given_otherwise_for_good(facts(rollouts=given_twice(**plan)), "reward", 1e-6)
+    assert (None if found is None else found.step) == step
+    assert found is None or (found.is_earlier and found.low == found.high == step)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_the_interval_of_a_change_holds_its_step(share):
+    for seed in range(20):
+        chance = np.random.default_rng(seed)
+        low = chance.integers(0, 90, 400)
+        high = low + chance.integers(0, 10, 400)
+        differs = (low < 50) & (high >= 50) & (chance.random(400) < share) | (chance.random(400) < 0.02)
+        step, earliest, latest = step_interval(differs, low, high)
+        assert earliest <= 50 <= latest
+        assert earliest <= step <= latest
+        assert latest - earliest <= 12
+
+
+def test_pairs_that_differ_everywhere_alike_have_no_step():
+    low = np.arange(90)
+    assert step_interval(np.zeros(90, bool), low, low + 5)[1:] == (5, 94)
+
+
+def test_a_reward_on_another_scale_long_before_a_fall_is_no_other_reward():
+    def near(column, least):
+        return None
+
+    for since, is_found in ((np.flip, True), (lambda given: 3.0 * given + 1.0, False)):
+        given = facts(rollouts=given_twice(since), _given_otherwise=near)
+        given._given_otherwise_for_good = lambda *asked, one=given: Facts._given_otherwise_for_good(one, *asked)
+        assert (Facts.changed_rewards.func(given) is not None) == is_found
+
+
+def test_a_reference_that_was_swapped_long_before_a_fall_is_another_one():
+    swapped = facts(
+        rollouts=given_twice(lambda given: given - 3.0, column="reference"), _given_otherwise=lambda *_: None
+    )
+    swapped._given_otherwise_for_good = lambda *asked: Facts._given_otherwise_for_good(swapped, *asked)
+    assert Facts.changed_reference.func(swapped).step == 30
+
+
+def graded(shift, *, since=60, unlike=0, values=2):
+    """Rewards of eight prompts a step with one of eight responses each, which earn by the prompt `shift` places on from `since`."""
+    chance = np.random.default_rng(5)
+    earns = chance.permutation(64).reshape(8, 8) % values
+    step, prompt = np.repeat(STEPS, 8), np.tile(np.arange(8), len(STEPS))
+    response = chance.integers(0, 8, len(step))
+    reward_ = earns[prompt, response].astype(float)
+    late = np.flatnonzero(step >= since)
+    reward_[late] = earns[(prompt[late] + shift) % 8, response[late]]
+    reward_[late[:unlike]] += 100.0
+    columns = {name: np.zeros(len(step)) for name in Rollouts.__dataclass_fields__}
+    given = {"step": step, "prompt": prompt, "response": response, "whole": prompt * 8 + response, "reward": reward_}
+    return Rollouts(**columns | given)
+
+
+@pytest.mark.parametrize(
+    ("shift", "plan", "is_found"),
+    [
+        (1, {"values": 8}, True),
+        (-3, {"values": 8}, True),
+        (1, {"values": 8, "unlike": 30}, True),
+        (1, {"values": 8, "unlike": 40}, False),  # of 328 a tenth and more
+        (0, {"values": 8}, False),
+        (1, {"values": 1}, False),  # one reward for all
+    ],
+)
+def test_responses_that_are_graded_by_another_prompt_are_told_by_what_they_earned_there(shift, plan, is_found):
+    found = rewards_of_other_prompts(graded(shift, **plan), 60)
+    assert (found is not None and found.explains) == is_found
+    assert not is_found or found.shift == shift
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.5, False), (0.51, True)])
+def test_responses_of_which_most_earn_what_they_did_are_graded_by_their_own_prompt(share, is_told):
+    given = facts(rollouts=graded(1, values=8), changed_rewards=changed_rewards(share))
+    assert (Facts.graded_elsewhere.func(given) is not None) == is_told
+
+
+def test_responses_that_are_graded_by_another_prompt_are_pairing_and_no_other_reward():
+    found = rewards_of_other_prompts(graded(1, values=8), 60)
+    given = facts(graded_elsewhere=found, repeated=repeated(0.4), changed_rewards=changed_rewards(0.9))
+    assert codes(pairing._rewards(given)) == {"rewards_of_other_prompts": CERTAIN}
+    assert reward._noise(given) == reward._changed(given) == []
 
 
 def test_another_reward_of_one_length_speaks_for_length_as_well_where_length_pays():
@@ -682,6 +866,16 @@ def test_what_a_finding_of_check_is_worth(code, fails, verdict):
     assert codes(mismatch._semantics(facts(checked=checked(code, fails=fails)))) == verdict
 
 
+@pytest.mark.parametrize(
+    ("share", "effect", "kind"), [(0.09, 1.0, ""), (0.11, 1.0, "temperature"), (0.5, 0.0, "temperature")]
+)
+def test_a_finding_on_a_few_tokens_is_not_the_class_of_a_mismatch(share, effect, kind):
+    found = checked("temperature")
+    found.findings[0].share, found.findings[0].effect = share, effect
+    given = facts(checked=found, mismatch=run_mismatch(1.0), series={"mean_abs_d": np.ones(len(STEPS))})
+    assert mismatch.kind(given) == kind
+
+
 def test_logprobs_in_other_rows_are_pairing():
     assert codes(pairing._logprobs(facts(checked=checked("row_pairing")))) == {"logprobs_in_other_rows": CERTAIN}
     assert pairing._logprobs(facts(checked=checked("temperature"))) == []
@@ -691,7 +885,7 @@ def test_logprobs_in_other_rows_are_pairing():
     ("drop", "of_reward", "of_policy"),
     [
         (Drop(step=60, share=0.7, is_early=False, policy=1.0), {"reward_drops_without_policy": DECISIVE}, {}),
-        (Drop(step=60, share=0.7, is_early=False, policy=9.0), {}, {"reward_drops_with_policy": MEDIUM}),
+        (Drop(step=60, share=0.7, is_early=False, policy=9.0), {}, {"reward_drops_with_policy": WEAK}),
         (Drop(step=4, share=0.7, is_early=True, policy=1.0), {}, {"reward_drops_with_policy": STRONG}),
     ],
 )  # fmt: skip
@@ -783,6 +977,102 @@ def test_responses_are_cut_where_a_tenth_was_longer_and_a_tenth_ends_there(num_l
     assert codes(truncation._cut(cut)) == verdict
 
 
+def silent_facts(**given):
+    """Facts of a run in which nothing fell and no evaluation was logged."""
+    outcome = SimpleNamespace(name="reward", is_evaluation=False)
+    return facts(**{"fall": None, "outcome": outcome, "new_reward": None} | given)
+
+
+@pytest.mark.parametrize(
+    ("agreement", "by_length", "cause"),
+    [
+        (0.95, 0.0, "reward"),
+        (0.951, 0.0, None),
+        (0.951, 0.801, "length"),
+        (0.0, 0.8, "reward"),
+        (0.0, -0.801, "length"),
+    ],
+)
+def test_another_reward_that_hides_a_fall(agreement, by_length, cause):
+    found = replace(changed_rewards(0.9, by_length=by_length), agreement=agreement, low=59, high=61)
+    told = silent.read_silent(silent_facts(new_reward=found, rollouts=rows_of_steps()))
+    assert (told and told.suspects[0].code) == cause
+    assert told is None or (told.step, told.low, told.high) == (60, 59, 61)
+
+
+def test_nothing_is_hidden_where_a_fall_is_seen_or_an_evaluation_is_logged():
+    found = changed_rewards(0.9)
+    given = {"new_reward": found, "rollouts": rows_of_steps()}
+    assert silent.read_silent(silent_facts(**given)) is not None
+    assert silent.read_silent(silent_facts(**given, fall=FALL)) is None
+    assert silent.read_silent(silent_facts(**given, outcome=None)) is None
+    assert (
+        silent.read_silent(silent_facts(**given, outcome=SimpleNamespace(name="eval/acc", is_evaluation=True))) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("apart", "num_steps", "step"), [(0.999, 50, None), (1.001, 50, 51), (1.001, 10, 91), (1.001, 9, None)]
+)
+def test_a_policy_that_is_not_the_one_that_sampled(apart, num_steps, step):
+    series = {"mean_d": np.where(100 - num_steps < STEPS, -apart, 0.0), "mean_abs_d": np.full(100, 1.0)}
+    told = silent._policy(silent_facts(series=series, mismatch=run_mismatch(1.0)))
+    assert (told and told.step) == step
+    assert told is None or told.suspects[0].code == "mismatch"
+
+
+def noisy_rewards(apart, since=60, share=1.0):
+    """Twenty responses a step that earn 0 or 1, and from a step on 0, 1 or 2 times `apart` more, by chance."""
+    given = given_twice(lambda given: np.round(given), at=since)
+    chance = np.random.default_rng(3).choice([0.0, 1.0, 2.0], len(given.step))
+    base = np.round(np.tile(np.arange(20) / 20, len(STEPS)))
+    noise = np.where((given.step >= since) & (np.arange(len(base)) % 20 < share * 20), apart * chance, 0.0)
+    columns = {name: getattr(given, name) for name in Rollouts.__dataclass_fields__}
+    return Rollouts(**columns | {"reward": base + noise})
+
+
+@pytest.mark.parametrize(
+    ("apart", "share", "is_told"),
+    # Two of three pairs differ, by 1.155 of `apart` in the root mean square.
+    [(0.83, 1.0, False), (0.9, 1.0, True), (1.3, 0.7, False), (1.3, 0.8, True)],
+)
+def test_noise_hides_a_fall_where_it_is_larger_than_what_rewards_tell_apart(apart, share, is_told):
+    told = silent._noise(silent_facts(rollouts=noisy_rewards(apart, share=share)))
+    assert (told is not None) == is_told
+    assert told is None or told.low <= 60 <= told.step + 1
+
+
+@pytest.mark.parametrize(
+    ("since", "at", "step"),
+    [
+        (np.flip, 60, 60),
+        (lambda given: 2.0 * given, 60, None),
+        (lambda given: np.where(np.arange(len(given)) % 20 < 10, given[::-1], given), 60, 60),
+        (lambda given: np.where(np.arange(len(given)) % 20 < 9, given[::-1], given), 60, None),
+    ],
+)
+def test_rewards_that_are_not_the_control_s_from_a_step_on(since, at, step):
+    run, of_control = (given_twice(plan, at=at) for plan in (since, lambda given: given))
+    told = silent._reward_beside(silent_facts(rollouts=run), facts(rollouts=of_control))
+    assert (told and told.step) == step
+
+
+def test_noisy_rewards_are_no_other_rewards_than_the_control_s():
+    run, of_control = given_twice(np.flip, noise_since=2), given_twice(lambda given: given)
+    assert silent._reward_beside(silent_facts(rollouts=run), facts(rollouts=of_control)) is None
+
+
+@pytest.mark.parametrize(("at_limit_before", "verdict"), [(5, "responses_cut"), (6, "responses_not_cut")])
+def test_what_is_cut_piles_up_at_the_limit(at_limit_before, verdict):
+    # Ten of a step: before one of 21 tokens and some of 20, since then five of 20 and none longer.
+    before = np.r_[21.0, np.full(at_limit_before, 20.0), np.full(9 - at_limit_before, 15.0)]
+    since = np.r_[np.full(5, 20.0), np.full(5, 10.0)]
+    run = rows_of_steps()
+    lengths = np.concatenate([before if step <= 60 else since for step in STEPS])
+    columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"length": lengths}
+    assert list(codes(truncation._cut(facts(rollouts=Rollouts(**columns))))) == [verdict]
+
+
 @pytest.mark.parametrize(("correlation", "of_advantages", "of_pairing"), [
     (-0.301, {"advantages_inverted": CERTAIN}, {}), (-0.299, {}, {"advantages_do_not_follow": CERTAIN}),
 ])  # fmt: skip
@@ -815,6 +1105,15 @@ def test_a_mean_advantage_beyond_what_single_ones_had_is_another_baseline(after,
     spread = np.tile([-1.0, 1.0], 500)
     columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"advantage": spread}
     near = given_change("advantage_mean", "advantages", 0.0, after, size_in_sd=size_in_sd, shape="ramp")
+    assert advantages._is_large(near, facts(rollouts=Rollouts(**columns))) == is_far
+
+
+@pytest.mark.parametrize(("of_reward", "is_far"), [(2.4, True), (2.6, False)])
+def test_a_mean_advantage_that_a_slow_baseline_leaves_in_a_reward_is_no_other_baseline(of_reward, is_far):
+    run = rows_of_steps(reward_=np.where(STEPS >= 59, of_reward, 0.0))
+    shifted = np.tile([-1.0, 1.0], 500) + np.where(run.step >= 59, 5.0, 0.0)
+    columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {"advantage": shifted}
+    near = given_change("advantage_mean", "advantages", 0.0, 5.0, shape="ramp")
     assert advantages._is_large(near, facts(rollouts=Rollouts(**columns))) == is_far
 
 

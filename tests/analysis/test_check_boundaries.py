@@ -19,6 +19,7 @@ from tim_trace.analysis.check.detectors import (
     broken,
     constants,
     equality,
+    grammar,
     log_base,
     logit_grid,
     missing,
@@ -464,6 +465,25 @@ def router_top(monkeypatch, share):
     return routed(monkeypatch, 200, times, mixture=None)
 
 
+def under_grammar(raised, lower=0, *, contracts=("rollout",), nats=1.0, others=200):
+    """`raised` tokens of rollout are higher than train's by so much and `lower` lower; both contracts say float32."""
+    a = -1.0 - 0.01 * np.arange(others)
+    b = a.copy()
+    b[:raised] += nats * (1 - np.exp(a[:raised]))
+    b[raised : raised + lower] -= 1.0
+    data = pair_data(a, b)
+    data.sample.a.contracts, data.sample.b.contracts = ["train"], ["rollout"]
+    data.contracts = {
+        name: {"dtype": "float32", "model": {"dtypes": {"float32": 1}}} | ({"structured_outputs": True} if name in contracts else {})
+        for name in ("train", "rollout")
+    }  # fmt: skip
+    return data
+
+
+def grammar_of(*arguments, **options):
+    return code_of(grammar.find_grammar(under_grammar(*arguments, **options)))
+
+
 # --- Values that are no logprobs, and what both sides have wrong alike ------------------------------------------------------
 
 
@@ -801,6 +821,9 @@ BOUNDARIES = [
         (50, ["not_logprobs", "placeholders"]),
         (51, ["not_logprobs"]),
     ),
+    ("MIN_RAISED_TOKENS", grammar_of, (9, None), (10, "grammar")),
+    ("MAX_MINOR_SHARE", lambda n: grammar_of(95, n), (6, None), (5, "grammar")),
+    ("MAX_UNTOLD_NOISE", lambda x: grammar_of(50, nats=x), (7.9e-3, None), (8.1e-3, "grammar")),
     ("MIN_CORRELATION", correlated, (0.28, "unrelated"), (0.32, None)),
     ("MIN_LOGPROBS", of_tokens, (29, "too_few"), (30, "rounding")),
     ("MIN_SHARED_COUNT", shared_constant, (19, None), (20, "placeholders")),
@@ -998,6 +1021,37 @@ def test_equal_bits_are_a_copy_where_contracts_exclude_them(engines, dtypes, cod
         name: {"engine": engine, "dtype": dtype} for name, engine, dtype in zip("ab", engines, dtypes, strict=True)
     }
     assert code_of(equality.find_equal(data)) == code
+
+
+@pytest.mark.parametrize(
+    ("contracts", "code"), [(("rollout",), "grammar"), ((), None), (("train", "rollout"), None), (("train",), None)]
+)
+def test_a_grammar_is_said_of_the_side_that_alone_has_one_and_is_higher(contracts, code):
+    assert grammar_of(100, contracts=contracts) == code
+
+
+def test_one_value_for_all_tokens_under_a_grammar_is_a_placeholder():
+    data = under_grammar(100)
+    data.sample.b.logprobs[:] = 0.0
+    assert grammar.find_grammar(data) == []
+    assert code_of(detectors().find(data)) == "placeholders"
+
+
+@pytest.mark.parametrize(
+    ("is_related", "codes"), [(True, ["lengths", "grammar"]), (False, ["lengths", "grammar", "unrelated"])]
+)
+def test_sequences_without_a_grammar_are_judged_beside_those_with_one(is_related, codes):
+    draw = np.random.default_rng(0)
+    a = -draw.exponential(1.0, 400) - 0.1
+    b = a + np.concatenate([1 - np.exp(a[:200]), np.zeros(200)]) + 1e-6 * draw.normal(size=400)
+    if not is_related:
+        b[200:] = -draw.exponential(1.0, 200) - 0.1
+    b[390:] = np.nan
+    data = pair_data(a, b, [200, 200])
+    data.sample.b.contracts, data.contracts = ["with", "without"], {"with": {"structured_outputs": True}}
+    found = detectors().find(data)
+    assert [finding.code for finding in found] == codes
+    assert [finding.share for finding in found[:2]] == pytest.approx([10 / 400, 200 / 390], abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "decide", "under", "over"), BOUNDARIES)

@@ -187,6 +187,7 @@ def test_every_statistic_has_the_digits_of_mpmath(tmp_path, kind, num_sequences,
         same(row, exact([sequence]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_verl_s_numbers_have_their_digits_too(tmp_path, kind):
     steps = make(kind, 12)

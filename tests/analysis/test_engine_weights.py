@@ -161,6 +161,38 @@ def test_the_table_names_each_tensor_and_each_module(tmp_path):
     ]  # fmt: skip
 
 
+def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
+    trace = traced(tmp_path / "whole", run_of(lambda v, t, of: of(v)))
+    told = tim_trace("weights", trace, "--engine").stdout
+    assert told.splitlines() == [
+        f"All {len(weights(trace, engine=True))} tensors of the engine are the trainer's, bit for bit, at each of the 4 versions that it "
+        "sampled with (--verbose lists them)."
+    ]
+    assert UP in tim_trace("weights", trace, "--engine", "--verbose").stdout
+    assert UP in tim_trace("weights", trace, "--engine", "--csv").stdout
+    assert "All 2 modules of" in tim_trace("weights", trace, "--engine", "--by", "module").stdout
+
+
+def test_tensors_that_do_not_agree_have_a_row(tmp_path):
+    trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v == 1 and t == DOWN else of(v)))
+    head, _, *table = tim_trace("weights", trace, "--engine").stdout.splitlines()
+    assert head.startswith(f"{len(weights(trace, engine=True)) - 1} of ")
+    assert [line.split()[0] for line in table] == ["tensor", "-" * len(DOWN), DOWN]
+    assert len(tim_trace("weights", trace, "--engine", "-v").stdout.splitlines()) == 2 + len(
+        weights(trace, engine=True)
+    )
+
+
+def test_an_engine_of_which_no_tensor_agrees_has_no_line(tmp_path):
+    trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v else of(v)))
+    assert tim_trace("weights", trace, "--engine").stdout.startswith("tensor ")
+
+
+def test_verbose_goes_with_the_engine_s_weights(tmp_path):
+    done = tim_trace("weights", tmp_path, "--verbose")
+    assert (done.code, "--verbose goes with --engine" in done.stderr) == (2, True)
+
+
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
     with Recorder(tmp_path / "t") as recorder:
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])

@@ -4,17 +4,22 @@ import math
 from xml.etree import ElementTree
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from builders import make_trace, tim_trace
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
+from tim_trace.analysis.frameworks.sequence_rows import read_once
 from tim_trace.analysis.gate.condition import metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
+from tim_trace.analysis.statistics.intervals import NoInterval, jackknife, parts_of, unit
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.routing import Routing
 
 
 def record(path, gaps, base=lambda place: -1.0, groups=None):
@@ -193,6 +198,104 @@ def test_a_framework_s_number_has_the_jackknife_s_interval(noisy):
     assert ours.high - ours.low < theirs.high - theirs.low < 2 * (ours.high - ours.low)
     assert "jackknife over 20 parts of 300 groups" in theirs.how
     assert theirs.low < theirs.value < theirs.high
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    """3 steps of 48 sequences in groups of 4, with all that frameworks read; one sequence is masked as a whole."""
+    path, draw = tmp_path_factory.mktemp("gate") / "run", np.random.default_rng(3)
+    with Recorder(path) as recorder:
+        for step in range(1, 4):
+            lengths = draw.integers(1, 30, 48)
+            mask = [draw.random(length) < 0.9 for length in lengths]
+            mask[3][:] = False
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 48, response_ids=[draw.integers(0, 99, n).tolist() for n in lengths],
+                response_mask=mask, group_ids=[str(place // 4) for place in range(48)], advantage=draw.normal(0, 1, 48),
+                reward=draw.integers(0, 2, 48).astype(float),
+            )  # fmt: skip
+            rollout = [-draw.exponential(1.0, n) for n in lengths]
+            spreads = draw.exponential(0.1, 48)
+            train = [np.minimum(p + draw.normal(0, s, len(p)), 0) for p, s in zip(rollout, spreads, strict=True)]
+            current = [np.minimum(p + draw.normal(0, 0.1, len(p)), 0) for p in train]
+            entropy = [draw.exponential(1.0, n) for n in lengths]
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train, entropy=entropy)
+            recorder.add_scores("current", batch, logprobs=current)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", list(FRAMEWORKS))
+def test_what_is_left_of_a_framework_s_sums_gives_what_its_tokens_give(grouped, framework):
+    # The plain path: each part is left out of the trace, and every token of the rest is read.
+    (whole,) = stats(grouped, like=framework).dicts()
+    database = Database(grouped)
+    query = f"SELECT run, step, seq_id, {unit('s')} AS unit FROM sequences AS s ORDER BY run, step, seq_id"
+    sequences = database.connection.sql(query).to_arrow_table()
+    part_N = parts_of(sequences.column("unit").to_numpy())
+    without = []
+    for part in range(20):
+        database.leave_out(sequences.take(np.flatnonzero(part_N == part)))
+        without += stats(database, like=framework).dicts()
+    names = [name for name in whole if name != "run"]
+    for name, verdict in zip(names, judged(grouped, *(f"{framework}.{name}>1" for name in names)), strict=True):
+        plain = jackknife(whole[name], np.array([float(left[name]) for left in without]), 0.95)
+        assert (verdict.metric, verdict.value) == (name, whole[name])
+        assert (verdict.low is None) == isinstance(plain, NoInterval), name
+        if verdict.low is None:
+            assert verdict.how == f"no interval: {plain}"
+        else:
+            assert (verdict.low, verdict.high) == pytest.approx(plain, rel=1e-9), name
+
+
+def test_a_framework_s_numbers_are_read_once(noisy):
+    # Of the scores' files it is read no more, however many parts are left out.
+    database = Database(noisy)
+    framework = framework_of("trl", {})
+    with read_once(database, framework, ("train", "rollout")):
+        once = framework.numbers(database, ("train", "rollout"), "run")
+        database.connection.execute("ALTER VIEW scores RENAME TO hidden")
+        assert framework.numbers(database, ("train", "rollout"), "run") == once
+    database.connection.execute("ALTER VIEW hidden RENAME TO scores")
+    assert stats(database, like="trl") == once
+
+
+def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
+    # Values that tie, zeros and a NaN: the median of a part is NaN as long as the NaN is left.
+    gaps = [[0.0, -0.1], [0.0, math.nan], [-0.3], [-0.1, -0.2], *[[-0.1 * place] for place in range(1, 7)]]
+    database = Database(record(tmp_path / "run", gaps))
+    framework = framework_of("prime-rl", {})
+    keys = database.connection.sql("SELECT run, step, seq_id FROM sequences ORDER BY ALL").to_arrow_table()
+    names = [f"mismatch_kl/all/{which}" for which in ("median", "mean", "min", "max", "std")]
+    found = []
+    with read_once(database, framework, ("train", "rollout")) as rows:
+        for _ in rows.without_parts(keys.append_column("part", pa.array(range(10)))):
+            (row,) = framework.numbers(database, ("train", "rollout"), "run").dicts()
+            found.append([row[name] for name in names])
+    for part in range(10):
+        plain = Database(tmp_path / "run")
+        plain.leave_out(keys.slice(part, 1))
+        (row,) = stats(plain, like="prime-rl").dicts()
+        assert found[part] == pytest.approx([row[name] for name in names], rel=1e-12, nan_ok=True), part
+    assert sum(math.isnan(row[0]) for row in found) == 9
+
+
+def test_agreement_of_router_choices_has_an_interval(tmp_path):
+    # Of 10 sequences of one layer, one expert of two and 4 tokens each.
+    draw = np.random.default_rng(4)
+    chosen = draw.integers(0, 2, (40, 1, 1)).astype(np.int8)
+    others = np.where(draw.random(chosen.shape) < 0.2, 1 - chosen, chosen)
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, prompt_ids=[[1, 2]] * 10, response_ids=[[3, 4]] * 10)
+        for name, ids in (("train", chosen), ("rollout", others)):
+            routing = Routing(expert_ids=ids)
+            recorder.add_scores(name, batch, logprobs=draw.uniform(-2, -1, (10, 2)).astype("f4"), routing=routing)
+    agreed, k3 = judged(tmp_path / "run", "tim.routing_agreement<0.1", "tim.k3>9")
+    assert agreed.value == pytest.approx((chosen == others).mean())
+    assert agreed.how.startswith("jackknife over 10 parts of 10 groups")
+    assert agreed.low < agreed.value < agreed.high
+    assert k3.how.startswith("bootstrap-t over 10 groups")
 
 
 def test_a_framework_s_largest_value_has_no_interval(noisy):

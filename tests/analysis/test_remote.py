@@ -1,35 +1,17 @@
 import dataclasses
+import sys
 
 import fsspec
 import numpy as np
 import pytest
 import torch
-from builders import make_trace, tim_trace
+from builders import PROGRAMS, make_trace, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.verify import verify
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
-
-KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    """An S3 server on this machine, spoken to by s3fs as by any user."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    patch = pytest.MonkeyPatch()
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
-        patch.setenv(name, value)
-    filesystem = fsspec.filesystem("s3")
-    filesystem.mkdir("bucket")
-    yield filesystem
-    patch.undo()
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +21,68 @@ def trace(tmp_path_factory):
     return path
 
 
-def test_a_trace_on_s3_answers_as_it_does_on_disk(bucket, trace):
-    bucket.put(str(trace), "bucket/runs/run", recursive=True)
+def test_a_trace_on_s3_answers_as_it_does_on_disk(s3, trace):
+    s3.put(str(trace), "bucket/runs/run", recursive=True)
     for by in ("run", "step", "sequence"):
         assert stats("s3://bucket/runs/run", by=by).rows == stats(trace, by=by).rows
     there, here = info("s3://bucket/runs/run"), info(str(trace))
     assert dataclasses.replace(there, path="", num_bytes={}) == dataclasses.replace(here, path="", num_bytes={})
 
 
-def test_the_command_line_takes_urls(bucket, trace):
-    bucket.put(str(trace), "bucket/cli/run", recursive=True)
+def test_the_command_line_takes_urls(s3, trace):
+    s3.put(str(trace), "bucket/cli/run", recursive=True)
     done = tim_trace("sql", "s3://bucket/cli/run", "SELECT count(*) AS n FROM tokens", "--json")
     assert done.json() == tim_trace("sql", trace, "SELECT count(*) AS n FROM tokens", "--json").json()
     assert tim_trace("stats", "s3://bucket/cli/run", trace, "--json").code == 0
     missing = tim_trace("info", "s3://bucket/cli/nothing")
     assert missing.code == 2
     assert "s3://bucket/cli/nothing: nothing is there" in missing.stderr
+
+
+RECORDS = PROGRAMS / "records.py"
+
+
+@pytest.mark.slow
+def test_a_run_is_recorded_straight_to_object_storage(s3, tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = tim_trace("record", "-o", "s3://bucket/recorded/run", "--", sys.executable, RECORDS, env=env)
+    assert done.code == 0, done.stderr
+    assert "next: tim-trace info s3://bucket/recorded/run" in done.stderr
+    here = tim_trace("record", "-o", tmp_path / "run", "--compact", "--", sys.executable, RECORDS)
+    assert here.code == 0, here.stderr
+    assert stats("s3://bucket/recorded/run").rows == stats(tmp_path / "run").rows
+    assert verify("s3://bucket/recorded/run").is_whole
+    assert s3.ls("bucket/recorded/run/sums")
+    assert s3.ls("bucket/recorded/run/index")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    again = tim_trace("record", "-o", "s3://bucket/recorded/run", "--", sys.executable, RECORDS, env=env)
+    assert (again.code, "something lies there already" in again.stderr) == (2, True)
+    assert "ran" not in again.stdout
+    for option in ("--force", "--resume"):
+        refused = tim_trace("record", "-o", "s3://bucket/new/run", option, "--", sys.executable, RECORDS, env=env)
+        assert (refused.code, option in refused.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_stays_here_and_the_command_that_sends_it_is_told(s3, tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    program = tmp_path / "program.py"
+    # The bucket goes while the command runs.
+    program.write_text(
+        f"import runpy, sys; sys.argv = [{str(RECORDS)!r}]; runpy.run_path({str(RECORDS)!r}, run_name='__main__')\n"
+        "import fsspec; s3 = fsspec.filesystem('s3'); s3.rmdir('gone')\n"
+    )
+    s3.mkdir("gone")
+    done = tim_trace("record", "-o", "s3://gone/run", "--", sys.executable, program, env=env)
+    assert done.code == 2
+    (folder,) = (path.parent for path in (tmp_path / "cache").rglob("trace.json"))
+    command = f"tim-trace compact {folder} -o s3://gone/run"
+    assert command in done.stderr
+    s3.mkdir("gone")
+    again = tim_trace("record", "-o", "s3://gone/run", "--", sys.executable, RECORDS, env=env)
+    assert (again.code, command in again.stderr) == (2, True)
+    assert tim_trace(*command.split()[1:]).code == 0
+    assert info("s3://gone/run").num_response_tokens == info(str(folder)).num_response_tokens
 
 
 def test_a_trace_whose_journal_was_copied_too_is_read_whole(tmp_path):
@@ -69,14 +97,14 @@ def test_a_trace_whose_journal_was_copied_too_is_read_whole(tmp_path):
         memory.rm("/live", recursive=True)
 
 
-def test_distributions_are_read_from_a_url(bucket, tmp_path):
+def test_distributions_are_read_from_a_url(s3, tmp_path):
     logits = torch.randn(3, 7)
     with Recorder(tmp_path / "run", capture="logits") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]])
         recorder.add_scores(
             "train", added, logprobs=[[-1.0] * 3], distribution=Logits(logits=logits), captured_rows=[0]
         )
-    bucket.put(str(tmp_path / "run"), "bucket/dense/run", recursive=True)
+    s3.put(str(tmp_path / "run"), "bucket/dense/run", recursive=True)
     (group,) = (tmp_path / "run" / "dense").iterdir()
     found = read_dense(Store("s3://bucket/dense/run"), f"{group.name}/train", 0, 3)
     np.testing.assert_array_equal(found["logits"], logits.numpy())

@@ -23,7 +23,7 @@ from tim_trace.tracer.weights.reader import Tensor
 from tim_trace.tracer.weights.source import open_weights
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CONFIG = {"beta": 0.1, "learning_rate": 0.03}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

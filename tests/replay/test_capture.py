@@ -71,6 +71,7 @@ def test_capturing_changes_no_bit_of_any_arm(traces, kind):
     assert {key[0] for key in kept} >= {"replay/as-recorded", "replay/bf16", "replay/decode"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "kind"), [(COLD, "topk:4"), (MIXED, "logits"), (MIXED, "hidden")])
 def test_the_recorded_bits_come_back_with_capture_on(tmp_path, config, kind):
     trace = copy(train(capture="logprobs", config=config), tmp_path / "run")
@@ -96,6 +97,7 @@ def test_the_captured_logits_give_the_pass_s_own_logprobs(traces):
             np.testing.assert_allclose(taken[~cut], logprobs[~cut], rtol=0, atol=close.get(name, 2e-6), err_msg=name)
 
 
+@pytest.mark.slow
 def test_each_arm_keeps_its_own_dtype_and_cuts(traces):
     import zarr
 

@@ -351,6 +351,7 @@ def test_the_contract_says_what_scored(tmp_path):
     assert rows_of(trace, query) == [("exact", ExactScorer.name, "exact", "bfloat16")]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_recording_under_autocast_needs_a_dtype(tmp_path):
     trace = tmp_path / "run"

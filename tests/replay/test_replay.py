@@ -196,6 +196,7 @@ def test_compiled_scores_lie_within_rounding(trace):
     assert rows(trace, query) == [("true",)]
 
 
+@pytest.mark.slow
 def test_arms_are_read_from_a_file(trace, tmp_path):
     (tmp_path / "arms.toml").write_text('[half]\ndtype = "fp16"\nbatch-size = 1\n\n[packed]\npadding = "packed"\n')
     done = tim_trace("replay", trace, "--steps", "1", "--arm-file", tmp_path / "arms.toml", "--json")
@@ -303,6 +304,7 @@ def table(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_model_factory_builds_what_transformers_does_not_know(table):
     done = tim_trace(
         "replay", table, "--model-factory", "factory:build", "--arm", "dtype=bf16", "--json", cwd=table.parent

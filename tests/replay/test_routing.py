@@ -55,6 +55,7 @@ def test_recording_routers_changes_no_bit_of_the_training():
     assert train("--moe", **ROUTED).result["weights"] == train("--moe").result["weights"]
 
 
+@pytest.mark.slow
 @of_trainings
 def test_recorded_choices_are_those_of_a_forward_of_our_own(arguments, config, tmp_path):
     """Rebuilt without our scorers: each sequence by itself, unpadded, through hooks of this test."""
@@ -87,6 +88,7 @@ def test_recorded_choices_are_those_of_a_forward_of_our_own(arguments, config, t
     assert same == total if config != MIXED else same > 0.95 * total
 
 
+@pytest.mark.slow
 @of_trainings
 def test_a_mixture_of_experts_replays_bit_for_bit_free_and_forced(arguments, config, tmp_path):
     trace = copy(train("--moe", *arguments, **ROUTED, **({"config": config} if config else {})), tmp_path)

@@ -41,6 +41,7 @@ def pair(tmp_path_factory):
     return folder / "plain", folder / "evaluated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
     [
@@ -100,6 +101,7 @@ def logged(run, name):
     return {row["step"]: row[name] for row in run.result["history"] if row.get(name) is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_trl_s_evaluation_is_recorded_with_its_step_and_training_stays_as_it_is():
     config = {"per_device_eval_batch_size": 8, "steps_per_generation": 2, "num_generations_eval": 2, "beta": 0.1}

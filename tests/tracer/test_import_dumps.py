@@ -13,8 +13,10 @@ from builders import run, tim_trace
 from dumps import WRITERS, expected, make_samples, make_steps
 from tim_trace import check, connect, import_dump, info, stats, verify
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
+from tim_trace.tracer.importers.dump import Part
 from tim_trace.tracer.importers.experts import routed
 from tim_trace.tracer.importers.formats import FORMATS
+from tim_trace.tracer.importers.import_dump import _are_ordered
 from tim_trace.tracer.importers.miles import zig_zag
 from tim_trace.tracer.routing import NOT_ROUTED, read_routing
 from tim_trace.tracer.store import Store
@@ -566,3 +568,22 @@ def test_router_choices_of_verl_are_read_until_the_trainer_has_scored(tmp_path, 
 def test_what_is_no_expert_is_refused(wrong):
     with pytest.raises(ImportFailed, match=r"router choices are .* and so no experts"):
         routed(wrong, 3, "here")
+
+
+@pytest.mark.parametrize(
+    ("format", "steps", "ordered"),
+    [("slime", (3, 4), True), ("prime-rl", (3, None), False), ("slime", (4, 4), False), ("trl", (3, 4), False)],
+)
+def test_names_are_forgotten_behind_a_step_where_none_comes_twice(format, steps, ordered):
+    parts = [Part(files=(str(number),), step=step) for number, step in enumerate(steps)]
+    assert _are_ordered(FORMATS[format], parts) is ordered
+
+
+def test_a_sequence_that_comes_twice_in_a_step_is_refused(tmp_path):
+    samples = make_samples(3)
+    dumps.write_nemo_rl(tmp_path / "dump", {3: samples})
+    (file,) = (tmp_path / "dump").iterdir()
+    records = [json.loads(line) | {"idx": 0} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ImportFailed, match="comes a second time"):
+        import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tim_trace.schemas.errors import InvalidRecord
 from tim_trace.tracer import ragged
-from tim_trace.tracer.ragged import Padding, flatten
+from tim_trace.tracer.ragged import Padding, Ragged, cells_of, flatten
 
 masks = st.integers(1, 5).flatmap(
     lambda rows: st.integers(1, 7).flatmap(
@@ -88,3 +88,63 @@ def test_what_is_no_batch_is_named(data, message):
 def test_a_mask_of_another_shape_is_named():
     with pytest.raises(InvalidRecord, match=r"\(2, 4\).*mask has \(2, 3\)"):
         flatten(np.zeros((2, 4)), np.float32, Padding.of(np.ones((2, 3))), "x")
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=5).flatmap(
+        lambda n: st.tuples(st.just(n), st.permutations(range(len(n))), st.integers(0, 5))
+    )
+)
+def test_taking_every_row_is_taking_each(drawn):
+    lengths, order, num = np.array(drawn[0], np.int64), np.array(drawn[1], np.int64), drawn[2]
+    lists = Ragged(np.arange(lengths.sum(), dtype=np.float32), lengths, np.arange(lengths.sum()) % 2 == 0)
+    for rows in (np.arange(len(lengths)), order, order[:num]):
+        taken, cells = lists.take(rows), cells_of(rows, lengths)
+        assert taken.lengths.tolist() == lengths[rows].tolist()
+        assert taken.values.tolist() == lists.values[cells].tolist()
+        assert taken.valid.tolist() == lists.valid[cells].tolist()
+
+
+def row_forms():
+    floats = [np.array([-0.5, -1.0], "f4"), np.array([], "f4"), np.array([-2.0], "f4")]
+    ids = [np.array([1, 2]), np.array([3]), np.array([], np.int64)]
+    return {
+        "floats": (floats, np.float32), "ids": (ids, np.int32), "doubles": ([row.astype("f8") for row in floats], np.float32),
+        "flags": ([row > 1 for row in ids], bool), "halves": ([row.astype("f2") for row in floats], np.float32),
+        "float ids": ([row.astype("f4") for row in ids], np.int32),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", list(row_forms()))
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["arrays", "tensors"])
+def test_rows_that_are_alike_are_read_as_each_is(form, make, monkeypatch):
+    rows, dtype = row_forms()[form]
+    given_rows = [make(row) for row in rows]
+    if form == "halves" and make is torch.from_numpy:
+        given_rows = [row.to(torch.bfloat16) for row in given_rows]
+    fast = flatten(given_rows, dtype, None, "rows")
+    monkeypatch.setattr(ragged, "_alike", lambda data, dtype: None)
+    plain = flatten(given_rows, dtype, None, "rows")
+    assert fast.values.dtype == plain.values.dtype == dtype
+    assert fast.values.tolist() == plain.values.tolist()
+    assert fast.lengths.tolist() == plain.lengths.tolist()
+    assert fast.valid is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        ([np.array([1, -2])], np.int32), ([np.array([1.5])], np.int32), ([np.array([2**40])], np.int32),
+        ([np.array([[1]])], np.int32), ([np.array(["a"])], np.float32), ([np.array([1e300])], np.float32),
+        ([torch.tensor([1.0]).half()], np.int32), ([torch.tensor([1.0], dtype=torch.bfloat16)], np.int32),
+        ([torch.tensor([1 + 1j])], np.float32), ([torch.tensor([300, -1])], np.int32),
+        ([np.array([1]), np.array([0.5])], np.int32), ([torch.tensor(1)], np.int32),
+    ],
+)  # fmt: skip
+def test_rows_that_are_alike_are_refused_as_each_is(rows, dtype, monkeypatch):
+    with pytest.raises(InvalidRecord) as fast:
+        flatten(rows, dtype, None, "rows")
+    monkeypatch.setattr(ragged, "_alike", lambda data, dtype: None)
+    with pytest.raises(InvalidRecord) as plain:
+        flatten(rows, dtype, None, "rows")
+    assert str(fast.value) == str(plain.value)

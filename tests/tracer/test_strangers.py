@@ -74,6 +74,7 @@ def put_special(kind, path):
 KINDS = ["fifo", "socket", "folder", "device", "circle", "outside"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", ["writers/*.json", "scores/*.parquet", "passes/train/*.json"])
 def test_what_is_no_regular_file_is_named_and_stops_nothing(trace, kind, file):

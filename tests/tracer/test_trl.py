@@ -54,6 +54,7 @@ def rloo():
     return train("--trainer", "rloo", "--vllm", "--bf16-engine", config={"beta": 0.05}, capture="logprobs")
 
 
+@pytest.mark.slow
 def test_recording_says_where_it_writes_and_what_comes_next(on_policy):
     assert "tim-trace: recording to " in on_policy.done.stderr
     assert "recorded 24 sequences" in on_policy.done.stderr
@@ -67,7 +68,9 @@ def test_nothing_is_missing_from_a_finished_run(on_policy, off_policy, vllm, rlo
         assert found.missing == ()
 
 
-@pytest.mark.parametrize("capture", ["logprobs", "topk:3", pytest.param("logits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capture", ["logprobs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk:3", "logits"))]
+)
 def test_training_is_the_same_bit_for_bit_whether_recorded_or_not(capture):
     bare, recorded = train(), train(capture=capture, **({} if capture == "logprobs" else {"fraction": "0.5"}))
     assert recorded.result["weights"] == bare.result["weights"]
@@ -132,6 +135,7 @@ def test_metrics_are_what_was_logged_and_nothing_twice(on_policy):
                 assert recorded[row["step"], name] == value
 
 
+@pytest.mark.slow
 def test_learning_rate_and_grad_norm_are_there_for_every_step_though_few_are_logged():
     run = train("--steps", "6", config={"logging_steps": 3, "lr_scheduler_type": "linear"}, capture="logprobs")
     query = "SELECT step, value FROM metrics WHERE name = '{}' ORDER BY step"
@@ -353,6 +357,7 @@ def test_means_over_processes_are_what_trl_logged():
     assert same_as_logged(run, **options)
 
 
+@pytest.mark.slow
 def test_rloo_s_clips_are_what_it_logged():
     run = train("--trainer", "rloo", "--steps", "4", config=MOVED, capture="logprobs")
     assert same_as_logged(run, trainer="rloo", epsilon=0.01, logging_steps=3)
@@ -416,6 +421,7 @@ def test_the_capture_fraction_decides_the_same_rows_for_both_sides(vllm):
     assert info(str(vllm.trace)).num_captured == 2 * counts.count(2)
 
 
+@pytest.mark.slow
 def test_full_logits_give_the_recorded_logprobs_of_both_sides():
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="logits", fraction="0.5")
     store, seen = Store(run.trace), set()
@@ -481,6 +487,7 @@ def test_tool_output_is_masked_and_has_no_rollout_logprob():
         assert ids[2:4] == [12, 13]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_trainer_write_one_trace():
     run = train("--ranks", "2", config={"steps_per_generation": 1}, capture="logprobs")
     found = info(str(run.trace))
@@ -552,6 +559,7 @@ def test_a_trainer_with_other_functions_is_named():
     assert "no process trained" not in run.done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_recording_never_takes_training_down():
     run = train("--break-recorder", capture="logprobs")
     assert run.done.stderr.count("RECORDING STOPPED") == 1
@@ -581,6 +589,7 @@ def test_a_scoring_function_that_hands_its_arguments_on_is_read_by_their_places(
     }
 
 
+@pytest.mark.slow
 def test_asynchronous_grpo_is_named_with_what_it_lacks():
     run = program("asynchronous.py", capture="logprobs", env=(("TRL_EXPERIMENTAL_SILENCE", "1"),))
     assert run.result["steps"] == 1

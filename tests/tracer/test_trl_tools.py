@@ -4,13 +4,15 @@ import shutil
 
 import numpy as np
 import pytest
+from builders import tim_trace
 from runs import program, train
+from tim_trace.analysis.check.check import check
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.engine import replay
 from tim_trace.replay.results import by_arm
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # TRL means in float32 what we mean in float64.
 FLOAT32 = {"rtol": 2e-6}
@@ -75,6 +77,17 @@ def test_the_trainer_scores_every_token_and_the_engine_those_that_it_sampled(arg
     for name, mask, logprobs in found:
         sampled = [True] * len(logprobs) if mask is None or name != "rollout" else mask
         assert [value is not None for value in logprobs] == sampled
+
+
+def test_a_grammar_s_mismatch_is_named_and_a_replay_without_it_agrees(tmp_path):
+    shutil.copytree(tools("--vllm").trace, tmp_path / "run")
+    (finding,) = check(tmp_path / "run").findings
+    assert (finding.code, finding.numbers["side"], finding.numbers["num_lower"]) == ("grammar", "rollout", 0)
+    assert finding.numbers["num_tokens"] > 100
+    assert f"replay {tmp_path / 'run'} --steps 1 --engine vllm --name whole" in finding.next
+    done = tim_trace("replay", tmp_path / "run", "--steps", "1", "--engine", "vllm", "--name", "whole")
+    assert done.code == 0, done.stderr
+    assert check(tmp_path / "run", pair="train:replay/whole").is_valid
 
 
 def test_the_mismatch_is_what_the_trainer_logged():

@@ -93,6 +93,7 @@ def test_the_contract_tells_raw_logprobs_from_processed_ones():
     assert (rollout.name, rollout.num_rows, rollout.engine) == ("rollout", 13, "vllm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [(), OWN_PROCESS])
 def test_captured_top_k_is_what_the_engine_ranks_first(env):
     run = program("generate.py", capture="topk:3", env=env)
@@ -109,6 +110,7 @@ def test_captured_top_k_is_what_the_engine_ranks_first(env):
             assert arrays["logprobs"][position][place] == np.float32(value)
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary_sums_to_one():
     run = program("generate.py", capture="logits")
     store = Store(run.trace)

@@ -10,7 +10,7 @@ from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.dense import read_dense
 from tim_trace.tracer.store import Store
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WAVES = ("plain", "two", "asked", "flat")
 NAMES = {"CUMULATIVE": "all", "DELTA": "new", "FINAL_ONLY": "last"}

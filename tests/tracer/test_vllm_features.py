@@ -8,7 +8,7 @@ from runs import program
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FEATURES = ("cold", "warm", "regex", "choice", "json", "adapter")
 DRAFTS = ("drafts", "drafts_asked", "drafts_stopped")

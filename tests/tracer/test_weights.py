@@ -1,3 +1,4 @@
+import json
 import shutil
 import sys
 
@@ -5,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from builders import PROGRAMS, run
+from builders import PROGRAMS, ROOT, run
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks
+from tim_trace.tracer.weights.changes import added, apply_changes, changes_of, decode_changes, write_changes
 from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter
 
@@ -56,6 +58,18 @@ def record(folder, num_versions=12, rows=5, model=None, most=None):
     return expected
 
 
+def record_large(folder, num_versions):
+    """Versions all of whose elements change."""
+    expected = {}
+    writer = WeightWriter(folder, "p1-abc", lambda *_: None)
+    for version in range(num_versions):
+        tensors = {"a": torch.randn(600, generator=torch.Generator().manual_seed(version))}
+        writer.snapshot(version, tensors)
+        expected[version] = {"a": bits(tensors["a"])}
+    writer.close()
+    return expected
+
+
 def same(loaded, expected):
     return loaded.keys() == expected.keys() and all(
         loaded[name].bits.shape == value.shape and loaded[name].bits.tobytes() == value.tobytes()
@@ -70,6 +84,107 @@ def test_every_version_comes_back_bit_for_bit_in_any_order(tmp_path):
     for version in [*range(12), 11, 0, 7, 3, 4, 2, 9, 8]:
         assert same(reader.load(version), expected[version]), version
     assert same(WeightReader(Store(tmp_path)).load(8), expected[8])
+
+
+def test_a_version_is_a_few_steps_away_from_its_keyframe(tmp_path):
+    expected = record(tmp_path, 90, most=80, model=make_model() | {"frozen": torch.zeros(9000)})
+    reader = WeightReader(Store(tmp_path))
+    for version, (part,) in reader.parts.items():
+        row = version % 80
+        assert part.row == row
+        # Base 4: 3 rows of each length of step at most.
+        assert part.base_row == (row - max(4**n for n in range(4) if row % 4**n == 0) if row else None)
+    for version in [*range(90), *np.random.default_rng(0).permutation(90)]:
+        assert same(reader.load(version), expected[version]), version
+    assert len(reader._path(reader.parts[63][0])) == 10
+
+
+def test_many_changes_on_the_way_begin_a_segment(tmp_path):
+    # Each version changes 50 of 1,000 elements, other ones: 7 steps of them are 350.
+    tensors, expected = {"a": torch.zeros(1000, dtype=torch.bfloat16)}, {}
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
+    for version in range(12):
+        tensors["a"][50 * version : 50 * version + 50] += 1
+        writer.snapshot(version, tensors)
+        expected[version] = {"a": bits(tensors["a"])}
+    writer.close()
+    reader = WeightReader(Store(tmp_path))
+    assert [version for version in range(12) if reader.parts[version][0].is_keyframe] == [0, 8]
+    assert all(same(reader.load(version), expected[version]) for version in range(12))
+
+
+def test_updates_of_few_and_of_many_elements_come_back(tmp_path):
+    draw = torch.Generator().manual_seed(3)
+    tensors, expected = {"a": torch.randn(500, generator=draw)}, {}
+    writer = WeightWriter(tmp_path, "p1-abc", lambda *_: None)
+    for version, number in enumerate([0, 2, 2, 400, 3, 400, 400, 2, 2, 0, 5]):
+        tensors["a"][:number] += torch.randn(number, generator=draw)
+        writer.snapshot(version, tensors)
+        expected[version] = {"a": bits(tensors["a"])}
+    writer.close()
+    assert writer.error is None
+    reader = WeightReader(Store(tmp_path))
+    assert [reader.parts[version][0].base_row for version in range(5)] == [None, 0, 1, None, 0]
+    assert all(same(reader.load(version), expected[version]) for version in [*range(11), 3, 8, 2, 10])
+
+
+def test_traces_whose_rows_all_follow_each_other_are_read():
+    reader = WeightReader(Store(ROOT / "tests" / "data" / "weights-v1"))
+    assert reader.versions == list(range(6))
+    for version in (5, 0, 3, 2, 4, 1):
+        loaded = reader.load(version)
+        assert reader.parts[version][0].base_row is None
+        assert (loaded["head.weight"].bits == loaded["embed.weight"].bits).all()
+    before, after = (WeightReader(Store(ROOT / "tests" / "data" / "weights-v1")).load(version) for version in (2, 3))
+    changed = {name: int((before[name].bits != after[name].bits).sum()) for name in before if name != "head.weight"}
+    assert changed == reader.parts[3][0].num_changed
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "float64"])
+def test_changes_come_back(tmp_path, dtype):
+    draw = np.random.default_rng(4)
+    kind = chunks.bits_type(dtype)
+    for number in (1, 5, 900):
+        bits_C = draw.integers(0, np.iinfo(kind).max, 3000, kind, endpoint=True)
+        other_C = bits_C.copy()
+        places = draw.choice(3000, number, replace=False)
+        other_C[places] = draw.integers(0, np.iinfo(kind).max, number, kind, endpoint=True)
+        found = changes_of(bits_C ^ other_C, other_C)
+        write_changes(tmp_path / "changes", found)
+        encoded = (tmp_path / "changes").read_bytes()
+        places_K, differences_K = decode_changes(encoded, dtype, 3000)
+        assert (places_K == found[0]).all()
+        moved_C = bits_C.copy()
+        apply_changes(moved_C, (places_K, differences_K))
+        assert (moved_C == other_C).all()
+        apply_changes(moved_C, (places_K, differences_K), undo=True)
+        assert (moved_C == bits_C).all()
+        for wrong in (encoded[:-3], encoded[:20], b"", encoded[:8] + encoded[9:]):
+            with pytest.raises(ValueError, match=r"hold|fit|whole"):
+                decode_changes(wrong, dtype, 3000)
+        claiming = bytearray(encoded)
+        claiming[12:16] = (1 << 31).to_bytes(4, "little")  # what blosc would make room for
+        with pytest.raises(ValueError, match=r"does not hold up to 6,000 numbers"):
+            decode_changes(bytes(claiming), dtype, 3000)
+        with pytest.raises(ValueError, match=r"hold|outside"):
+            decode_changes(encoded, dtype, int(places_K[-1]))
+
+
+def test_changes_that_take_each_other_back_are_none():
+    there, back = ((np.array([4, 9]), np.array(by, np.uint16)) for by in ([1, 2], [65535, 5]))
+    places, differences = added([there, back])
+    assert (places.tolist(), differences.tolist(), differences.dtype) == ([9], [7], np.uint16)
+
+
+def test_a_row_that_is_said_to_change_a_later_one_is_refused(tmp_path):
+    record(tmp_path, 3)
+    path = tmp_path / "weights" / "p1-abc-000000.1.json"
+    document = json.loads(path.read_bytes())
+    document["base_row"] = 2
+    del document["checksum"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(DamagedTrace, match="version 1 is said to change row 2, which does not come before it"):
+        WeightReader(Store(tmp_path)).load(1)
 
 
 def test_what_was_loaded_is_the_caller_s_to_change(tmp_path):
@@ -149,9 +264,16 @@ def test_zarr_reads_the_arrays(tmp_path, monkeypatch):
     group = zarr.open_group(tmp_path / "weights" / "p1-abc-000000", mode="r")
     array = group["float32"]
     assert array.attrs["dtype"] == "float32"
-    row = array[0] ^ array[1] ^ array[2]
-    assert row[:320].tobytes() == expected[2]["embed.weight"].tobytes()
+    assert array[0][:320].tobytes() == expected[0]["embed.weight"].tobytes()
+    assert not array[1:3].any()  # few elements changed: they lie beside the array
     assert group["bfloat16"].dtype == np.uint16
+
+
+def test_zarr_reads_the_rows_in_which_much_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 256)
+    expected = record_large(tmp_path, 3)
+    array = zarr.open_group(tmp_path / "weights" / "p1-abc-000000", mode="r")["float32"]
+    assert (array[0] ^ array[1] ^ array[2]).tobytes() == expected[2]["a"].tobytes()
 
 
 def test_weights_of_several_chunks_come_back(tmp_path, monkeypatch):
@@ -175,8 +297,8 @@ def test_a_new_layout_begins_with_a_keyframe(tmp_path):
     assert "adapter" not in reader.load(0)
 
 
-def chunk(folder, segment, dtype, row):
-    return folder / "weights" / segment / dtype / "c" / str(row) / "0"
+def changes(folder, segment, dtype, row):
+    return folder / "weights" / segment / dtype / "changes" / str(row) / "0"
 
 
 def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_path):
@@ -185,16 +307,16 @@ def test_a_damaged_or_missing_delta_names_itself_and_gives_no_wrong_weights(tmp_
     for name, damage in {
         "missing": lambda path: path.unlink(),
         "torn": lambda path: path.write_bytes(path.read_bytes()[:-5]),
-        "other": lambda path: path.write_bytes(chunk(tmp_path / "whole", "p1-abc-000001", "float32", 1).read_bytes()),
+        "other": lambda path: path.write_bytes(changes(tmp_path / "whole", "p1-abc-000001", "float32", 1).read_bytes()),
     }.items():
         folder = tmp_path / name
         shutil.copytree(tmp_path / "whole", folder)
-        damage(chunk(folder, "p1-abc-000001", "float32", 2))
+        damage(changes(folder, "p1-abc-000001", "float32", 2))
         reader = WeightReader(Store(folder))
-        for version in (7, 8, 9):
+        for version in (7, 8):
             with pytest.raises(DamagedTrace, match=r"p1-abc-000001.*version 7"):
                 reader.load(version)
-        for version in (0, 4, 5, 6, 10, 11):
+        for version in (0, 4, 5, 6, 9, 10, 11):  # row 4 of the segment is made from row 0
             reader.load(version)
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.errors import ImportFailed
-from ..ragged import Ragged
+from ..ragged import Ragged, is_every_row
 from .kinds import SCORE, STEP, TEXT, Kind, WrongValues, first_wrong, plain, required
 from .rowbatch import RowBatch
 
@@ -50,7 +50,9 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Some of the rows, in their order."""
+        """Some of the rows, in their order; of all of them these themselves."""
+        if is_every_row(rows, self.num_rows):
+            return self
         places = pa.array(rows, pa.int64())
         arrays = {name: array.take(places) for name, array in self._arrays.items()}
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])

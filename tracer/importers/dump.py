@@ -10,22 +10,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
 from ...schemas.errors import ImportFailed
+from ..store import first_line
 from .fields import Fields
 from .pickles import Budget
+from .remote_file import DumpFile, RemoteFile
 from .rowbatch import RowBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
-    """The files at a path."""
+    """The files at a path or a URL."""
 
     url: str
     root: Path
+    """The folder; of files on object storage nothing is asked of it."""
     files: tuple[str, ...]
     """Paths below the root, those with numbers in the order of the numbers."""
     is_file: bool = False
     """Whether the path is that of the one file, which may be a link then."""
+    filesystem: fsspec.AbstractFileSystem | None = None
+    """None for files of this machine."""
+    remote: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Of each file on object storage the path as the file system names it, and the bytes when it was listed."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
@@ -34,9 +44,12 @@ class DumpFolder:
         No link that leads out of the folder is followed, and nothing but regular files is opened.
         """
         url = os.fspath(path)
+        local = url
         if "://" in url:
-            raise ImportFailed(f"{url}: dumps are read from a local folder; copy it here first")
-        given = Path(os.path.abspath(os.path.expanduser(url)))
+            filesystem, local = _file_system(url)
+            if not isinstance(filesystem, LocalFileSystem):
+                return cls._remote(url, filesystem, local.rstrip("/"))
+        given = Path(os.path.abspath(os.path.expanduser(local)))
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
@@ -47,6 +60,31 @@ class DumpFolder:
             found += [os.path.relpath(os.path.join(base, name), root) for name in names if not name.startswith(".")]
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
+    @classmethod
+    def _remote(cls, url: str, filesystem: fsspec.AbstractFileSystem, root: str) -> DumpFolder:
+        try:
+            filesystem.invalidate_cache()
+            listed: dict[str, dict[str, Any]] = filesystem.find(root, detail=True)
+            sizes = {path: int((entry or filesystem.info(path))["size"] or 0) for path, entry in listed.items()}
+        except FileNotFoundError:
+            sizes = {}
+        except Exception as error:  # every file system has errors of its own
+            raise ImportFailed(f"{url}: cannot be listed ({first_line(error)})") from error
+        is_file = list(sizes) == [root]
+        base = root.rpartition("/")[0] if is_file else root
+        found = {path[len(base) :].lstrip("/"): (path, size) for path, size in sizes.items()}
+        remote = {name: each for name, each in found.items() if name and not re.search(r"(^|/)\.|/$", name)}
+        if not remote:
+            raise ImportFailed(f"{url}: nothing is there that can be read; name the folder that the framework wrote to")
+        return cls(
+            url=url,
+            root=Path(base),
+            files=tuple(sorted(remote, key=_in_order)),
+            is_file=is_file,
+            filesystem=filesystem,
+            remote=remote,
+        )
+
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
         """The files whose path ends in what a pattern says."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
@@ -54,8 +92,11 @@ class DumpFolder:
             if found := wanted.fullmatch(name):
                 yield name, found
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> DumpFile:
         """Where a file lies. Raises ImportFailed for a link out of the folder, and for what is no regular file."""
+        if self.filesystem is not None:
+            url = self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
+            return RemoteFile(filesystem=self.filesystem, path=self.remote[name][0], url=url)
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
@@ -71,7 +112,23 @@ class DumpFolder:
 
     def num_bytes(self, names: Sequence[str]) -> int:
         """Bytes of some files."""
+        if self.filesystem is not None:
+            return sum(self.remote[name][1] for name in names if name in self.remote)
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
+
+    def beside(self, name: str, other: str) -> str | None:
+        """The path below the root of the file `other` in the folder of a file; None where there is none."""
+        found = os.path.normpath(os.path.join(os.path.dirname(name), other))
+        is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()
+        return found if is_there else None
+
+
+def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ImportFailed(f"{url}: no file system is known for it ({first_line(error)})") from error
+    return filesystem, root
 
 
 def _in_order(name: str) -> list[Any]:
@@ -108,7 +165,7 @@ class Reading:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step -> values of the step to log; the reader sets them."""
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[DumpFile]:
         """The files of the part."""
         return [self.folder.path(name) for name in self.part.files]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import xxhash
@@ -31,6 +32,7 @@ from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Format, Part, Reading
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
+from .remote_file import DumpFile
 from .row_import import LOGPROBS, Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
@@ -61,6 +63,8 @@ def import_dump(
     of the framework calls it otherwise; "" leaves a field out. `steps` (3:80, -10:) takes a part of the run, and `sample`
     a share of the sequences, chosen by a hash of their names. What is not complete yet (a step without its marker, a file
     that is half-written) is left for a later import and named; `partial` reads it as far as it is there.
+
+    `path` is a file or a folder, or the URL of one on a file system that fsspec knows.
 
     `model` is a Hugging Face folder whose weights are attached as those of policy version `model_version`, so that the trace
     can be replayed, with the tokenizer there or in `tokenizer`: see `attach`, which raises for a folder that cannot be
@@ -100,7 +104,7 @@ def _imported(
 ) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"{format}: is no format; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
-    folder = _local_folder(format, path)
+    folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
     if folder is None or format == PARQUET:
@@ -140,7 +144,14 @@ def _written(
     try:
         with (
             place as folder,
-            RowImport(folder, job.format.name, job.folder.url, selection=job.selection, one_version=False) as rows,
+            RowImport(
+                folder,
+                job.format.name,
+                job.folder.url,
+                selection=job.selection,
+                one_version=False,
+                ordered=_are_ordered(job.format, parts),
+            ) as rows,
         ):
             job.add_all(parts, rows, progress)
     except TimTraceError:
@@ -149,6 +160,13 @@ def _written(
         raise ImportFailed(f"{output}: could not be imported to ({error})") from error
     rows.result.num_files = len(job.sources)
     return rows.result
+
+
+def _are_ordered(format: Format, parts: list[Part]) -> bool:
+    """Whether no step comes a second time, so that the names of its sequences may be forgotten behind it."""
+    steps = [part.step for part in parts if part.step is not None]
+    increase = all(before < after for before, after in pairwise(steps))
+    return "step" not in format.columns and len(steps) == len(parts) and increase
 
 
 class _Job:
@@ -219,7 +237,7 @@ class _Job:
 _LACKS = "these files hold no logprobs of it"
 
 
-def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
+def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
     """What a file holds, or its first lines, or its first bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
@@ -276,7 +294,7 @@ class _Before:
         for part in parts:
             known = [name for name in part.files if name in self.sources]
             self.num_known += len(known)
-            grown = [name for name in known if self._has_grown(folder.path(name), self.sources[name])]
+            grown = [name for name in known if self._has_grown(folder, name)]
             if len(known) < len(part.files) and known:
                 new = next(name for name in part.files if name not in self.sources)
                 raise ImportFailed(
@@ -292,10 +310,10 @@ class _Before:
             )
         return found
 
-    def _has_grown(self, path: Path, known: SealedFile) -> bool:
+    def _has_grown(self, folder: DumpFolder, name: str) -> bool:
         """Whether lines were added to a file. Raises ImportFailed where what it held has changed."""
+        path, known, size = folder.path(name), self.sources[name], folder.num_bytes([name])
         now_there = content_of(path, num_bytes=known.num_bytes)
-        size = path.stat().st_size
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
             raise ImportFailed(
                 f"{path}: is not what it was when it was imported; import to another folder, or replace the trace with --force"
@@ -313,9 +331,9 @@ def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, s
     return {"sample": repr(float(sample)), "map": told, "steps": steps}
 
 
-def _local_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
+def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
     """The files at a path; None for what only the neutral way in reads. Raises ImportFailed."""
-    if format == PARQUET or (format == AUTO and any(sign in os.fspath(path) for sign in ("://", "*"))):
+    if format == PARQUET or (format == AUTO and "*" in os.fspath(path)):
         return None
     folder = DumpFolder.of(path)
     if not folder.files:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
+from .remote_file import DumpFile
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import as_object, parsed
 
 _WANTS = "each line is one object"
 
 
-def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file and the numbers of their lines, from a line on. Raises ImportFailed, naming the line.
 
     A last line that does not end is not there yet, unless it is whole.

@@ -15,6 +15,7 @@ from .dump import DumpFolder, Format, Part, Reading
 from .dump_rows import DumpRows
 from .line_files import read_lines
 from .pickles import Budget
+from .remote_file import DumpFile
 from .row_import import LOGPROBS
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .torch_files import BAD_ZIP
@@ -49,7 +50,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
 class _View:
     """One view: the rows of its values."""
 
-    def __init__(self, path: Path, budget: Budget):
+    def __init__(self, path: DumpFile, budget: Budget):
         arrays = read_npz(path, budget)
         try:
             logp, offsets, ids = arrays["logp"], arrays["offsets"], arrays["ids"]
@@ -68,11 +69,11 @@ class _View:
         return None if place is None else self._logp[self._offsets[place] : self._offsets[place + 1]]
 
 
-def read_npz(path: Path, budget: Budget) -> dict[str, np.ndarray]:
+def read_npz(path: DumpFile, budget: Budget) -> dict[str, np.ndarray]:
     """The arrays of a .npz file; objects are not read. Raises ImportFailed."""
     found = {}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as whole, zipfile.ZipFile(whole) as archive:
             for entry in archive.infolist():
                 if entry.filename.endswith(".npy"):
                     budget.take(2 * entry.file_size)

@@ -106,14 +106,22 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, start: int) -> tuple[Any, int]:
-        data, position, size = self._data, start, len(self._data)
+        data, position, size, memo = self._data, start, len(self._data), self._memo
         while True:
             code = data[position]
             if code in _NUMBERS:
                 position = self._numbers(position)
                 continue
             position += 1
-            if code == 0x2E:  # STOP
+            if code == 0x94:  # MEMOIZE
+                memo[len(memo)] = self._stack[-1]
+            elif code == 0x71:  # BINPUT
+                memo[data[position]] = self._stack[-1]
+                position += 1
+            elif code == 0x68 and (kept := memo.get(data[position], memo)) is not memo:  # BINGET
+                self._stack.append(kept)
+                position += 1
+            elif code == 0x2E:  # STOP
                 if self._marked or len(self._stack) != 1:
                     raise NotPlain("it leaves values behind")
                 return self._stack.pop(), position
@@ -152,7 +160,7 @@ class _Machine:
 
     def _memory(self, code: int, argument: int) -> None:
         """An instruction with a number: of the memo, or of the format."""
-        if code in (0x71, 0x72):  # BINPUT, LONG_BINPUT
+        if code == 0x72:  # LONG_BINPUT
             self._memo[argument] = self._stack[-1]
         elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
             if argument not in self._memo:
@@ -169,8 +177,6 @@ class _Machine:
         elif code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
-        elif code == 0x94:  # MEMOIZE
-            self._memo[len(self._memo)] = stack[-1]
         elif code == 0x28:  # MARK
             self._budget.take(CONTAINER_BYTES)
             self._marked.append(stack)
@@ -255,7 +261,7 @@ _SIZED = {
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
 """Instruction -> what it pushes, and how many bytes its length takes."""
-_FIXED = {0x80: 1, 0x95: 8, 0x71: 1, 0x72: 4, 0x68: 1, 0x6A: 4}
+_FIXED = {0x80: 1, 0x95: 8, 0x72: 4, 0x68: 1, 0x6A: 4}
 """Instruction -> bytes of the number that follows."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}

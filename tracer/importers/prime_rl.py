@@ -40,7 +40,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
         steps.setdefault(int(found[1]), []).append(name)
     parts = []
     for step, names in sorted(steps.items()):
-        unstable = [name for name in names if not (folder.root / name).with_name(_MARKER).exists()]
+        unstable = [name for name in names if folder.beside(name, _MARKER) is None]
         waits = (
             f"step {step} has no {_MARKER} yet; it was left for a later import (--partial reads it)"
             if unstable

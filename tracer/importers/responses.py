@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
@@ -11,6 +10,7 @@ from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
 from .line_files import first_object, read_lines
+from .remote_file import DumpFile
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import parsed
 
@@ -38,7 +38,7 @@ def holds(folder: DumpFolder, key: str) -> bool:
     return key in response_of(first)[0]
 
 
-def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The objects of a file and their numbers: of its lines, or of the one array or object that the whole of it is."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]

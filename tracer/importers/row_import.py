@@ -93,17 +93,25 @@ class RowImport:
     """One import on its way: rows go in as they are read, and are recorded; close it to know what it brought in."""
 
     def __init__(
-        self, folder: Path, source: str, path: str, *, selection: Selection = EVERYTHING, one_version: bool = True
+        self,
+        folder: Path,
+        source: str,
+        path: str,
+        *,
+        selection: Selection = EVERYTHING,
+        one_version: bool = True,
+        ordered: bool = False,
     ):
         """`source` names the format, `path` where its files are.
 
-        `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout.
+        `one_version` says that a row's `policy_version` holds for all of its passes; else it is that of the rollout. `ordered`
+        says that steps do not go back.
         """
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection, self._one_version = selection, one_version
         self._writer = ImportWriter(folder)
-        self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=False)
+        self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = 0

@@ -7,7 +7,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, raw_tensor
 from .pickles import Budget, Known, Names, NotPlain, Stateful, load
+from .remote_file import DumpFile, RemoteFile
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """What a file of torch.save begins with that is no zip file."""
@@ -23,11 +23,13 @@ BAD_ZIP = (
     OverflowError, MemoryError,
 )  # fmt: skip
 """What zipfile raises for a file that is damaged in one place or another."""
+_ENDS_BYTES = 1 << 16
+"""Bytes that a look at the two ends of a file on object storage takes."""
 _MAX_INSIDE = 4
 """Files inside of each other: a pickle may hold what torch.save wrote."""
 
 
-def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
+def read_pickled(path: DumpFile, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
     """The value that a file of torch.save or pickle.dump holds; `shells` are the framework's own classes.
 
     Raises ImportFailed, naming what is in it that is no plain data.
@@ -40,15 +42,17 @@ def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = No
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
-def is_cut(path: Path) -> bool:
+def is_cut(path: DumpFile) -> bool:
     """Whether a file begins as a zip file of torch.save and does not end as one: it is being written, or was cut."""
-    with path.open("rb") as file:
+    with path.open("rb", ahead=_ENDS_BYTES) if isinstance(path, RemoteFile) else path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
             return not begins
         try:
             return not zipfile.is_zipfile(file)
-        except BAD_ZIP:
+        except BAD_ZIP as error:
+            if isinstance(error, ImportFailed):
+                raise
             return True
 
 
@@ -94,7 +98,7 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
                     if entry is None:
                         raise NotPlain(f"its storage {key!r} is missing")
                     budget.take(entry.file_size)
-                    storages[key] = Storage(dtype, _sized(archive.read(entry), dtype, numel))
+                    storages[key] = Storage(dtype, _sized(_stored(content, entry), dtype, numel))
                 return storages[key]
 
             found = archive.read(pickles[0])
@@ -107,6 +111,22 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
             f"{where}: is no whole file of torch.save ({error}); it is half-written or damaged: wait for its end, or copy it "
             "again"
         ) from error
+
+
+def _stored(content: bytes, entry: zipfile.ZipInfo) -> bytes:
+    """The bytes of a part that is stored as it is: what ZipFile.read gives, without a stream for each of thousands."""
+    if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
+    name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
+    start = entry.header_offset + _HEADER_BYTES + name_length + extra_length
+    found = content[start : start + entry.file_size]
+    if len(found) != entry.file_size or zlib.crc32(found) != entry.CRC:
+        raise zipfile.BadZipFile(f"Bad CRC-32 for the part {entry.filename!r}")
+    return found
+
+
+_HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
+"""Bytes of a part's own header before its name, and where it says how long name and extra field are."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:

@@ -60,12 +60,13 @@ def _row(fields: Fields, name: str, record: Mapping[str, Any]) -> dict[str, Any]
 
 def _tokens(turns: list[Fields]) -> dict[str, Any]:
     """Tokens of turns that continue each other; nothing of a rollout whose turns hold no ids."""
-    prompt, whole = turns[0].ids("prompt_ids"), np.empty(0, np.int32)
-    if prompt is None or any(turn.ids("response_ids") is None for turn in turns):
+    prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
+    prompt = prompts[0]
+    if prompt is None or any(sampled is None for sampled in responses):
         return {}
     whole, values, known, mask = prompt, [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0, bool)]
-    for place, turn in enumerate(turns):
-        before, sampled, logprobs = turn.ids("prompt_ids"), turn.ids("response_ids"), turn.values("rollout_logprobs")
+    for place, (turn, before, sampled) in enumerate(zip(turns, prompts, responses, strict=True)):
+        logprobs = turn.values("rollout_logprobs")
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from .experts import routed
 from .fields import Fields
 from .line_files import first_object, rows_of_lines
 from .pickles import Budget, Known, NotPlain
+from .remote_file import DumpFile
 from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, read_pickled, tensors_in
@@ -62,9 +62,9 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
     """The step that the file meta.json beside a batch gives, or the folder's own name."""
-    meta = folder.root / Path(name).with_name("meta.json")
+    meta = folder.beside(name, "meta.json")
     try:
-        found = json.loads(meta.read_bytes()[:65536]).get("global_steps") if meta.is_file() else None
+        found = None if meta is None else json.loads(folder.path(meta).read_bytes()[:65536]).get("global_steps")
     except (ValueError, AttributeError, RecursionError):
         found = None
     if type(found) is int and found >= 0:
@@ -99,7 +99,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     yield _rows(fields, str(path), step, temperature).batch()
 
 
-def _batch(path: Path, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
+def _batch(path: DumpFile, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and other columns of a DataProto, and its meta_info."""
     found = read_pickled(path, _SHELLS)
     state = found.state if isinstance(found, Shell) else None

@@ -10,7 +10,7 @@ Shapes: R rows (versions) of a segment, E elements of a row, those of all tensor
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,21 @@ def write_row(
         if part_C.any():
             written[index] = _write_chunk(folder / chunk_key(row, index), part_C, size)
 
-    if len(bits_E) <= size:
-        write(0)  # waking another thread would cost a small model's training more than the work itself
-        return sorted(written), sum(written.values())
-    for index in range(-(-len(bits_E) // size)):
-        encoders[index % len(encoders)].submit(partial(write, index), 0)
+    for_each_chunk(write, -(-len(bits_E) // size), encoders)
+    return sorted(written), sum(written.values())
+
+
+def for_each_chunk(work: Callable[[int], None], num_chunks: int, encoders: Sequence[Worker]) -> None:
+    """Work on every chunk, on the encoders' threads."""
+    if num_chunks <= 1:
+        work(0)  # waking another thread would cost a small model's training more than the work itself
+        return
+    for index in range(num_chunks):
+        encoders[index % len(encoders)].submit(partial(work, index), 0)
     for encoder in encoders:
         encoder.drain()
         if encoder.error is not None:
             raise encoder.error
-    return sorted(written), sum(written.values())
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
@@ -114,11 +119,22 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
     """[C] bits of a chunk of `size` elements, in `out_C` where it is given. Raises ValueError for bytes that are no such chunk."""
-    # blosc makes room for what the chunk's header says.
-    if len(encoded) < 16 or int.from_bytes(encoded[4:8], "little") != size * ITEM_BYTES[dtype]:
+    kind = np.dtype(bits_type(dtype))
+    if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
         raise ValueError(f"it does not hold {size:,} elements of {dtype}")
+    return decoded(encoded, kind, size, out_C)
+
+
+def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
+    """The numbers of a buffer of blosc, `most` at most, in `out` where it has room for just as many. Raises ValueError for bytes that are none."""
+    # blosc makes room for what the buffer's header says.
+    num_bytes = int.from_bytes(encoded[4:8], "little")
+    if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
+        raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
+    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc reads as far as its header says
+        raise ValueError(f"it has {len(encoded):,} bytes, and is not whole")
     try:
-        return np.frombuffer(_CODEC.decode(encoded, out_C), bits_type(dtype))
+        return np.frombuffer(_CODEC.decode(encoded, out), kind)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 
@@ -126,3 +142,8 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 def chunk_key(row: int, index: int) -> str:
     """Path of a chunk below its array."""
     return f"c/{row}/{index}"
+
+
+def changes_key(row: int, index: int) -> str:
+    """Path of the changes of a chunk below its array."""
+    return f"changes/{row}/{index}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import takewhile
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
-from .chunks import DOCUMENT, Bits, bits_type, chunk_elements, chunk_key, decode_chunk, part
+from .changes import apply_changes, decode_changes
+from .chunks import DOCUMENT, Bits, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk, part
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
 """What gives a trace weights."""
@@ -199,15 +201,14 @@ class WeightReader:
     def _bits(self, record: WeightVersion) -> Bits:
         """A writer's bits of a version, compared with their hashes."""
         held = self._held.get(record.segment)
-        path = list(self._path(record))
-        if held is not None and held[0].row <= record.row and held[0] in path:
-            bits, path = held[1], path[path.index(held[0]) + 1 :]
-        else:
-            bits = self._zeros(record)
+        path = self._path(record)
         # Other segments of this writer are done with; one version of each writer is held.
         self._held = {name: other for name, other in self._held.items() if other[0].writer != record.writer}
-        for step in path:
-            self._apply(step, bits)
+        bits = None if held is None else self._moved(*held, path)
+        if bits is None:
+            bits = self._zeros(record)
+            for step in path:
+                self._apply(step, bits)
         try:
             self._compare(record, bits)
         except DamagedTrace:
@@ -216,11 +217,29 @@ class WeightReader:
         self._held[record.segment] = (record, bits)
         return bits
 
+    def _moved(self, held: WeightVersion, bits: Bits, path: list[WeightVersion]) -> Bits | None:
+        """The bits of a held version moved to another one of its segment: changes are taken back as far as their paths differ.
+
+        None where that cannot be done.
+        """
+        try:
+            held_path = self._path(held)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held_path, path, strict=False)))
+            if not shared or any(step.base_row is None for step in held_path[shared:]):
+                return None
+            for step in held_path[shared:]:
+                self._apply(step, bits, undo=True)
+            for step in path[shared:]:
+                self._apply(step, bits)
+        except (DamagedTrace, WeightsMissing):
+            return None  # reading it from its keyframe names what is damaged on its own way
+        return bits
+
     def _zeros(self, record: WeightVersion) -> Bits:
         return {dtype: np.zeros(count, bits_type(dtype)) for dtype, count in self.layout(record).num_elements.items()}
 
-    def _path(self, record: WeightVersion) -> Iterator[WeightVersion]:
-        """The keyframe and the deltas up to a version, in order. Raises WeightsMissing for one that is not there."""
+    def _path(self, record: WeightVersion) -> list[WeightVersion]:
+        """The keyframe and the rows that a version is rebuilt from, in order. Raises WeightsMissing for one that is not there."""
         same = (
             kept
             for attempts in self._by_attempt.values()
@@ -229,15 +248,24 @@ class WeightReader:
             if kept.segment == record.segment
         )
         by_row = {kept.row: kept for kept in same}
-        for row in range(record.row + 1):
-            if row not in by_row:
+        path, parent = [record], record.parent_row
+        while parent is not None:
+            if parent not in by_row:
                 raise WeightsMissing(
-                    f"{self.store.url}: version {record.version} cannot be rebuilt: row {row} of "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions of other segments can"
+                    f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} of "
+                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that are not rebuilt from it can"
                 )
-            yield by_row[row]
+            if parent >= path[-1].row:
+                raise DamagedTrace(
+                    f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {path[-1].version} is said to change row {parent}, "
+                    "which does not come before it; restore the folder from a copy"
+                )
+            path.append(by_row[parent])
+            parent = path[-1].parent_row
+        return path[::-1]
 
-    def _apply(self, record: WeightVersion, bits: Bits) -> None:
+    def _apply(self, record: WeightVersion, bits: Bits, *, undo: bool = False) -> None:
+        """Apply what was kept of one version; taken back are changes of elements alone."""
         for dtype, chunks in record.chunks.items():
             if dtype not in bits:
                 raise DamagedTrace(
@@ -251,17 +279,23 @@ class WeightReader:
                     f"{self.store.shown(f'{WEIGHTS}/{record.segment}')}: version {record.version} has chunks of {dtype} beyond its tensors, or twice"
                 )
             for index in chunks:
-                relative = f"{WEIGHTS}/{record.segment}/{dtype}/{chunk_key(record.row, index)}"
+                is_changes = record.base_row is not None and not record.is_keyframe
+                key = (changes_key if is_changes else chunk_key)(record.row, index)
+                relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
                 target = bits[dtype][index * size : (index + 1) * size]
                 # A keyframe's whole chunks are the bits themselves, and need no room of their own.
                 in_place = record.is_keyframe and len(target) == size
                 try:
-                    part_C = decode_chunk(self.store.read_bytes(relative), dtype, size, target if in_place else None)
+                    encoded = self.store.read_bytes(relative)
+                    if is_changes:
+                        apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
+                        continue
+                    part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
                 except (OSError, ValueError) as error:
                     what = "keyframe" if record.is_keyframe else "delta"
                     raise DamagedTrace(
                         f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
-                        f"of {record.segment} from it on can be rebuilt"
+                        f"of {record.segment} that is made from it can be rebuilt"
                     ) from error
                 if not in_place:
                     np.bitwise_xor(target, part_C[: len(target)], out=target)

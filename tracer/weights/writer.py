@@ -6,6 +6,7 @@ Shapes: E elements of all tensors of one dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,16 +20,48 @@ from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
 from ..whole_file import write_part
 from ..worker import Worker
-from .chunks import DOCUMENT, Bits, array_document, group_document, part, write_row
+from .changes import Changes, added, changes_of, write_changes
+from .chunks import (
+    DOCUMENT,
+    Bits,
+    array_document,
+    changes_key,
+    chunk_elements,
+    for_each_chunk,
+    group_document,
+    part,
+    write_row,
+)
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions of a segment: one is rebuilt from at most so many, or while all its deltas have fewer bytes than the keyframe."""
+"""Versions of a segment in which many elements change; more of them while all its deltas have fewer bytes than the keyframe."""
 MOST_A_KEYFRAME = 256
-"""Versions of a segment at most, where deltas are small: what an adapter changes of a model."""
+"""Versions of a segment at most."""
+
+FEW = 1 / 8
+"""Share of the elements that an update may change for its changes to be kept one by one."""
+STRIDE = 4
+"""Row r of a segment is kept as changes of row r - STRIDE ** n, the largest power that divides r: any is a few steps away."""
+MOST_ON_THE_WAY = 0.36
+"""Share of the elements that the rows from a keyframe to a version may change together: applying these takes about as long as
+reading the keyframe."""
 
 ENCODERS = 2
 """Threads that compress."""
+
+
+ChunkChanges = dict[str, list[Changes]]
+"""dtype -> the changes of each of its chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How a version goes into a segment that is there."""
+
+    base_row: int | None = None
+    changes: ChunkChanges | None = None
+    """Of the base row; None for the bits XOR those of the row before."""
 
 
 class WeightWriter:
@@ -53,6 +86,12 @@ class WeightWriter:
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
         """Bytes that the keyframe of the segment took, and its deltas."""
+        self._is_few = True
+        """Whether every row of the segment but the keyframe has few changes."""
+        self._recent: list[list[ChunkChanges]] = []
+        """Changes of the last rows: of single ones, then of STRIDE together, and so on, each list since the next longer one."""
+        self._on_the_way: list[int] = []
+        """[rows] elements that are changed on the way from the keyframe to each row of the segment."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -111,13 +150,17 @@ class WeightWriter:
     def _write(self, version: int, layout: WeightLayout, bits: Bits, wait: Any) -> None:
         wait()
         last, known = self._last, self._written
-        follows = known is not None and bool(last) and self._has_room(known.row + 1)
-        row = known.row + 1 if known is not None and follows else 0
-        if not follows:
-            self._begin_segment(layout)
         # The copy before last becomes the delta, and then room for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
+        plan = None
+        if known is not None and num_changed is not None:
+            is_few = sum(num_changed.values()) <= FEW * sum(layout.num_elements.values())
+            plan = self._plan(known.row + 1, delta, bits, is_few=is_few)
+        follows = plan is not None
+        row = known.row + 1 if known is not None and follows else 0
+        if not follows:
+            self._begin_segment(layout)
         hashes = {
             tensor.name: known.hashes[tensor.name]
             if known is not None and num_changed is not None and not num_changed[tensor.name]
@@ -126,7 +169,11 @@ class WeightWriter:
         }
         chunks, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
-            chunks[dtype], size = write_row(self.folder / self._segment.name / dtype, dtype, row, row_E, self._encoders)
+            folder = self.folder / self._segment.name / dtype
+            if plan is not None and plan.changes is not None:
+                chunks[dtype], size = self._write_changes(folder, row, plan.changes[dtype])
+            else:
+                chunks[dtype], size = write_row(folder, dtype, row, row_E, self._encoders)
             num_bytes += size
         record = WeightVersion(
             version=version,
@@ -139,17 +186,70 @@ class WeightWriter:
             chain=chain_hash(known.chain if known is not None else None, hashes),
             num_bytes=num_bytes,
             stored_at=now(),
+            base_row=None if plan is None else plan.base_row,
             layout_hash=self._layout_hash,
         )
         self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
         self._written, self._last, self._spare = record, bits, delta
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
 
-    def _has_room(self, row: int) -> bool:
-        """Whether a version goes into the segment as this row of it."""
-        return row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
+    def _plan(self, row: int, delta: Bits, bits: Bits, *, is_few: bool) -> _Plan | None:
+        """How a version goes into the segment as this row of it; None where it has no room there."""
+        if not self._is_few or (not is_few and row == 1):
+            self._is_few, self._recent = False, []
+            has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
+            return _Plan() if has_room else None
+        if not is_few or row >= self.most_rows:
+            return None
+        changes = {dtype: self._by_chunk(delta[dtype], bits[dtype], dtype) for dtype in delta}
+        level = 0
+        while row % STRIDE ** (level + 1) == 0:
+            together = [*self._recent[level], changes]
+            self._recent[level] = []
+            changes = {dtype: self._together([one[dtype] for one in together]) for dtype in delta}
+            level += 1
+        base_row = row - STRIDE**level
+        on_the_way = self._on_the_way[base_row] + sum(len(k) for of_dtype in changes.values() for k, _ in of_dtype)
+        if on_the_way > MOST_ON_THE_WAY * sum(len(bits_E) for bits_E in bits.values()):
+            return None
+        self._recent.extend([] for _ in range(level + 1 - len(self._recent)))
+        self._recent[level].append(changes)
+        self._on_the_way.append(on_the_way)
+        return _Plan(base_row=base_row, changes=changes)
+
+    def _by_chunk(self, delta_E: np.ndarray, bits_E: np.ndarray, dtype: str) -> list[Changes]:
+        size = chunk_elements(dtype, len(bits_E))
+        found: dict[int, Changes] = {}
+
+        def find(index: int) -> None:
+            within = slice(index * size, (index + 1) * size)
+            found[index] = changes_of(delta_E[within], bits_E[within])
+
+        for_each_chunk(find, -(-len(bits_E) // size), self._encoders)
+        return [found[index] for index in sorted(found)]
+
+    def _together(self, several: list[list[Changes]]) -> list[Changes]:
+        found: dict[int, Changes] = {}
+
+        def add(index: int) -> None:
+            found[index] = added([one[index] for one in several])
+
+        for_each_chunk(add, len(several[0]), self._encoders)
+        return [found[index] for index in sorted(found)]
+
+    def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
+        """Write a row's changes, and return the chunks that have some, and their bytes on disk."""
+        written: dict[int, int] = {}
+
+        def write(index: int) -> None:
+            if len(of_chunks[index][0]):
+                written[index] = write_changes(folder / changes_key(row, index), of_chunks[index])
+
+        for_each_chunk(write, len(of_chunks), self._encoders)
+        return sorted(written), sum(written.values())
 
     def _begin_segment(self, layout: WeightLayout) -> None:
+        self._is_few, self._recent, self._on_the_way = True, [[]], [0]
         self._segment = Segment(self._segment.writer, self._segment.number + 1)
         document = group_document({"layout": layout.to_dict()})
         self._layout_hash = whole_hash(document)

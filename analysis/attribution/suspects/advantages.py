@@ -74,7 +74,11 @@ def _is_far(change: RecordedChange, facts: Facts) -> bool:
     """Whether the mean advantage leaves the range that single ones had."""
     spread = float(np.nanstd(facts.rollouts.until(change.low).advantage))
     is_abnormal = change.size_in_sd is not None and abs(change.size_in_sd) >= t.OF_NO_SCATTER
-    return is_abnormal and abs(float(change.after)) > t.RESCALED * max(spread, 1e-12)
+    return (
+        is_abnormal
+        and not _follows_reward(facts, change.step)
+        and abs(float(change.after)) > t.RESCALED * max(spread, 1e-12)
+    )
 
 
 def _is_rescaled(before: float, after: float) -> bool:
@@ -94,12 +98,20 @@ def _beside(facts: Facts, step: int) -> tuple[Rollouts, Rollouts]:
 
 
 def _is_baseline(facts: Facts, step: int) -> bool:
-    """Whether the mean advantage moves by more than its scatter, and not as the reward does, which a slow baseline follows."""
+    """Whether the mean advantage moves by more than its scatter, and not as the reward does."""
+    before, since = _beside(facts, step)
+    if not len(before.step) or not len(since.step):
+        return False
+    moved = float(np.nanmean(since.advantage) - np.nanmean(before.advantage))
+    is_large = abs(moved) > t.MOVED_BASELINE * float(np.nanstd(before.advantage))
+    return is_large and not _follows_reward(facts, step)
+
+
+def _follows_reward(facts: Facts, step: int) -> bool:
+    """Whether the mean advantage moves as the reward does, which a baseline that is slow leaves in it."""
     before, since = _beside(facts, step)
     if not len(before.step) or not len(since.step):
         return False
     moved = float(np.nanmean(since.advantage) - np.nanmean(before.advantage))
     of_reward = float(np.nanmean(since.reward) - np.nanmean(before.reward))
-    return (
-        abs(moved) > t.MOVED_BASELINE * float(np.nanstd(before.advantage)) and abs(moved - of_reward) > abs(moved) / 2
-    )
+    return abs(moved - of_reward) < abs(moved) / 2

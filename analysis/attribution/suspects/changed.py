@@ -40,7 +40,9 @@ def worth(facts: Facts, change: RecordedChange) -> float:
 
 
 def of_changed(found: ChangedResponses) -> float:
-    """Points of responses that are given something else since."""
+    """Points of responses that are given something else since: decisive, no more, where that came long before the fall."""
+    if found.is_earlier:
+        return t.DECISIVE
     return t.CERTAIN * min(1.0, found.share / t.MUCH_UNEQUAL)
 
 

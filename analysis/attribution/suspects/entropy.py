@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -18,9 +19,29 @@ def entropy(facts: Facts) -> Suspect:
     evidence = [*_moves(facts), *_large_updates(facts)] if "entropy" in facts.series else []
     return Suspect(
         code="entropy",
-        evidence=(*evidence, *settings(facts, "entropy"), *holds(facts, -t.STRONG), t.prior("entropy")),
+        evidence=(
+            *evidence,
+            *_coefficient(facts),
+            *settings(facts, "entropy"),
+            *holds(facts, -t.STRONG),
+            t.prior("entropy"),
+        ),
         next=CHANGE_ENTROPY_TERM,
     )
+
+
+def _coefficient(facts: Facts) -> list[Evidence]:
+    """An entropy bonus that outweighs the advantages."""
+    value = facts.settings.get("entropy_coefficient")
+    if not isinstance(value, float) or value <= t.ENTROPY_WEIGHS:
+        return []
+    values: dict[str, Measured] = {
+        "setting": "entropy_coefficient",
+        "value": value,
+        "customary_low": 0.0,
+        "customary_high": 0.01,
+    }
+    return [Evidence(code="setting_unusual", values=values, points=t.STRONG)]
 
 
 def _moves(facts: Facts) -> list[Evidence]:
@@ -41,6 +62,8 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool) -> tuple[str, float]:
     """Code and points of the way that entropy took: at first, where the fall begins, at the end."""
+    if at_fall > t.MOST_ENTROPY:
+        return "entropy_impossible", 0.0
     if at_fall > t.ENTROPY_GAINED * first:
         return "entropy_rose_before_fall", t.STRONG
     # A policy that unlearns becomes uncertain; one that becomes certain while the reward falls was pushed to it.

@@ -31,12 +31,15 @@ def length(facts: Facts) -> Suspect:
 
 
 def pays(facts: Facts) -> bool:
-    """Whether longer responses earn more: clearly so, or somewhat while they grow and the reward hides a fall."""
-    if facts.pays_length > t.LENGTH_PAYS:
-        return True
+    """Whether length is what earns: longer responses clearly more, or the way that lengths go somewhat while a fall is hidden.
+
+    Responses that become shorter where longer ones earn more are moved by something else.
+    """
     change = _first_move(facts, t.LENGTH_MOVES)
-    grows = change is not None and change.after > change.before and order(facts, change) != AFTER
-    return facts.hides and grows and facts.pays_length > t.LENGTH_PAYS / 2
+    way = 0.0 if change is None or order(facts, change) == AFTER else math.copysign(1.0, change.after - change.before)
+    if way * facts.pays_length < 0:
+        return False
+    return facts.pays_length > t.LENGTH_PAYS or (facts.hides and way * facts.pays_length > t.LENGTH_PAYS / 2)
 
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
@@ -70,9 +73,10 @@ def _pays(facts: Facts) -> list[Evidence]:
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}
-    if facts.pays_length <= t.LENGTH_PAYS:
-        return [Evidence(code="length_pays_while_hidden", values=values, points=t.STRONG)]
     evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
+    if facts.pays_length <= t.LENGTH_PAYS:
+        code = "length_pays_while_hidden" if facts.pays_length > 0 else "length_costs_while_hidden"
+        evidence = [Evidence(code=code, values=values, points=t.STRONG)]
     if found is not None and found.is_of_one_length and not facts.rewards_lie_off:
         # Responses of one length cannot tell a reward that pays length from another: the points are those of any other.
         evidence.append(Evidence(code="rewards_changed", values=found.values, points=of_changed(found)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...advice import Advice
+from ...check.finding import Finding
 from ...dynamics.changes import ChangePoint
 from .. import thresholds as t
 from ..evidence import Evidence
@@ -19,6 +22,7 @@ _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 _OF_SEMANTICS = (
     "temperature",
     "truncation",
+    "grammar",
     "shift",
     "mask",
     "placeholders",
@@ -43,6 +47,7 @@ def mismatch(facts: Facts) -> Suspect:
 def kind(facts: Facts) -> str:
     """The class of the mismatch: check's finding, corrected by when the mismatch begins and whether it grows."""
     first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
+    first = first if first and _carries(facts, first) else None
     code = first.code if first else ""
     if first and first.signal == "engine_weights":  # seen tensor by tensor
         return str(first.numbers["cause"])
@@ -60,6 +65,13 @@ def kind(facts: Facts) -> str:
         is_stuck = run.grows or (stale is not None and stale.is_excluded)
         return "partial_sync" if is_stuck else "stale_weights"
     return str(first.numbers.get("cause") or code) if first else code
+
+
+def _carries(facts: Facts, finding: Finding) -> bool:
+    """Whether what check found makes a good part of the mismatch, as a few tokens that are far off may not; a copy has no size."""
+    values = facts.values("mean_abs_d")
+    known = values[np.isfinite(values)]
+    return not len(known) or not 0 < finding.effect * finding.share < t.FINDING_CARRIES * float(known.mean())
 
 
 def _size(mean_abs_d: float) -> Evidence:
@@ -103,7 +115,7 @@ def _semantics(facts: Facts) -> list[Evidence]:
     finding = facts.checked.findings[0]
     if not finding.fails:
         return [Evidence(code="check_passes", values={"finding": finding.code}, points=-t.WEAK)]
-    if finding.code == "row_pairing":
+    if finding.code == "row_pairing" or not _carries(facts, finding):
         return []
     if finding.code == "weights_differ" and "stale_weights" in (kind(facts), finding.numbers.get("cause")):
         return []

@@ -56,8 +56,11 @@ def _jump(values: np.ndarray) -> int | None:
 
 def _settings(facts: Facts) -> list[Evidence]:
     evidence = []
+    is_adam = any(name.startswith("adam_") for name in facts.settings)
     for name, (low, high, *customary) in t.CUSTOMARY.items():
         value = facts.settings.get(name)
+        if name == "learning_rate" and not is_adam:
+            continue
         if isinstance(value, float) and not low <= value <= high:
             values: dict[str, Measured] = {
                 "setting": name,
@@ -97,11 +100,11 @@ def _bursts(sizes: np.ndarray) -> list[Evidence]:
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """A policy that becomes another one within a few updates: they were too large."""
+    """A policy that becomes another one within a few updates: they were too large, unless its weights were broken or read anew."""
     drop = facts.drop
     if drop is None or not drop.is_of_policy:
         return []
-    points = t.STRONG if drop.is_early else t.MEDIUM
+    points = t.STRONG if drop.is_early else t.WEAK
     return [Evidence(code="reward_drops_with_policy", values=drop.values, points=points)]
 
 

@@ -23,7 +23,15 @@ def pairing(facts: Facts) -> Suspect:
 
 
 def _rewards(facts: Facts) -> list[Evidence]:
-    repeated = facts.repeated
+    repeated, graded = facts.repeated, facts.graded_elsewhere
+    if graded is not None:
+        measured = {
+            "shift": graded.shift,
+            "num_responses": graded.num_responses,
+            "share": graded.equal,
+            "chance_share": graded.by_chance,
+        }
+        return [Evidence(code="rewards_of_other_prompts", values=measured, points=t.CERTAIN)]
     if not repeated.num_pairs:
         return []
     values = {"num_pairs": repeated.num_pairs, "unequal_share": repeated.unequal}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...dynamics.conditions import REFERENCE
 from .. import thresholds as t
 from ..evidence import Evidence
@@ -36,6 +38,25 @@ def _moves(facts: Facts) -> list[Evidence]:
     used = [
         value for name, value in facts.settings.items() if suspect_of(name) == "reference" and isinstance(value, float)
     ]
-    if any(used) or facts.clear(REFERENCE):
+    if any(used):
+        return _returns(facts)
+    return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.MEDIUM)]
+
+
+def _returns(facts: Facts) -> list[Evidence]:
+    """A policy that falls back to its reference: nothing but a KL term leads there."""
+    steps, distance = facts.rollouts.reference_distance_by_step
+    if facts.fall is None or not len(steps) or (facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0):
         return []
-    return [Evidence(code="no_reference", points=-t.MEDIUM)]
+    width = max(len(facts.steps) // 10, 3)
+    until = distance[steps < facts.fall.low][-width:]
+    if not len(until):
+        return []
+    before, last = float(np.median(until)), float(np.median(distance[-width:]))
+    if before < t.REFERENCE_MOVES or last > t.RETURNS * before:
+        return []
+    return [
+        Evidence(
+            code="returns_to_reference", values={"distance_before": before, "distance_after": last}, points=t.DECISIVE
+        )
+    ]

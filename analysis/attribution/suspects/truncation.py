@@ -41,7 +41,10 @@ def _cut(facts: Facts) -> list[Evidence]:
     is_told = bool(np.isfinite(limited).any())
     limited = limited[(facts.steps > last) & (facts.steps <= last + 2 * width) & np.isfinite(limited)]
     is_limited = len(limited) > 0 and float(limited.mean()) >= t.CUT_SHARE
-    if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE or (is_told and not is_limited):
+    # What is cut piles up at the limit; of a policy whose responses become shorter fewer have any one length.
+    is_piled = values["cut_share"] >= float((before == limit).mean())
+    is_cut = min(values["longer_share"], values["cut_share"]) >= t.CUT_SHARE
+    if not is_cut or not (is_limited if is_told else is_piled):
         return [Evidence(code="responses_not_cut", points=-t.STRONG)]
     # Without reasons for their end, responses of a policy that has changed may have one length, too.
     return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.DECISIVE)]

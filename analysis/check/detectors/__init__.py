@@ -16,6 +16,7 @@ from .broken import find_broken
 from .constants import find_constants
 from .engine_weights import find_engine_weights
 from .equality import find_copied_rows, find_equal
+from .grammar import find_grammar
 from .log_base import find_unit
 from .missing import find_missing
 from .numerics import find_low_precision, find_router_flips, precisions
@@ -46,7 +47,7 @@ _BEHIND = (find_one_sided, find_temperature, find_other_weights)
 def find(data: PairData) -> list[Finding]:
     """Ask every detector, from what is seen bit for bit to what only statistics tell.
 
-    Weights of the engine that are known to be others come first, and no statistics are asked for what these explain. Holes (values that are missing or stand for none) are taken out first; of what is left, the first family of faults
+    Weights of the engine that are known to be others come first, and no statistics are asked for what these explain. Holes (values that are missing, stand for none, or are over the tokens of a grammar) are taken out first; of what is left, the first family of faults
     that explains the mismatch ends the search. Both are told.
     """
     engine = find_engine_weights(data)
@@ -63,6 +64,9 @@ def _find(data: PairData, *, is_known: bool) -> list[Finding]:
         return holes
     holes += find_missing(data)
     data = _without(data, above)
+    grammars = find_grammar(data)
+    holes += [finding for finding, _ in grammars]
+    data = _without(data, grammars)
     if data.num_kept < MIN_LOGPROBS:
         return holes or _of_few(data)
     if others := find_other_quantity(data):

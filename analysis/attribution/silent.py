@@ -1,0 +1,148 @@
+"""What a run was given otherwise from a step on, where the recorded outcome does not fall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import thresholds as t
+from .evidence import Evidence
+from .facts import Facts
+from .odds import ranked
+from .rollouts import Rollouts, correlation, least_reward, repeated_responses, step_interval, unequal_share
+from .suspect import Suspect
+from .suspects.changed import of_changed
+from .suspects.mismatch import mismatch
+from .suspects.staleness import staleness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentChange:
+    """A change after which the recorded reward no longer tells how good the trained policy is: no fall, but its cause."""
+
+    suspects: tuple[Suspect, ...]
+    """Those that it may belong to, the most probable first; `unknown` is that it is none of them."""
+    step: int
+    """The first step after it."""
+    low: int
+    """The first step at which it may have come: of a 95 % interval; of a mismatch the first at which it was as large."""
+    high: int
+    """The last such step."""
+
+
+def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
+    """The most probable change of what is rewarded or sampled, where no evaluation was logged and no fall is seen.
+
+    None where the outcome fell, an evaluation tells that it did not, or no suspect is more probable than `unknown`.
+    """
+    if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
+        return None
+    beside = None if control is None else _reward_beside(facts, control)
+    found = [change for change in (_reward(facts), _noise(facts), _policy(facts), beside) if change is not None]
+    found = [change for change in found if change.suspects[0].code != "unknown"]
+    return max(found, key=lambda change: change.suspects[0].probability, default=None)
+
+
+def _of(step: int, interval: tuple[int, int], *suspects: Suspect) -> SilentChange:
+    unknown = Suspect(code="unknown", evidence=(t.prior("unknown"),))
+    return SilentChange(suspects=ranked([*suspects, unknown]), step=step, low=interval[0], high=interval[1])
+
+
+def _suspect(code: str, evidence: Evidence) -> Suspect:
+    return Suspect(code=code, evidence=(evidence, t.prior(code)))
+
+
+def _reward(facts: Facts) -> SilentChange | None:
+    """The same responses earn another reward, the same one each time."""
+    found = facts.new_reward
+    if found is None or found.is_rescaled or facts.rewards_lie_off:
+        return None
+    if abs(found.length_correlation) > t.LENGTH_EXPLAINS:
+        values = {"correlation": found.length_correlation, "step": found.step, "num_responses": found.num_responses}
+        evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
+        return _of(found.step, (found.low, found.high), _suspect("length", evidence))
+    evidence = Evidence(code="rewards_changed", values=found.values, points=of_changed(found))
+    return _of(found.step, (found.low, found.high), _suspect("reward", evidence))
+
+
+def _noise(facts: Facts) -> SilentChange | None:
+    """The same response earns two rewards that lie farther apart than the best and the worst response did before."""
+    low, high, difference = _pairs(facts.rollouts)
+    differs = np.abs(difference) > least_reward(facts.rollouts)
+    if not differs.any() or facts.rewards_lie_off:
+        return None
+    step, *interval = step_interval(differs, np.full(len(low), -1), high)
+    before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
+    least = least_reward(facts.rollouts)
+    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > t.MOST:
+        return None
+    apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
+    if apart <= float(np.nanmax(before.reward) - np.nanmin(before.reward)):
+        return None
+    repeated = repeated_responses(since)
+    values = {
+        "num_pairs": repeated.num_pairs,
+        "unequal_share": repeated.unequal,
+        "mean_difference": repeated.mean_difference,
+    }
+    evidence = Evidence(code="rewards_noisy", values=values, points=t.CERTAIN)
+    return _of(step, (interval[0], interval[1]), _suspect("reward", evidence))
+
+
+def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[M] the steps of both of each pair of equal responses that follow one another, and the difference of their rewards."""
+    order = np.lexsort((rollouts.step, rollouts.whole))
+    whole, step, given = rollouts.whole[order], rollouts.step[order], rollouts.reward[order]
+    again = (whole[1:] == whole[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1])
+    return step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
+
+
+def _policy(facts: Facts) -> SilentChange | None:
+    """What is sampled is no longer likely to the trainer: the recorded reward is that of another policy."""
+    apart = -facts.values("mean_d")
+    known = np.isfinite(apart)
+    steps, apart = facts.steps[known], apart[known]
+    width = max(len(steps) // 10, 5)
+    below = np.flatnonzero(apart <= t.APART)
+    place = int(below[-1]) + 1 if len(below) else 0
+    if len(steps) - place < width:
+        return None
+    first, since = int(np.flatnonzero(apart > t.APART)[0]), int(steps[place])
+    evidence = Evidence(
+        code="policies_apart", values={"step": since, "apart": float(np.median(apart[place:]))}, points=t.CERTAIN
+    )
+    suspects = (mismatch(facts), staleness(facts))
+    told = [replace(suspect, evidence=(evidence, *suspect.evidence)) for suspect in suspects]
+    return _of(since, (int(steps[first]), since), *told)
+
+
+def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
+    """Responses that the control gave, too, earn another reward from a step on, the same one each time in each run."""
+    a, b = facts.rollouts, control.rollouts
+    least = least_reward(b)
+    if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
+        return None
+    _, place = np.unique(b.whole, return_index=True)
+    place = place[np.isfinite(b.reward[place])]
+    at = np.searchsorted(b.whole[place], a.whole).clip(max=len(place) - 1)
+    rows = (b.whole[place][at] == a.whole) & np.isfinite(a.reward)
+    step, given, of_control = a.step[rows], a.reward[rows], b.reward[place][at][rows]
+    differs = np.abs(given - of_control) > least
+    if differs.sum() < t.FEW_CHANGED:
+        return None
+    first, *interval = step_interval(differs, np.full(len(step), -1), step)
+    if not unequal_share(a.since(first), "reward", least) <= t.UNEQUAL:
+        return None
+    since = step >= first
+    share = float(differs[since].mean())
+    by_length = correlation((given - of_control)[since & differs], a.length[rows][since & differs])
+    if (
+        share < t.MOST
+        or abs(by_length) > t.LENGTH_EXPLAINS
+        or correlation(given[since], of_control[since]) > t.SAME_ORDER
+    ):
+        return None
+    values = {"step": first, "num_responses": int(since.sum()), "share": share}
+    evidence = Evidence(code="rewards_not_the_controls", values=values, points=t.CERTAIN)
+    return _of(first, (interval[0], interval[1]), _suspect("reward", evidence))

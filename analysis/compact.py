@@ -1,0 +1,122 @@
+"""Merging the many files of a trace into few: fewer to open, and each step in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..schemas.errors import DamagedTrace, TimTraceError
+from ..schemas.results import Result
+from ..schemas.size import parse_size
+from ..schemas.sums import KINDS
+from ..tracer.compaction.elsewhere import merge_to
+from ..tracer.compaction.merge import merge
+from ..tracer.index import write_index
+from ..tracer.progress import Progress, no_progress
+from ..tracer.verified_file import FileCursor
+from .rows import Rows, to_text
+from .trace.source import Pair, Source, open_source
+from .trace.sums import write_sums
+
+COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after", "files_left")
+FILE_SIZE = "512MB"
+
+_Sums = dict[tuple[str, Pair], pa.Table]
+"""Kind and pair -> the sums that are kept of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction(Result):
+    """What was merged."""
+
+    _text = "tim_trace.analysis.compact:compaction_text"
+
+    trace: str
+    """Where the merged files lie."""
+    tables: Rows
+    """A row a table: files and bytes that were merged, what they became, and the files that were left as they are: of steps
+    that are not closed, of replays, and merged ones that are large already."""
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether anything was merged."""
+        return any(row[1] for row in self.tables.rows)
+
+
+def compact(
+    trace: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    file_size: str = FILE_SIZE,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Compaction:
+    """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
+
+    Every verb answers the same, bit for bit. The trace is changed in its place, or written anew to `output`, a folder or a
+    URL; `force` replaces a trace that lies in that folder. A process that dies leaves a whole trace, and the next call
+    goes on. A trace that is being recorded is merged up to the step that all of its writers have closed. Replays keep files of
+    their own, and distributions and weights theirs.
+
+    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace for a trace of which a part is
+    missing.
+    """
+    file_bytes = parse_size(file_size, option="file_size")
+    path = os.fspath(trace)
+    if output is not None:
+        merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress)
+        path = os.fspath(output)
+    else:
+        sums = _kept_sums(path)
+        merged = merge(path, file_bytes, progress)
+        if any(table.files_before for table in merged):
+            _keep_sums(path, sums)
+    rows = [tuple(getattr(table, column) for column in COLUMNS) for table in merged]
+    return Compaction(trace=path, tables=Rows(COLUMNS, rows))
+
+
+def _kept_sums(trace: str) -> _Sums:
+    """The sums that are of all sealed rows of a trace: they stay right when the rows are merged."""
+    try:
+        source = open_source(trace)
+        return {
+            (kind, pair): pq.read_table(pa.PythonFile(FileCursor(file), mode="r"))
+            for kind, pairs in source.sums.items()
+            for pair, file in pairs.items()
+            if pair in source.covered
+        }
+    except (DamagedTrace, pa.ArrowException, OSError):  # they are made anew when they are needed
+        return {}
+
+
+def _keep_sums(trace: str, sums: _Sums) -> None:
+    """Keep them for the merged rows, with an index of the files that there are now."""
+    try:
+        source = open_source(trace)
+        if source.is_live:
+            return
+        folder = Path(source.store.root)
+        for (kind, pair), rows in sums.items():
+            write_sums(source, pair, KINDS[kind], rows)
+        _remove_sums_of_others(source)
+        write_index(folder)
+    except (OSError, TimTraceError):  # they are made anew when they are needed
+        return
+
+
+def _remove_sums_of_others(source: Source) -> None:
+    """Remove sums of files that are no more."""
+    for names in open_source(source.store.url).outdated_sums.values():
+        for name in names:
+            Path(source.store.root, name).unlink(missing_ok=True)
+
+
+def compaction_text(found: Compaction, width: int | None = None) -> str:
+    """Write what was merged, for reading."""
+    if not found.has_changed:
+        return f"{found.trace}: nothing to merge; its files are few, or of steps that are not closed"
+    return to_text(found.tables, width)

@@ -1,0 +1,165 @@
+"""What a framework's numbers need of each sequence, read once: its numbers, of all sequences or of a part, read no token then.
+
+A framework's macros that read tokens give rows that name their sequence. Their rows are kept in tables, and stand in the
+macros' place; sequences that are left out are left out of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+
+from ..trace.connection import Connection
+from ..trace.database import Database
+from ..trace.source import Pair
+from .framework import Framework, TokenMedians
+
+KEYS = ("run", "step", "seq_id")
+
+_BIN = """
+CASE WHEN isnan({x}) THEN 2000000 WHEN {x} = 0 THEN 0
+     ELSE sign({x}) * (1000000 + greatest(-700000, least(700000, floor(log2(abs({x})) * 512)))) END::INTEGER
+"""
+"""Bins in the order of their values, of which each is a 512th of an octave wide; NaN is the largest, as to DuckDB."""
+_OF_NAN = 2_000_000
+
+
+class SequenceRows:
+    """The rows of a framework, as long as they stand in its macros' place."""
+
+    def __init__(self, database: Database, medians: TokenMedians | None):
+        self._database, self._medians = database, medians
+        self._parameters: dict[str, str] = {}
+
+    def keep(self, macro: str, rows: pa.Table) -> None:
+        """Let a macro give these rows."""
+        self._make_table(f"kept_{macro}", rows)
+        self._stand_in(macro, f"SELECT * FROM temp.kept_{macro}")
+
+    def without_parts(self, parts: pa.Table) -> Iterator[None]:
+        """Leave sequences out, a part after the other: `parts` has the keys of sequences, and the number of their `part`.
+
+        Tokens are read once more where the numbers have medians over them.
+        """
+        kept, keys = list(self._parameters), ", ".join(KEYS)
+        self._make_table("left_out", parts)
+        num_parts = int(parts.column("part").to_numpy().max()) + 1
+        if self._medians is not None:
+            self.keep(self._medians.macro, self._medians_without(self._medians, num_parts))
+        for part in range(num_parts):
+            for macro in kept:
+                of_part = f"(SELECT {keys} FROM temp.left_out WHERE part = {part})"
+                self._stand_in(macro, f"SELECT * FROM temp.kept_{macro} ANTI JOIN {of_part} USING ({keys})")
+            if self._medians is not None:
+                rows = f"SELECT * EXCLUDE (part) FROM temp.kept_{self._medians.macro} WHERE part = {part}"
+                self._stand_in(self._medians.macro, rows)
+            yield
+
+    def close(self) -> None:
+        """Let the macros read tokens again."""
+        for macro in self._parameters:
+            self._database.connection.execute(f"DROP MACRO TABLE temp.{macro}")
+            self._database.connection.execute(f"DROP TABLE temp.kept_{macro}")
+        self._parameters.clear()
+
+    def _make_table(self, name: str, rows: pa.Table) -> None:
+        connection = self._database.connection
+        connection.register("given_rows", rows)
+        try:
+            connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS SELECT * FROM given_rows")
+        finally:
+            connection.unregister("given_rows")
+
+    def _stand_in(self, macro: str, query: str) -> None:
+        connection = self._database.connection
+        if macro not in self._parameters:
+            self._parameters[macro] = _parameters(connection, macro)
+        connection.execute(f"CREATE OR REPLACE TEMP MACRO {macro}({self._parameters[macro]}) AS TABLE {query}")
+
+    def _medians_without(self, medians: TokenMedians, num_parts: int) -> pa.Table:
+        """The medians of each run when a part is left out: [num_parts] for each run."""
+        connection = self._database.connection
+        runs = sorted(source.run for source in self._database.sources)
+        found = {
+            column: [
+                value for run in runs for value in _lower_medians(connection, medians.tokens, of_tokens, run, num_parts)
+            ]
+            for column, of_tokens in medians.columns.items()
+        }
+        return pa.table(
+            {
+                "run": [run for run in runs for _ in range(num_parts)],
+                "step": pa.nulls(len(runs) * num_parts, pa.int64()),
+                "part": list(range(num_parts)) * len(runs),
+                **{column: pa.array(values, pa.float64()) for column, values in found.items()},
+            }
+        )
+
+
+@contextmanager
+def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[SequenceRows]:
+    """Read what a framework's numbers of a pair need, so that they read no token meanwhile."""
+    rows = SequenceRows(database, framework.token_medians(pair))
+    try:
+        for macro, table in framework.sequence_rows(database, pair):
+            rows.keep(macro, table)
+        yield rows
+    finally:
+        rows.close()
+
+
+def rows_of(database: Database, calls: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
+    """Each macro with the rows that this call of it gives, in one order whatever the threads; later ones may use earlier ones."""
+    for call in calls:
+        database.connection.execute("RESET threads")
+        query = f"SELECT * FROM {call} ORDER BY ALL"
+        yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
+
+
+def _parameters(connection: Connection, macro: str) -> str:
+    query = "SELECT parameters FROM duckdb_functions() WHERE function_name = ? AND function_type = 'table_macro'"
+    ((parameters,),) = connection.raw.execute(query, [macro]).fetchall()
+    return ", ".join(parameters)
+
+
+def _lower_medians(connection: Connection, tokens: str, column: str, run: str, num_parts: int) -> list[float | None]:
+    """[num_parts] the lower median of the values of a run's tokens whose sequences are not of this part; NULL are left out.
+
+    Two readings: counts in narrow bins tell which bins hold the medians, and only the values in those are gathered.
+    """
+    within = f"{tokens} JOIN temp.left_out USING ({', '.join(KEYS)}) WHERE run = ? AND {column} IS NOT NULL"
+    bin = _BIN.format(x=column)
+    connection.execute("RESET threads")
+    counted = connection.execute(
+        f"SELECT part, {bin} AS bin, count(*) AS num_tokens FROM {within} GROUP BY ALL", [run]
+    ).fetchnumpy()
+    if not len(counted["bin"]):
+        return [None] * num_parts
+    bins_B, place_C = np.unique(counted["bin"], return_inverse=True)
+    counts_PB = np.zeros((num_parts, len(bins_B)), np.int64)
+    counts_PB[counted["part"], place_C] = counted["num_tokens"]
+    left_PB = counts_PB.sum(axis=0) - counts_PB
+    rank_P = (left_PB.sum(axis=1) - 1) // 2
+    upto_PB = left_PB.cumsum(axis=1)
+    bin_P = (upto_PB <= rank_P[:, None]).sum(axis=1)
+    has_nan_P = left_PB[:, bins_B == _OF_NAN].sum(axis=1) > 0
+    wanted = sorted({int(bins_B[place]) for part, place in enumerate(bin_P) if rank_P[part] >= 0})
+    gathered = connection.execute(
+        f"SELECT part, {bin} AS bin, {column} AS value FROM {within} AND bin IN ({', '.join(map(str, wanted))})", [run]
+    ).fetchnumpy()
+    found: list[float | None] = []
+    for part in range(num_parts):
+        if rank_P[part] < 0:
+            found.append(None)
+        elif has_nan_P[part]:
+            found.append(math.nan)
+        else:
+            place = bin_P[part]
+            values = gathered["value"][(gathered["bin"] == bins_B[place]) & (gathered["part"] != part)]
+            rank = rank_P[part] - (upto_PB[part, place - 1] if place else 0)
+            found.append(float(np.partition(values, rank)[rank]))
+    return found

@@ -1,0 +1,260 @@
+import json
+import os
+import shutil
+import sys
+
+import duckdb
+import numpy as np
+import pandas
+import polars
+import pyarrow.parquet as pq
+import pytest
+from builders import PROGRAMS, tim_trace
+from segmented import add_steps, make_run, rows_of
+from tim_trace.analysis import check, compact, objective, stats
+from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.trace.sums import summarize
+from tim_trace.analysis.verify import verify
+from tim_trace.schemas.errors import DamagedTrace, TraceExists
+from tim_trace.schemas.layout import TABLES
+from tim_trace.tracer.compaction import buckets, parts
+from tim_trace.tracer.compaction.merge import merge
+from tim_trace.tracer.progress import no_progress
+from tim_trace.tracer.recorder import Recorder
+
+
+def answers(trace):
+    """The same, and what verbs answer."""
+    found = rows_of(trace)
+    for by in ("run", "step", "sequence"):
+        found.append(str(stats(trace, by=by).rows))
+    found += [str(check(trace)), str(objective(trace))]
+    return [text.replace(str(trace), "RUN") for text in found]
+
+
+def sealed_files(trace):
+    return {str(path.relative_to(trace)) for table in TABLES for path in (trace / table).glob("*.parquet")}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Buckets and row groups of a few steps, so that a small trace has several."""
+    monkeypatch.setattr(parts, "BUCKET_TOKENS", 1500)
+    monkeypatch.setattr(parts, "SWEEP_BUCKETS", 3)
+    monkeypatch.setattr(buckets, "STEP_TOKENS", 300)
+
+
+def test_every_answer_is_the_same_from_few_files(tmp_path):
+    trace = make_run(tmp_path / "run")
+    summarize(trace)
+    before, files = answers(trace), sealed_files(trace)
+    found = compact(trace)
+    after = sealed_files(trace)
+    assert answers(trace) == before
+    assert len(after) < len(files) / 3
+    assert after.isdisjoint(files - after)
+    assert {row[0]: row[2] for row in found.tables.rows if row[1]} == dict.fromkeys(
+        (row[0] for row in found.tables.rows if row[1]), 1
+    )
+    assert verify(trace).is_whole
+    assert not verify(trace).ignored
+    assert not compact(trace).has_changed
+    # What was computed of all rows holds for the merged ones.
+    assert ("train", "rollout") in Database(trace).run_covered
+
+
+def test_rows_are_in_the_order_of_steps_and_row_groups_end_where_steps_do(tmp_path):
+    trace = make_run(tmp_path / "run")
+    compact(trace)
+    (path,) = (trace / "scores").iterdir()
+    file = pq.ParquetFile(path)
+    seen, steps_of_pass = set(), {}
+    for number in range(file.num_row_groups):
+        rows = file.read_row_group(number, columns=["pass", "step"])
+        (name,) = set(rows["pass"].to_pylist())
+        steps = rows["step"].to_pylist()
+        assert steps == sorted(steps)
+        assert steps[0] >= steps_of_pass.get(name, 0)
+        steps_of_pass[name] = steps[-1]
+        assert not seen & {(name, step) for step in steps}
+        seen |= {(name, step) for step in steps}
+    assert file.num_row_groups > 6
+
+
+def test_a_large_step_is_cut_and_files_have_about_the_wanted_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(buckets, "ROW_GROUP_TOKENS", 60)
+    trace = make_run(tmp_path / "run")
+    before = answers(trace)
+    merge(str(trace), 20_000, no_progress)
+    sizes = [path.stat().st_size for path in (trace / "scores").iterdir()]
+    assert len(sizes) > 1
+    assert max(sizes) < 60_000
+    assert answers(trace) == before
+    assert max(pq.ParquetFile(path).metadata.row_group(0).num_rows for path in (trace / "scores").iterdir()) < 60
+
+
+@pytest.mark.slow
+def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_path, monkeypatch):
+    whole = make_run(tmp_path / "whole", writers=2, steps=4)
+    before = rows_of(whole)
+    original = {name: getattr(os, name) for name in ("replace", "unlink", "rename")}
+
+    class Killed(BaseException):
+        pass
+
+    def killed_after(count):
+        left = [count]
+
+        def counted(name):
+            def call(*arguments, **options):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return original[name](*arguments, **options)
+
+            return call
+
+        return {name: counted(name) for name in original}
+
+    points = 0
+    while True:
+        trace = tmp_path / f"killed-{points}" / "whole"
+        shutil.copytree(whole, trace)
+        with monkeypatch.context() as patch:
+            for name, call in killed_after(points).items():
+                patch.setattr(os, name, call)
+            try:
+                compact(trace)
+                ended = True
+            except Killed:
+                ended = False
+        assert rows_of(trace) == before, points
+        compact(trace)
+        assert rows_of(trace) == before, points
+        assert len(list((trace / "scores").iterdir())) == 1
+        assert not [path for path in trace.iterdir() if path.name.startswith(".tmp-")], points
+        if ended:
+            break
+        shutil.rmtree(trace.parent)
+        points += 1
+    assert points > 20
+
+
+def test_of_a_run_that_is_recorded_closed_steps_are_merged_and_the_rest_later(tmp_path):
+    trace = tmp_path / "run"
+    recorder = Recorder(trace)
+    for part in range(4):
+        add_steps(recorder, 0, range(1 + 3 * part, 4 + 3 * part))
+        recorder.flush()
+        recorder.writer.segments.seal()
+    recorder.flush()
+    before = answers(trace)
+    num_files = len(sealed_files(trace))
+    found = compact(trace)
+    assert found.has_changed
+    assert answers(trace) == before
+    assert len(sealed_files(trace)) < num_files
+    add_steps(recorder, 0, range(13, 15))
+    recorder.close()
+    before = answers(trace)
+    compact(trace)
+    assert answers(trace) == before
+    assert verify(trace).is_whole
+    assert all(len(list((trace / table).glob("*.parquet"))) <= 1 for table in TABLES)
+    states = [json.loads(path.read_text()) for path in (trace / "writers").iterdir()]
+    assert not any(state["replaced"] for state in states)
+
+
+def test_replays_keep_files_of_their_own(tmp_path):
+    trace = make_run(tmp_path / "run")
+    with Recorder(trace, resume=True) as recorder:
+        recorder.add_contract("replay/fp32", {"engine": "hf"})
+        batch = recorder.add_sequences(step=99, response_ids=[[1]])
+        recorder.add_scores("replay/fp32", batch, logprobs=[[-1.0]])
+        name = recorder.writer.name
+    compact(trace)
+    assert {path.name.rpartition("-")[0] for path in (trace / "scores").iterdir() if path.name.startswith(name)} == {
+        name
+    }
+
+
+def test_what_is_damaged_is_not_merged(tmp_path):
+    trace = make_run(tmp_path / "run")
+    next((trace / "scores").iterdir()).unlink()
+    with pytest.raises(DamagedTrace, match="merging would lose"):
+        compact(trace)
+
+
+def test_damage_that_is_met_while_merging_leaves_the_trace_as_it_is(tmp_path):
+    trace = make_run(tmp_path / "run")
+    path = max((trace / "scores").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[300] ^= 255
+    path.write_bytes(content)
+    files = sealed_files(trace)
+    with pytest.raises(DamagedTrace, match=path.name):
+        compact(trace)
+    assert sealed_files(trace) == files
+    assert not [entry for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
+
+
+def test_another_folder_gets_the_merged_trace_and_the_first_one_stays(tmp_path):
+    trace = make_run(tmp_path / "run")
+    files = sealed_files(trace)
+    before = answers(trace)
+    compact(trace, output=tmp_path / "merged" / "run")
+    assert sealed_files(trace) == files
+    assert answers(tmp_path / "merged" / "run") == before
+    assert verify(tmp_path / "merged" / "run").is_whole
+    with pytest.raises(TraceExists):
+        compact(trace, output=tmp_path / "merged" / "run")
+    compact(trace, output=tmp_path / "merged" / "run", force=True)
+    assert answers(tmp_path / "merged" / "run") == before
+
+
+@pytest.mark.slow
+def test_object_storage_gets_the_merged_trace(tmp_path, s3):
+    trace = make_run(tmp_path / "run")
+    before = answers(trace)
+    done = tim_trace("compact", trace, "-o", "s3://bucket/merged/run", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json()["trace"] == "s3://bucket/merged/run"
+    assert answers("s3://bucket/merged/run") == before
+    again = tim_trace("compact", trace, "-o", "s3://bucket/merged/run")
+    assert (again.code, "something lies there already" in again.stderr) == (2, True)
+    compact("s3://bucket/merged/run", output=tmp_path / "back" / "run")
+    assert answers(tmp_path / "back" / "run") == before
+
+
+def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
+    trace = make_run(tmp_path / "run", attempts=False)
+    compact(trace)
+    ids = "SELECT step, seq_id, list_sum(response_ids) AS ids FROM sequences ORDER BY step, seq_id"
+    expected = Database(trace).ask(ids).rows
+    files = f"{trace}/sequences/*.parquet"
+    assert duckdb.sql(ids.replace("FROM sequences", f"FROM read_parquet('{files}')")).fetchall() == expected
+    rows = polars.scan_parquet(files).select("step", "seq_id", polars.col("response_ids").list.sum()).collect()
+    assert rows.sort("step", "seq_id").rows() == expected
+    table = pq.read_table(trace / "sequences", columns=["step", "seq_id", "response_ids"]).to_pylist()
+    assert sorted((row["step"], row["seq_id"], sum(row["response_ids"])) for row in table) == expected
+    frame = pandas.read_parquet(trace / "scores", columns=["pass", "logprobs"])
+    found = sum(float(np.sum(values, dtype=np.float64)) for values in frame["logprobs"][frame["pass"] == "train"])
+    (row,) = Database(trace).ask("SELECT fsum(train_logprob) FROM tokens").rows
+    assert found == pytest.approx(row[0], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_record_merges_at_its_end_where_that_is_asked_for(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import subprocess, sys\nfor _ in range(3):\n    subprocess.run([sys.executable, {str(PROGRAMS / 'records.py')!r}], check=True)\n"
+    )
+    for name, options in (("merged", ["--compact"]), ("bare", [])):
+        done = tim_trace("record", "-o", tmp_path / name / "run", *options, "--", sys.executable, program)
+        assert done.code == 0, done.stderr
+    names = {name: sealed_files(tmp_path / name / "run") for name in ("merged", "bare")}
+    assert len([name for name in names["bare"] if name.startswith("scores/")]) == 3
+    (merged,) = (name for name in names["merged"] if name.startswith("scores/"))
+    assert merged.startswith("scores/compact-")
+    for by in ("run", "step", "sequence"):
+        assert stats(tmp_path / "merged" / "run", by=by).rows == stats(tmp_path / "bare" / "run", by=by).rows

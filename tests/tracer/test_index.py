@@ -1,0 +1,192 @@
+import gzip
+import json
+import shutil
+import tracemalloc
+from collections import Counter
+
+import msgspec
+import pytest
+import s3fs
+from builders import make_trace
+from segmented import make_run, rows_of
+from tim_trace.analysis import compact
+from tim_trace.analysis.info import info
+from tim_trace.analysis.trace.database import Database
+from tim_trace.analysis.trace.sums import summarize
+from tim_trace.analysis.verify import verify
+from tim_trace.schemas.checksums import whole_hash
+from tim_trace.schemas.errors import DamagedTrace, DamageWarning, QueryFailed
+from tim_trace.tracer.index import MAX_BYTES, read_index, write_index
+from tim_trace.tracer.store import Store
+
+
+@pytest.fixture
+def indexed(tmp_path):
+    make_trace(tmp_path / "run", steps=4)
+    write_index(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Requests to object storage, by their kind."""
+    counted = Counter()
+    call = s3fs.S3FileSystem._call_s3
+
+    async def count(self, method, *arguments, **options):
+        counted[method] += 1
+        return await call(self, method, *arguments, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", count)
+    return counted
+
+
+def test_an_open_reads_no_footer_that_the_index_holds(indexed, monkeypatch):
+    read, original = [], Store.read_range
+    monkeypatch.setattr(
+        Store, "read_range", lambda self, name, *where: read.append(name) or original(self, name, *where)
+    )
+
+    def tables_read():
+        read.clear()
+        Database(indexed)
+        return {name.partition("/")[0] for name in read if name.endswith((".parquet", ".gz"))}
+
+    assert tables_read() == {"index"}
+    shutil.rmtree(indexed / "index")
+    assert tables_read() == {"sequences", "scores", "metrics"}
+
+
+def test_the_summary_of_a_finished_trace_comes_with_an_index(tmp_path):
+    make_trace(tmp_path / "run")
+    summarize(tmp_path / "run")
+    (path,) = (tmp_path / "run" / "index").iterdir()
+    held = read_index(Store(tmp_path / "run")).contents
+    there = {str(file.relative_to(tmp_path / "run")) for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    assert set(held) == there - {"trace.json", f"index/{path.name}"} - {
+        name for name in there if name.startswith("tokenizer/")
+    }
+    assert verify(tmp_path / "run").is_whole
+    before = info(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "index")
+    assert info(tmp_path / "run").writers == before.writers
+
+
+def test_an_index_of_before_hides_nothing_that_came_since(indexed):
+    before = rows_of(indexed)
+    make_trace(indexed.parent / "more", steps=2)
+    for table in ("sequences", "scores"):
+        next((indexed / table).iterdir()).unlink()
+    with pytest.warns(DamageWarning, match="is missing"):
+        assert len(Database(indexed).damaged) == 2
+    shutil.rmtree(indexed)
+    make_trace(indexed, steps=5)
+    assert rows_of(indexed) != before
+
+
+def packed(contents):
+    """An index of these contents, under the name that fits it."""
+    content = gzip.compress(msgspec.json.encode(contents))
+    return f"{whole_hash(content)}.json.gz", content
+
+
+def put_index(trace, contents):
+    shutil.rmtree(trace / "index")
+    (trace / "index").mkdir()
+    name, content = packed(contents)
+    (trace / "index" / name).write_bytes(content)
+
+
+def test_what_is_of_other_files_in_an_index_is_not_taken(indexed, tmp_path):
+    before = rows_of(indexed)
+    make_trace(tmp_path / "other", steps=4, rows=7)
+    write_index(tmp_path / "other")
+    mine, other = (read_index(Store(trace)).contents for trace in (indexed, tmp_path / "other"))
+    # Another trace's footers and contracts under this one's names, of files that have as many bytes.
+    foreign = {path.partition("/")[0]: content for path, (_, content) in other.items()}
+    put_index(indexed, {path: (size, foreign[path.partition("/")[0]]) for path, (size, _) in mine.items()})
+    assert rows_of(indexed) == before
+    assert not Database(indexed).damaged
+
+
+@pytest.mark.slow
+def test_an_index_that_unpacks_to_more_than_any_has_takes_no_memory(indexed):
+    before = rows_of(indexed)
+    content = gzip.compress(b" " * (1 << 29) + b"{}")
+    (indexed / "index" / f"{whole_hash(content)}.json.gz").write_bytes(content)
+    tracemalloc.start()
+    assert read_index(Store(indexed)).contents
+    assert tracemalloc.get_traced_memory()[1] < 5 * MAX_BYTES
+    tracemalloc.stop()
+    assert rows_of(indexed) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "text"])
+def test_a_damaged_index_is_passed_over(indexed, damage):
+    before = rows_of(indexed)
+    (path,) = (indexed / "index").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes({"flip": content, "cut": content[:50], "text": b"no index"}[damage])
+    assert rows_of(indexed) == before
+    assert not Database(indexed).damaged
+
+
+def test_damage_behind_a_footer_that_the_index_holds_is_found(indexed):
+    (path,) = (indexed / "scores").iterdir()
+    content = bytearray(path.read_bytes())
+    content[40] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(DamagedTrace, match=path.name):
+        rows_of(indexed)
+    content[40] ^= 255
+    content[-20] ^= 255  # in the footer: answers are right without it, and verify reads it
+    path.write_bytes(content)
+    assert not Database(indexed).damaged
+    assert any(path.name in sentence for sentence in verify(indexed).damaged)
+
+
+def test_few_requests_open_a_trace_on_object_storage_however_many_its_writers_are(s3, tmp_path, requests):
+    trace = make_run(tmp_path / "run", writers=12, steps=8, attempts=False)
+    summarize(trace)
+    s3.put(str(trace), "bucket/many/run", recursive=True)
+    expected = rows_of(trace)
+    requests.clear()
+    database = Database("s3://bucket/many/run")
+    assert sum(requests.values()) <= 12, requests
+    assert (
+        database.ask("SELECT count(*) FROM sequences").rows
+        == Database(trace).ask("SELECT count(*) FROM sequences").rows
+    )
+    assert sum(requests.values()) <= 20, requests
+    assert rows_of("s3://bucket/many/run") == expected
+    compact(trace)
+    s3.put(str(trace), "bucket/few/run", recursive=True)
+    database = Database("s3://bucket/few/run")
+    requests.clear()
+    (found,) = database.ask("SELECT count(*) FROM pair('train', 'rollout') WHERE step = 7").rows
+    assert found[0] > 0
+    assert sum(requests.values()) <= 10, requests
+
+
+def test_a_writer_s_state_that_changed_since_is_read_where_it_lies(s3, tmp_path, requests):
+    trace = make_run(tmp_path / "run", attempts=False)
+    write_index(trace)
+    path = max((trace / "writers").iterdir())
+    state = json.loads(path.read_text())
+    s3.put(str(trace), "bucket/changed/run", recursive=True)
+    requests.clear()
+    assert not Database("s3://bucket/changed/run").damaged
+    assert requests["get_object"] == 2  # the manifest and the index
+    broken = json.dumps(state | {"num_tokens": 1 + state["num_tokens"]})  # its checksum fits no more
+    s3.pipe_file(f"bucket/changed/run/writers/{path.name}", broken.encode())
+    with pytest.warns(DamageWarning, match=path.name):
+        Database("s3://bucket/changed/run")
+
+
+def test_a_file_that_goes_while_it_is_asked_is_told_as_that(indexed):
+    database = Database(indexed)
+    for path in (indexed / "scores").iterdir():
+        path.unlink()
+    with pytest.raises(QueryFailed, match="is gone: merged, or removed; ask again"):
+        database.ask("SELECT sum(len(logprobs)) FROM scores WHERE logprobs[1] < 0")

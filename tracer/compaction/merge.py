@@ -1,0 +1,245 @@
+"""Writing the merged files of a trace: beside their places first, and into them once all are whole."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
+from ...schemas.clock import now
+from ...schemas.errors import DamagedTrace, InvalidOption
+from ...schemas.layout import PASSES, TABLES, WRITERS, Segment
+from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.tables import TABLES as TABLE_SPECS
+from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
+from .. import environment
+from ..adopt import adopt
+from ..create import grown_trace
+from ..liveness import liveness, this_process
+from ..lock import alone
+from ..parquet_file import write_checked
+from ..progress import Progress
+from ..seal import SPLIT_FLOATS, parquet_options
+from ..snapshot import Snapshot, TableFile, take_snapshot
+from ..store import Store
+from ..whole_file import trace_file, write_part
+from .buckets import sorted_groups
+from .parts import read_parts
+
+_SPLIT = (*SPLIT_FLOATS, "prompt_ids", "response_ids")
+"""Lists whose elements are split into their bytes: token ids take less so, too."""
+FILE_BYTES = 512_000_000
+"""About what a merged file takes where nothing else is asked for."""
+_SMALL = 0.5
+"""A merged file of less than this share of the wanted size is merged again with what came since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedTable:
+    """What became of the files of one table."""
+
+    table: str
+    files_before: int
+    files_after: int
+    bytes_before: int
+    bytes_after: int
+    files_left: int
+    """Files that were left as they are: of steps that are not closed, of replays, and those that are large already."""
+
+
+def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
+    """Merge the files of a local trace in its place. What a process that died began is finished first.
+
+    A trace that is being recorded is merged up to the last step that all of its writers have closed. Raises DamagedTrace for
+    a trace of which a part is missing, InvalidOption for one that is not local, TraceExists and StorageError.
+    """
+    store = Store(trace)
+    if not store.is_local:
+        raise InvalidOption(
+            f"{trace}: is not a local folder, and is not changed; name one with an output", option="output"
+        )
+    folder = Path(store.root)
+    store.manifest()
+    adopt(folder)
+    with alone(folder):
+        finish(folder)
+    snapshot = whole_snapshot(store)
+    chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
+    if not any(chosen.values()):
+        return merged_tables(snapshot, chosen, {})
+    with grown_trace(trace, is_live=snapshot.is_live) as building:
+        files = write_merged(snapshot, chosen, building, file_bytes, progress)
+        replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
+        write_part(building, *state_of(snapshot, files, replaced))
+    with alone(folder):
+        finish(folder)
+    return merged_tables(snapshot, chosen, files)
+
+
+def whole_snapshot(store: Store) -> Snapshot:
+    """Look at a trace that is to be merged. Raises DamagedTrace where a part of it is in no answer."""
+    snapshot = take_snapshot(store)
+    if not snapshot.manifest.is_checked:
+        raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums; it is not merged")
+    if snapshot.damaged:
+        more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
+        raise DamagedTrace(
+            f"{store.url}: is damaged or incomplete, and merging would lose for good what is missing: {snapshot.damaged[0]}{more}; "
+            "tim-trace verify names all of it"
+        )
+    return snapshot
+
+
+def write_merged(
+    snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
+) -> dict[str, SealedFile]:
+    """Write the rows of the chosen files anew in a folder, and return what was written by its path in the trace."""
+    writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
+    total = sum(entry.rows for entries in chosen.values() for entry in entries)
+    found: dict[str, SealedFile] = {}
+    with progress("merging", total) as advance:
+        for table, entries in chosen.items():
+            if entries:
+                found |= _write_table(snapshot.store, table, entries, writer, building, file_bytes, advance)
+    return found
+
+
+def _write_table(
+    store: Store, table: str, entries: Sequence[TableFile], writer: str, building: Path, file_bytes: int,
+    advance: Callable[[int], None],
+) -> dict[str, SealedFile]:  # fmt: skip
+    room = building / f"{table}-buckets"
+    room.mkdir()
+    parts = list(read_parts(store, entries))
+    groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, room, advance))
+    found: dict[str, SealedFile] = {}
+    while groups.has_more:
+        relative = Segment(writer, len(found)).parquet(table)
+        steps: list[tuple[int, int]] = []
+        with trace_file(building, relative) as temporary:
+            written = write_checked(
+                temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
+                block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, split=_SPLIT),
+            )  # fmt: skip
+        found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
+    room.rmdir()
+    return found
+
+
+class _Waiting:
+    """Row groups, handed out until a file is full."""
+
+    def __init__(self, groups: Iterator[pa.Table]):
+        self._groups = groups
+        self._next = next(groups, None)
+
+    @property
+    def has_more(self) -> bool:
+        return self._next is not None
+
+    def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
+        """Row groups for a file until it has so many bytes; the first and last step of each is noted."""
+        while self._next is not None and (not steps or path.stat().st_size < file_bytes):
+            ends = pc.min_max(self._next["step"])
+            steps.append((ends["min"].as_py(), ends["max"].as_py()))
+            yield self._next
+            self._next = next(self._groups, None)
+
+
+def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
+    """The files of a table that are merged; none where they would only be written again."""
+    kept = replays(snapshot)
+    closed = _closed_step(snapshot)
+    accounted = snapshot.accounted
+    found = []
+    for entry in snapshot.files[table]:
+        record, writer = accounted.get(entry.relative), entry.writer
+        is_large = writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        is_closed = closed is None or (record is not None and record.steps is not None and record.steps[1] < closed)
+        if is_closed and not is_large and writer not in kept:
+            found.append(entry)
+    return found if len(found) > 1 else []
+
+
+def replays(snapshot: Snapshot) -> set[str]:
+    """Writers of replays: a pass is removed with its writer's files, so that these stay its own."""
+    return {
+        state.writer
+        for state in snapshot.writers
+        if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files or ())
+    }
+
+
+def _closed_step(snapshot: Snapshot) -> int | None:
+    """The step before which no live writer writes any more, as far as their rows tell; None where no writer is alive."""
+    if not snapshot.is_live:
+        return None
+    latest: dict[str, int] = {}
+    for state in snapshot.writers:
+        if not snapshot.liveness[state.writer].is_alive:
+            continue
+        steps = [record.steps[1] for record in (state.files or {}).values() if record.steps is not None]
+        if steps:
+            latest[state.writer] = max(steps)
+    return min(latest.values(), default=0)
+
+
+def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
+    """Path and content of the state of the writer that merged."""
+    writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
+    state = WriterState(
+        writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
+        files=files, replaced=replaced, program=environment.program(),
+    )  # fmt: skip
+    return f"{WRITERS}/{writer}.json", state.to_json().encode()
+
+
+def finish(folder: Path) -> None:
+    """Remove files that were merged, and have their writers no longer account for them.
+
+    A writer that is alive writes its own account: its files stay named as replaced until it has ended.
+    """
+    store = Store(folder)
+    states = store.writers()[0]
+    replaced = {name for state in states for name in state.replaced}
+    if not replaced:
+        return
+    for name in replaced:
+        (folder / name).unlink(missing_ok=True)
+    alive: set[str] = set()
+    for state in states:
+        if replaced.isdisjoint(state.files or ()):
+            continue
+        if liveness(state, store).is_alive:
+            alive |= replaced & set(state.files or ())
+            continue
+        state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
+        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+    for state in states:
+        if not alive.issuperset(state.replaced):
+            state.replaced = tuple(name for name in state.replaced if name in alive)
+            write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+
+
+def merged_tables(
+    snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
+) -> list[MergedTable]:
+    """What became of each table of which there are files."""
+    return [_merged(snapshot, table, chosen[table], files) for table in TABLES if snapshot.files[table]]
+
+
+def _merged(snapshot: Snapshot, table: str, chosen: Sequence[TableFile], files: dict[str, SealedFile]) -> MergedTable:
+    after = [record for name, record in files.items() if name.startswith(f"{table}/")]
+    return MergedTable(
+        table=table,
+        files_before=len(chosen),
+        files_after=len(after),
+        bytes_before=sum(entry.file.num_bytes for entry in chosen),
+        bytes_after=sum(record.num_bytes for record in after),
+        files_left=len(snapshot.files[table]) - len(chosen),
+    )

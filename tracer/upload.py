@@ -1,0 +1,97 @@
+"""Sending a local trace to object storage: every file once, what accounts for it after it, and the manifest last of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..schemas.checksums import whole_hash
+from ..schemas.errors import StorageError, TraceExists
+from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
+from .progress import Progress, no_progress
+from .store import Store, first_line
+
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
+_TRIES = 5
+"""How often a file is sent before it is given up; the file system tries again by itself, too."""
+
+
+class Upload:
+    """A local trace, and the URL that it goes to. Whoever reads there meets whole files, each accounted for."""
+
+    def __init__(self, folder: Path, url: str):
+        self.folder, self.url = folder, url
+        self._store = Store(url)
+        self._sent: dict[str, str | int] = {}
+        """Path -> what was sent: bytes of a file that never changes, and the hash of a writer's state."""
+
+    def refuse_other(self) -> None:
+        """Raise TraceExists where something lies at the URL, and StorageError where it cannot be reached."""
+        try:
+            there = next(iter(self._store.filesystem.find(self._store.root)), None)
+        except FileNotFoundError:
+            return
+        except Exception as error:  # whatever a file system's library raises
+            raise StorageError(
+                f"{self.url}: cannot be reached ({first_line(error)}); check the URL and your access"
+            ) from error
+        if there is not None:
+            raise TraceExists(f"{self.url}: something lies there already; name another URL, or remove it")
+
+    def send(self, progress: Progress = no_progress) -> None:
+        """Send what is finished and was not sent yet. Raises StorageError after several tries.
+
+        Files go before the states that account for them. Journals stay here: what they hold goes once it is sealed.
+        """
+        source = Store(self.folder)
+        states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
+        files = {
+            path: size
+            for path, size in source.walk("").items()
+            if path.partition("/")[0] not in (JOURNAL, WRITERS, INDEX) and path != MANIFEST
+            if not any(part.startswith(TEMPORARY_PREFIX) for part in path.split("/")) and self._sent.get(path) != size
+        }
+        with progress("sending", sum(files.values())) as advance:
+            for path, size in files.items():
+                self._put(path, None)
+                self._sent[path] = size
+                advance(size)
+        for path, content in states.items():
+            if self._sent.get(path) != whole_hash(content):
+                self._put(path, content)
+                self._sent[path] = whole_hash(content)
+        if MANIFEST not in self._sent:
+            self._put(MANIFEST, None)
+            self._sent[MANIFEST] = 1
+
+    def send_index(self) -> None:
+        """Send the index of a trace that is finished."""
+        for name, size in Store(self.folder).files(INDEX).items():
+            if self._sent.get(f"{INDEX}/{name}") != size:
+                self._put(f"{INDEX}/{name}", None)
+                self._sent[f"{INDEX}/{name}"] = size
+
+    @property
+    def _has_buckets(self) -> bool:
+        """Whether the file system has no folders but names of objects in a bucket."""
+        protocol = self._store.filesystem.protocol
+        return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+    def _put(self, path: str, content: bytes | None) -> None:
+        """Send a file, or what is given as its content."""
+        target, filesystem = self._store.path(path), self._store.filesystem
+        for attempt in range(1, _TRIES + 1):
+            try:
+                if not self._has_buckets:  # of which none is made for somebody who misspelled one
+                    filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+                if content is None:
+                    filesystem.put_file(str(self.folder / path), target)
+                else:
+                    filesystem.pipe_file(target, content)
+                return
+            except Exception as error:  # whatever a file system's library raises
+                if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
+                    return
+                if attempt == _TRIES:
+                    raise StorageError(
+                        f"{self._store.shown(path)}: cannot be written ({first_line(error)}); check your access"
+                    ) from error

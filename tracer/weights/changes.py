@@ -1,0 +1,94 @@
+"""Changes of few elements of a row of bits: which elements, and by how much.
+
+An update at a small learning rate moves few of a half-precision model's weights, and most of these to the next number. What is
+kept of one is its distance to the changed element before it and the difference of its bits as unsigned integers, modulo their
+range. Differences of several updates add up to that of all of them, whatever their order, and can be taken back.
+
+Shapes: K changed elements of a chunk of C, G bytes of distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numcodecs import Blosc
+
+from ..whole_file import write_whole
+from .chunks import bits_type, decoded
+
+Changes = tuple[np.ndarray, np.ndarray]
+"""[K] places in a chunk, in order, and [K] differences of their bits."""
+
+_LONGEST = 255
+"""A byte of a distance; this one says that the distance goes on with the next byte."""
+
+_DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
+_DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
+
+
+def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
+    """The changes of a chunk, of which `delta` is the bits XOR those before."""
+    places_K = np.flatnonzero(delta_C).astype(np.int32)
+    now_K = bits_C[places_K]
+    return places_K, now_K - (now_K ^ delta_C[places_K])
+
+
+def added(several: Sequence[Changes]) -> Changes:
+    """What changes of one chunk come to together."""
+    places = np.concatenate([places_K for places_K, _ in several])
+    if not len(places):
+        return several[0]
+    order = np.argsort(places, kind="stable")
+    places = places[order]
+    first_K = np.flatnonzero(np.diff(places, prepend=-1))
+    differences = np.concatenate([differences_K for _, differences_K in several])[order]
+    sums_K = np.add.reduceat(differences, first_K, dtype=differences.dtype)
+    changed_K = np.flatnonzero(sums_K)
+    return places[first_K][changed_K], sums_K[changed_K]
+
+
+def write_changes(path: Path, changes: Changes) -> int:
+    """Write the changes of a chunk, and return their bytes on disk."""
+    places_K, differences_K = changes
+    distances_K = np.diff(places_K, prepend=-1)
+    num_longest_K = distances_K // _LONGEST
+    distances_G = np.full(len(distances_K) + int(num_longest_K.sum()), _LONGEST, np.uint8)
+    distances_G[np.cumsum(num_longest_K + 1) - 1] = distances_K - num_longest_K * _LONGEST
+    distances = bytes(_DISTANCES.encode(distances_G))
+    encoded = len(distances).to_bytes(8, "little") + distances + bytes(_DIFFERENCES.encode(_folded(differences_K)))
+    write_whole(path, encoded)
+    return len(encoded)
+
+
+def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
+    """The changes of a chunk of `size` elements. Raises ValueError for bytes that are no such chunk's."""
+    end = 8 + int.from_bytes(encoded[:8], "little")
+    kind = np.dtype(bits_type(dtype))
+    distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)
+    folded_K = decoded(encoded[end:], kind, size)
+    ends_K = np.flatnonzero(distances_G != _LONGEST)
+    if not len(ends_K) or len(ends_K) != len(folded_K) or ends_K[-1] != len(distances_G) - 1:
+        raise ValueError("its places and differences do not fit each other")
+    places_K = np.cumsum(distances_G, dtype=np.int64)[ends_K]
+    places_K -= 1
+    if places_K[0] < 0 or places_K[-1] >= size:
+        raise ValueError(f"it changes elements outside of {size:,}")
+    return places_K, _unfolded(folded_K)
+
+
+def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
+    """Change a chunk, or take a change of it back."""
+    places_K, differences_K = changes
+    np.add.at(bits_C, places_K, -differences_K if undo else differences_K)  # half the time of `bits[places] += ...`
+
+
+def _folded(differences_K: np.ndarray) -> np.ndarray:
+    """Small differences of both signs as small numbers: 0, -1, 1, -2, ..."""
+    high = 8 * differences_K.dtype.itemsize - 1
+    return (differences_K << 1) ^ -(differences_K >> high)
+
+
+def _unfolded(folded_K: np.ndarray) -> np.ndarray:
+    return np.asarray((folded_K >> 1) ^ -(folded_K & 1))
