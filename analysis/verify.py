@@ -12,7 +12,8 @@ from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
-from ..tracer.dense_group import open_dense, sealed_root
+from ..tracer.dense_group import is_sealed, open_dense, sealed_root
+from ..tracer.index import passed_over
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
@@ -121,6 +122,11 @@ class _Verifier:
             for name in self.store.files(SUMS)
             if f"{SUMS}/{name}" not in sums
         ]
+        self.ignored += [
+            f"{self.store.shown(relative)}: is not what its name says; it is only a copy, and the next writing of sums or of the "
+            "trace makes it anew"
+            for relative in passed_over(self.store)
+        ]
         for relative, record in self._records.items():
             folder = relative.partition("/")[0]
             if folder in (TOKENIZER, PASSES):
@@ -162,11 +168,12 @@ class _Verifier:
             if segment is None:
                 self.damaged.append(f"{self.store.shown(relative)}: no folder of a trace; remove it")
                 continue
-
+            if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
+                continue  # its journal is read below
             is_checked = f"{relative}/zarr.json" in self._records
             yield self._read(DENSE, relative, size, is_checked, partial(self._group, segment))
         for segment, tables in journaled_segments(self.store).items():
-            if DENSE_TABLE in tables and not self.store.exists(f"{segment.dense}/zarr.json"):
+            if DENSE_TABLE in tables and not is_sealed(self.store, segment):
                 where = segment.journal(DENSE_TABLE)
                 yield self._read(DENSE, where, self.store.file_size(where), True, partial(self._journal, segment))
         query = """

@@ -41,7 +41,9 @@ PIPE_LIMIT_S = 15  # where a pipe lies in the trace: to wait for it is the one f
 PEAK_BYTES = 2 * 2**30
 MOST_REFERENCES = 48  # of one case
 OUTCOMES = ("right", "said", "refused", "hostile", "FAILED")
-FOLDERS = "writers|sequences|scores|metrics|passes|dense|weights|sums|journal|tokenizer"
+FOLDERS = "writers|sequences|scores|metrics|passes|dense|weights|sums|index|journal|tokenizer"
+COPIES = ("sums", "index")  # made of the other files: they may go, and are made anew
+MAY_GO = ("reserve", *COPIES)
 SUBJECT = re.compile(rf"(?:^|[\s('\"])(?:{RUN}/([^\s:;,'\"]+)|((?:{FOLDERS})/[^\s:;,'\"]+))", re.MULTILINE)
 
 COUNTS = {
@@ -278,7 +280,7 @@ class Fuzzer:
         if ended.code == 1:
             raise Failed("verify: exit code 1")
         passed_over = subjects(ended.stdout)
-        lost -= {path for path in lost if path.startswith("sums/") and path in passed_over}
+        lost -= {path for path in lost if path.startswith(COPIES) and path in passed_over}
         if ended.code == 0:
             if lost:
                 raise Failed(f"verify found nothing wrong with {sorted(lost)[0]}")
@@ -383,11 +385,11 @@ class Fuzzer:
     def rests(self, case, trace, told, cuts):
         """What may be left of a trace without the files that are told: (paths removed, journals cut), likely ones first."""
         known = self.files[case.base]
-        exact = {path for path in known if path in told and kind_of(path) not in ("reserve", "sums")}
+        exact = {path for path in known if path in told and kind_of(path) not in MAY_GO}
         yield frozenset(exact - {"trace.json"}), cuts
         choices = []
         for path in known:
-            if not any(covers(name, path) for name in told) or kind_of(path) in ("reserve", "sums"):
+            if not any(covers(name, path) for name in told) or kind_of(path) in MAY_GO:
                 continue
             if path == "trace.json":  # without it a folder is no trace
                 continue
@@ -550,10 +552,10 @@ def matters(base, trace, path):
     file = trace / path
     try:
         if not stat.S_ISREG(file.stat().st_mode):
-            return kind_of(path) != "sums"
+            return not path.startswith(COPIES)
         before, now = (base / path).read_bytes(), file.read_bytes()
     except OSError:
-        return kind_of(path) != "sums"
+        return not path.startswith(COPIES)
     if now == before:
         return False
     if path.endswith(".json"):
@@ -590,17 +592,17 @@ def fingerprint(trace):
         name = str(path.relative_to(trace))
         if stat.S_ISREG(mode):
             found[name] = xxhash.xxh3_64_hexdigest(path.read_bytes())
-        elif not name.startswith("sums"):
+        elif not name.startswith(COPIES):
             found[name] = os.readlink(path) if stat.S_ISLNK(mode) else stat.S_IFMT(mode)
     return found
 
 
 def changes(before, after):
-    """Paths that differ, but for the caches in sums/."""
+    """Paths that differ, but for what is made of the others."""
     return [
         name
         for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and not name.startswith("sums/")
+        if before.get(name) != after.get(name) and not name.startswith(COPIES)
     ]
 
 

@@ -58,17 +58,34 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     if segment is None:
         raise InvalidRecord(f"{group!r} is no Zarr group of a trace; pass the score's column `dense`")
     check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # a name of parts, so that it leads nowhere else
-    where = f"{segment.dense}/zarr.json"
-    if store.exists(where):
+    if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
         return _journaled(store, segment, group)
-    if store.exists(where):  # sealed in between
+    if is_sealed(store, segment):  # in between
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is not there; scores name it, so the trace was copied without dense/ "
         "or the folder was removed"
     )
+
+
+def is_sealed(store: Store, segment: Segment) -> bool:
+    """Whether distributions are read from their Zarr group, not from the journal that may lie beside it.
+
+    A process that was killed while it sealed leaves both. The group counts once the writer's state accounts for it; until
+    then it may be half of one.
+    """
+    where = f"{segment.dense}/zarr.json"
+    if not store.exists(where):
+        return False
+    if DENSE_TABLE not in journaled_segments(store).get(segment, ()):
+        return True
+    try:
+        files = store.writer(segment.writer).files
+    except FileNotFoundError:
+        return True
+    return files is None or where in files
 
 
 def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:

@@ -60,19 +60,27 @@ def read_index(store: Store) -> Index:
     """Every index of a trace as one. One that is not what its name says is passed over."""
     index = Index()
     for name, size in store.files(INDEX).items():
-        if size > MAX_BYTES:
-            continue
-        try:
-            content = store.read_bytes(f"{INDEX}/{name}")
-            if f"{whole_hash(content)}.json.gz" != name:
-                continue
-            unpacking = zlib.decompressobj(_GZIP)
-            unpacked = unpacking.decompress(content, _UNPACKED_BYTES)
-            if unpacking.eof:
-                index.contents |= msgspec.json.decode(unpacked, type=_Contents)
-        except (OSError, DamagedTrace, zlib.error, msgspec.MsgspecError):
-            continue
+        index.contents |= _contents_of(store, name, size) or {}
     return index
+
+
+def passed_over(store: Store) -> list[str]:
+    """Paths of the indexes that are not what their names say, which no answer comes from."""
+    return [f"{INDEX}/{name}" for name, size in store.files(INDEX).items() if _contents_of(store, name, size) is None]
+
+
+def _contents_of(store: Store, name: str, size: int) -> _Contents | None:
+    if size > MAX_BYTES:
+        return None
+    try:
+        content = store.read_bytes(f"{INDEX}/{name}")
+        if f"{whole_hash(content)}.json.gz" != name:
+            return None
+        unpacking = zlib.decompressobj(_GZIP)
+        unpacked = unpacking.decompress(content, _UNPACKED_BYTES)
+        return msgspec.json.decode(unpacked, type=_Contents) if unpacking.eof else None
+    except (OSError, DamagedTrace, zlib.error, msgspec.MsgspecError):
+        return None
 
 
 def write_index(folder: Path) -> None:

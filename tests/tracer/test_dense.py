@@ -1,14 +1,19 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
 import zarr
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord
 from tim_trace.tracer import dense
 from tim_trace.tracer.dense import Logits, TopK, read_dense
+from tim_trace.tracer.journal import DENSE_TABLE, journaled_segments
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.seal import seal_table
 from tim_trace.tracer.store import Store
 
 LENGTHS = [3, 1, 4]
@@ -103,6 +108,27 @@ def test_top_k_is_linked_like_logits(tmp_path):
     assert read_dense(store, *one[1:])["tail_logprob"].tolist() == [0.0]
     assert read_dense(store, *two[1:])["tail_logprob"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert read_dense(store, *two[1:])["token_ids"].tolist() == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_until_the_state_knows_the_group_its_journal_is_read(tmp_path):
+    """A process can be killed between the group's rename and its writer's state."""
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    recorder = Recorder(run, capture="topk:2")
+    added = recorder.add_sequences(step=1, seq_ids=range(3), response_ids=[[0] * n for n in LENGTHS])
+    top = TopK(
+        token_ids=np.arange(16, dtype=np.int32).reshape(8, 2),
+        logprobs=-np.ones((8, 2), np.float32),
+        tail_logprob=np.zeros(8, np.float32),
+    )
+    recorder.add_scores("rollout", added, logprobs=[[-1.0] * n for n in LENGTHS], distribution=top)
+    recorder.flush()
+    shutil.copytree(run, killed)
+    recorder.close()
+    (segment,) = journaled_segments(Store(killed))
+    assert seal_table(killed, segment, DENSE_TABLE)
+    group, start = links(killed)[2][1:3]
+    assert read_dense(Store(killed), group, start, 4)["token_ids"].tolist() == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    assert not verify(killed).damaged
 
 
 def test_info_shows_what_captures_take(tmp_path):

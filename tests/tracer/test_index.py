@@ -130,6 +130,10 @@ def test_a_damaged_index_is_passed_over(indexed, damage):
     path.write_bytes({"flip": content, "cut": content[:50], "text": b"no index"}[damage])
     assert rows_of(indexed) == before
     assert not Database(indexed).damaged
+    found = verify(indexed)
+    assert not found.damaged
+    (sentence,) = found.ignored
+    assert path.name in sentence
 
 
 def test_damage_behind_a_footer_that_the_index_holds_is_found(indexed):
