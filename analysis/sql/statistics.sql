@@ -45,7 +45,7 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     LEFT JOIN sequence_cuts(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
     ORDER BY sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b;
 
--- One row of statistics a step, or a run with step NULL: pair_groups(a, b, by_step).
+-- One row of statistics a step, or a run with step NULL, but for the quantiles: pair_groups(a, b, by_step).
 CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
     SELECT grouped.run, grouped.step, num_sequences, grouped.num_tokens, num_nan, num_inf,
            -total_d / grouped.num_tokens AS k1,
@@ -53,7 +53,7 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
            total_k3 / grouped.num_tokens AS k3,
            total_abs_d / grouped.num_tokens AS mean_abs_d,
            sqrt(total_d2 / grouped.num_tokens) AS rms_d,
-           p50_abs_d, p95_abs_d, p99_abs_d, max_abs_d,
+           NULL::DOUBLE AS p50_abs_d, NULL::DOUBLE AS p95_abs_d, NULL::DOUBLE AS p99_abs_d, max_abs_d,
            total_outside / grouped.num_tokens AS share_outside,
            total_prob_diff / grouped.num_tokens AS prob_diff_mean,
            prob_diff_max,
@@ -105,15 +105,19 @@ CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
             WINDOW grouped AS (PARTITION BY run, grouped_step)
         )
         GROUP BY run, grouped_step
-    ) AS grouped
-    LEFT JOIN group_cuts(a, b, by_step) AS quantiles
-           ON quantiles.run = grouped.run AND quantiles.step IS NOT DISTINCT FROM grouped.step
-    ORDER BY grouped.run, grouped.step;
+    ) AS grouped;
 
--- One row of statistics a step.
+-- One row of statistics a step. Its condition on step reaches the files, since it is a key of the join alone.
 CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
-    SELECT * FROM pair_groups(a, b, true);
+    SELECT grouped.* REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
+    FROM pair_groups(a, b, true) AS grouped
+    LEFT JOIN step_cuts(a, b) AS cuts ON cuts.run = grouped.run AND cuts.step = grouped.step
+    ORDER BY grouped.run, grouped.step;
 
 -- One row of statistics a run.
 CREATE OR REPLACE MACRO pair_runs(a, b) AS TABLE
-    SELECT * EXCLUDE (step) FROM pair_groups(a, b, false);
+    SELECT grouped.* EXCLUDE (step)
+           REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
+    FROM pair_groups(a, b, false) AS grouped
+    LEFT JOIN run_cuts(a, b) AS cuts ON cuts.run = grouped.run
+    ORDER BY grouped.run;
