@@ -51,6 +51,8 @@ class Sender:
         while not ended.wait(HEARTBEAT_S):
             try:
                 self._upload.send()
+                if self._upload.has_grown:
+                    self._upload.send_index()
             except (StorageError, OSError) as error:
                 if not has_told:
                     print(
@@ -62,9 +64,6 @@ class Sender:
 
     def finish(self) -> None:
         """Send all that is left, and remove the folder. Raises StorageError, and leaves the folder then."""
-        from .index import write_index
-
-        write_index(self.folder)
         try:
             self._upload.send()
             self._upload.send_index()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from ..schemas.checksums import whole_hash
 from ..schemas.errors import StorageError, TraceExists
 from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TEMPORARY_PREFIX, WRITERS
+from .index import write_index
 from .progress import Progress, no_progress
 from .store import Store, first_line
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
+_FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
 """How often a file is sent before it is given up; the file system tries again by itself, too."""
 
@@ -23,6 +26,8 @@ class Upload:
         self._store = Store(url)
         self._sent: dict[str, str | int] = {}
         """Path -> what was sent: bytes of a file that never changes, and the hash of a writer's state."""
+        self._num_indexed = 0
+        """Files that were sent when the index was."""
 
     def refuse_other(self) -> None:
         """Raise TraceExists where something lies at the URL, and StorageError where it cannot be reached."""
@@ -64,17 +69,34 @@ class Upload:
             self._sent[MANIFEST] = 1
 
     def send_index(self) -> None:
-        """Send the index of a trace that is finished."""
-        for name, size in Store(self.folder).files(INDEX).items():
+        """Send an index of what was sent, in the place of the one before."""
+        write_index(self.folder)
+        names = Store(self.folder).files(INDEX)
+        for name, size in names.items():
             if self._sent.get(f"{INDEX}/{name}") != size:
                 self._put(f"{INDEX}/{name}", None)
                 self._sent[f"{INDEX}/{name}"] = size
+        for path in [path for path in self._sent if path.startswith(f"{INDEX}/")]:
+            if path.partition("/")[2] not in names:
+                self._remove(path)
+                del self._sent[path]
+        self._num_indexed = len(self._sent)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether so many files were sent since the last index that another one pays; in all, that sends a few of the last."""
+        return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property
     def _has_buckets(self) -> bool:
         """Whether the file system has no folders but names of objects in a bucket."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+    def _remove(self, path: str) -> None:
+        """Remove what somebody else may have removed; what stays does no harm."""
+        with contextlib.suppress(Exception):
+            self._store.filesystem.rm_file(self._store.path(path))
 
     def _put(self, path: str, content: bytes | None) -> None:
         """Send a file, or what is given as its content."""

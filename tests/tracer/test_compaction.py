@@ -219,6 +219,7 @@ def test_object_storage_gets_the_merged_trace(tmp_path, s3):
     done = tim_trace("compact", trace, "-o", "s3://bucket/merged/run", "--json")
     assert done.code == 0, done.stderr
     assert done.json()["trace"] == "s3://bucket/merged/run"
+    assert s3.ls("bucket/merged/run/index")
     assert answers("s3://bucket/merged/run") == before
     again = tim_trace("compact", trace, "-o", "s3://bucket/merged/run")
     assert (again.code, "something lies there already" in again.stderr) == (2, True)

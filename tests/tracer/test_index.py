@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 import s3fs
-from builders import make_trace
+from builders import add_step, make_batch, make_trace
 from segmented import make_run, rows_of
 from tim_trace.analysis import compact
 from tim_trace.analysis.info import info
@@ -16,8 +16,11 @@ from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.checksums import whole_hash
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, QueryFailed
+from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.index import MAX_BYTES, read_index, write_index
+from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
+from tim_trace.tracer.upload import Upload
 
 
 @pytest.fixture
@@ -194,3 +197,25 @@ def test_a_file_that_goes_while_it_is_asked_is_told_as_that(indexed):
         path.unlink()
     with pytest.raises(QueryFailed, match="is gone: merged, or removed; ask again"):
         database.ask("SELECT sum(len(logprobs)) FROM scores WHERE logprobs[1] < 0")
+
+
+def test_a_run_that_is_being_sent_has_an_index_of_nearly_all_that_is_there(s3, tmp_path):
+    upload = Upload(tmp_path / "run", "s3://bucket/growing/run")
+    indexed = []
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 31):
+            add_step(recorder, step, make_batch(seed=step), ("rollout", "train"), seq_ids=range(4))
+            recorder.flush()
+            recorder.writer.segments.seal()
+            upload.send()
+            if upload.has_grown:
+                upload.send_index()
+                indexed.append(step)
+            names = s3.ls("bucket/growing/run/index") if indexed else []
+            assert len(names) == bool(indexed)
+    assert 2 <= len(indexed) <= 6
+    store = Store("s3://bucket/growing/run")
+    there = {f"{table}/{name}" for table in TABLES for name in store.files(table)}
+    assert len(there & read_index(store).contents.keys()) > len(there) / 2
+    upload.send()
+    assert rows_of("s3://bucket/growing/run") == rows_of(tmp_path / "run")

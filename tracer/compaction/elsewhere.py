@@ -43,6 +43,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
         upload.refuse_other()
         merged = _write(snapshot, upload.folder, file_bytes, force, progress)
         upload.send(progress)
+        upload.send_index()
         return merged
 
 
