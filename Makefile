@@ -6,6 +6,7 @@
 # make lint    style and types alone
 # make stress  the long forms of tests that kill processes, some minutes
 # make bench   the benchmarks, as ratios within one run
+# make bench-gpu  what a GPU gives, written into docs/gpu.md; where there is none, that it was not run
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
 # make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
@@ -42,7 +43,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse demo-smollm2 test test-all lint stress bench fuzz docs outputs clean
+.PHONY: demo demo-collapse demo-smollm2 test test-all lint stress bench bench-gpu fuzz docs outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -101,6 +102,9 @@ stress: $(VENV)/test-installed
 
 bench: $(VENV)/test-installed
 	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/run.py
+
+bench-gpu: $(VENV)/test-installed
+	PATH="$(BIN):$$PATH" "$(BIN)/python" benchmarks/gpu.py
 
 fuzz: $(VENV)/test-installed
 	"$(BIN)/python" tests/fuzz.py --cases 5000 --seed 1

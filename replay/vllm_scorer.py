@@ -11,6 +11,7 @@ from ..schemas.contract import Contract, engine_dtype
 from ..schemas.errors import CannotReplay, option
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
+from ..tracer.weights.checkpoints import config_of
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import model as models
@@ -86,7 +87,7 @@ class VllmScorer:
 
     def build(self) -> VllmEngine:
         """The engine, to be started with its first weights."""
-        config = trusted.safe_config(self.run.model["config"])
+        config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:

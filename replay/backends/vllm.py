@@ -83,7 +83,10 @@ class VllmEngine:
         whole = processed or capture.level == LOGITS
         number = {False: -1 if processed else 0, True: -1 if whole else capture.k or 0}
         params = [self._params(row, prefill, number[row.captured]) for row in asked]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        try:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise CannotReplay(f"engine vllm: does not run this model here: {_first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
         distributions: dict[str, Distribution] = {}
         for row, output in zip(asked, outputs, strict=True):
@@ -140,8 +143,7 @@ class VllmEngine:
         try:
             self.llm = LLM(model=str(folder), logprobs_mode="raw_logprobs", max_logprobs=-1, **self.arguments, **more)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CannotReplay(f"engine vllm: refuses this configuration: {line}") from error
+            raise CannotReplay(f"engine vllm: refuses this configuration: {_first_line(error)}") from error
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -152,6 +154,10 @@ class VllmEngine:
                 f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; give that "
                 "name, or leave the option out"
             )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:

@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -44,6 +45,19 @@ def test_what_cannot_be_rounded_to_is_refused(trace):
         weights(trace, dtype="int4")
     with pytest.raises(InvalidOption, match="by='version'"):
         weights(trace, dtype="bf16", by="module")
+
+
+def test_an_export_names_the_class_that_the_config_of_a_model_made_here_does_not(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1))
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(
+            model={"class": f"{type(model).__module__}.Qwen3ForCausalLM", "config": model.config.to_dict()}
+        )
+        recorder.add_weights(0, model.state_dict())
+    config = json.loads((export(tmp_path / "run", 0, tmp_path / "out") / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]  # vLLM takes a folder without for a pooling model
 
 
 @pytest.mark.engine

@@ -72,6 +72,13 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a recorded model, which names its class: that of a model that was never loaded does not, and vLLM needs it."""
+    config = dict(identity["config"])
+    own = str(identity.get("class", "")).rpartition(".")[2]
+    return config if config.get("architectures") or not own else config | {"architectures": [own]}
+
+
 def write_folder(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes]
 ) -> None:
