@@ -69,11 +69,33 @@ STEP_QUANTILES = Table(
     columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_CUTS),
 )
 
+STEP_HISTOGRAMS = Table(
+    name="step_histograms",
+    doc="One row a (pair, step, bin that is not empty): how many tokens have |d| in it. Added up over steps they give the "
+    "quantiles of any steps, each within 2^-10 of the exact one, relative to it.",
+    columns=(
+        *_PAIR,
+        Column(name="step", type=pa.int64(), doc="the step", null=""),
+        Column(
+            name="bin", type=pa.int32(),
+            doc="upper 21 bits of |d| as a double: sign, exponent and 9 bits of the mantissa; 0: |d| = 0", null="",
+        ),
+        _count("num_tokens", "tokens in the bin"),
+    ),
+)  # fmt: skip
+
 RUN_QUANTILES = Table(
     name="run_quantiles",
     doc="One row a pair: quantiles over the whole run.",
-    columns=(*_PAIR, *_CUTS),
-)
+    columns=(
+        *_PAIR,
+        *_CUTS,
+        Column(
+            name="quantile_error", type=pa.float64(),
+            doc="relative error of the quantiles, at most: 0 where they are exact, 2^-10 from histograms", null="",
+        ),
+    ),
+)  # fmt: skip
 
-KINDS = {table.name: table for table in (SEQUENCE_SUMS, STEP_QUANTILES, RUN_QUANTILES)}
+KINDS = {table.name: table for table in (SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, RUN_QUANTILES)}
 """What sums/ holds: the first part of a file's name -> its columns."""

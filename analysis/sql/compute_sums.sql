@@ -1,13 +1,12 @@
--- Sums and quantiles of a range of steps of one run; the view computed_sums has its sums.
+-- Sums, quantiles and histograms of a range of steps of one run, which three views have: see trace/sums.py.
 INSERT INTO computed_sequence_sums
     SELECT run, {a}, {b}, {sum_columns}
-    FROM computed_sums;
+    FROM new_sums;
 
 INSERT INTO computed_step_quantiles
-    SELECT {run}, {a}, {b}, step, num_tokens, cuts[1], cuts[2], cuts[3]
-    FROM (
-        SELECT step, count(*) AS num_tokens, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
-        FROM pair_tokens({a}, {b}, {run}, {first_step}, {last_step})
-        WHERE d IS NOT NULL
-        GROUP BY step
-    );
+    SELECT {run}, {a}, {b}, step, num_tokens, p50_abs_d, p95_abs_d, p99_abs_d
+    FROM new_quantiles;
+
+INSERT INTO computed_step_histograms
+    SELECT {run}, {a}, {b}, step, bin, num_tokens
+    FROM new_histograms;

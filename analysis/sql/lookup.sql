@@ -26,11 +26,11 @@ CREATE OR REPLACE MACRO step_cuts(a, b) AS TABLE
     );
 
 CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
-    SELECT run, NULL::BIGINT AS step, p50_abs_d, p95_abs_d, p99_abs_d
+    SELECT run, NULL::BIGINT AS step, p50_abs_d, p95_abs_d, p99_abs_d, quantile_error
     FROM run_quantiles
     WHERE pass_a = CASE WHEN is_run_covered(a, b) THEN a END AND pass_b = b
     UNION ALL
-    SELECT run, NULL::BIGINT, cuts[1], cuts[2], cuts[3]
+    SELECT run, NULL::BIGINT, cuts[1], cuts[2], cuts[3], 0.0::DOUBLE
     FROM (
         SELECT run, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
         FROM pair_tokens(CASE WHEN NOT is_run_covered(a, b) THEN a END, b, NULL, NULL, NULL)
@@ -39,7 +39,7 @@ CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
     );
 
 CREATE OR REPLACE MACRO group_cuts(a, b, by_step) AS TABLE
-    SELECT * FROM step_cuts(CASE WHEN by_step THEN a END, b)
+    SELECT *, 0.0::DOUBLE AS quantile_error FROM step_cuts(CASE WHEN by_step THEN a END, b)
     UNION ALL
     SELECT * FROM run_cuts(CASE WHEN NOT by_step THEN a END, b);
 

@@ -93,6 +93,7 @@ class Database:
             duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
         )
         self._superseded: set[Pair] = set()
+        self._superseded_runs: set[Pair] = set()
         self._within = ""
         self.is_whole = True
         """Whether the views hold every sequence."""
@@ -286,7 +287,7 @@ class Database:
         self.memory.clear()
         for spec in KINDS.values():
             self.connection.execute(f"DELETE FROM computed_{spec.name}")
-        self._superseded, self.covered, self.run_covered = set(), set(), set()
+        self._superseded, self._superseded_runs, self.covered, self.run_covered = set(), set(), set(), set()
         self.define_sums(self._superseded)
         self._redefine_lookup()
 
@@ -353,6 +354,12 @@ class Database:
             self.run_covered.add(pair)
         self._redefine_lookup()
 
+    def supersede_runs(self, pair: Pair) -> None:
+        """Say that the quantiles of runs are those that were computed here, and not what the trace keeps."""
+        self._superseded_runs.add(pair)
+        self.memory.clear()
+        self.define_sums(self._superseded)
+
     def _redefine_lookup(self) -> None:
         """Follow what is covered now, where somebody has looked it up before."""
         if self.macros.known("lookup"):
@@ -369,11 +376,12 @@ class Database:
     def define_sums(self, superseded: set[Pair]) -> None:
         """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
         for spec in KINDS.values():
+            passed_over = self._superseded_runs if spec is RUN_QUANTILES else set()
             columns = ", ".join(column.name for column in spec.columns)
             parts = [
                 f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
                 for run, kind, pair, url in self._sums
-                if kind == spec.name and pair not in superseded
+                if kind == spec.name and pair not in superseded | passed_over
             ]
             if self._within:  # what is kept of a whole run is of all its steps
                 parts = (

@@ -11,7 +11,7 @@ import pyarrow as pa
 from ...schemas.errors import DamagedTrace
 from ...schemas.layout import SCORES, SEQUENCES, SUMS
 from ...schemas.manifest import Manifest
-from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
+from ...schemas.sums import KINDS, RUN_QUANTILES
 from ...schemas.writer_state import WriterState
 from ...tracer.parquet_file import read_footer
 from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
@@ -145,7 +145,7 @@ def _find_sums(source: Source) -> None:
         source.sums.setdefault(kind, {})[pair] = file
         if count == len(current) and not unsealed:
             complete.setdefault(kind, set()).add(pair)
-    source.covered = complete.get(SEQUENCE_SUMS.name, set()) & complete.get(STEP_QUANTILES.name, set())
+    source.covered = set.intersection(*(complete.get(name, set()) for name in KINDS if name != RUN_QUANTILES.name))
     source.run_covered = source.covered & complete.get(RUN_QUANTILES.name, set())
 
 

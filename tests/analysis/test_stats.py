@@ -5,8 +5,9 @@ import pytest
 from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace import pair_sums, ragged, sums
+from tim_trace.analysis.stats import approximate, stats
+from tim_trace.analysis.trace import pair_sums, quantiles, ragged, sums
+from tim_trace.analysis.trace.connection import Connection
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.capture import Capture
@@ -58,7 +59,7 @@ def expected(sequences):
 
 
 def check(row, wanted):
-    assert {"run", "step", *wanted} >= set(row)
+    assert {"run", "step", "quantile_error", *wanted} >= set(row)
     for name, value in wanted.items():
         np.testing.assert_allclose(row[name], value, err_msg=name, **CLOSE)
 
@@ -238,6 +239,66 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
     assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
+
+
+ROW = ("p50_abs_d", "p95_abs_d", "p99_abs_d")
+
+
+def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    make_trace(path, steps=7, rows=5)
+    (exact,) = stats(path).dicts()
+    assert exact["quantile_error"] == 0
+    for file in (path / "sums").iterdir():
+        file.unlink()
+    monkeypatch.setattr(sums, "EXACT_TOKENS", 10)
+    (found,) = stats(path).dicts()
+    assert found["quantile_error"] == quantiles.ERROR
+    assert [found[name] for name in ROW] != [exact[name] for name in ROW]
+    for name in ROW:
+        assert math.isclose(found[name], exact[name], rel_tol=quantiles.ERROR)
+    assert {name: found[name] for name in found if name not in (*ROW, "quantile_error")} == {
+        name: exact[name] for name in exact if name not in (*ROW, "quantile_error")
+    }
+    assert stats(path, exact=True).dicts() == [exact]
+    assert stats(path).dicts() == [found], "what was asked exactly changes no later answer"
+    assert approximate(stats(path)) == [
+        "p50_abs_d, p95_abs_d and p99_abs_d are within 0.1% of the exact ones; exact=True reads the tokens once more for these"
+    ]
+    assert approximate(stats(path, exact=True)) == []
+
+
+def test_steps_of_a_run_and_merged_files_have_the_same_quantiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(sums, "EXACT_TOKENS", 10)
+    path = tmp_path / "run"
+    make_trace(path, steps=7, rows=5)
+    part = stats(path, steps="2:5").rows
+    (whole,) = stats(path).dicts()
+    # From kept histograms, no token is read again.
+    monkeypatch.setattr(sums, "computed", None)
+    monkeypatch.setattr(sums, "sizes_read", None)
+    assert stats(path, steps="2:5").rows == part
+    assert stats(path).dicts() == [whole]
+
+
+def test_the_tokens_are_read_once_by_a_first_question(tmp_path, monkeypatch):
+    make_trace(tmp_path / "run", steps=3)
+    asked = []
+    batches = Connection.mapped_batches
+
+    def counted(self, query, *arguments):
+        asked.append(query)
+        return batches(self, query, *arguments)
+
+    monkeypatch.setattr(Connection, "mapped_batches", counted)
+    stats(tmp_path / "run")
+    assert len(asked) == 1
+
+
+def test_exact_is_refused_with_a_framework(tmp_path):
+    make_trace(tmp_path / "run")
+    with pytest.raises(InvalidOption, match="exact"):
+        stats(tmp_path / "run", like="trl", exact=True)
 
 
 def test_each_inner_iteration_is_a_row_of_its_own(tmp_path):
