@@ -32,6 +32,7 @@ from ..frameworks import registry
 from ..routing import FUNCTIONS
 from ..routing import register as register_routing
 from ..rows import Rows
+from .computed import IN_FILES, ComputedFiles
 from .connection import Connection
 from .macros import MacroFile, Macros
 from .pair_sums import FUNCTION
@@ -92,6 +93,7 @@ class Database:
         self.connection = Connection(
             duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
         )
+        self.computed = ComputedFiles()
         self._superseded: set[Pair] = set()
         self._superseded_runs: set[Pair] = set()
         self._within = ""
@@ -285,8 +287,8 @@ class Database:
                 )
         self._leaves_out, self.is_whole = True, False
         self.memory.clear()
-        for spec in KINDS.values():
-            self.connection.execute(f"DELETE FROM computed_{spec.name}")
+        self._forget("true")
+        self.computed.forget()
         self._superseded, self._superseded_runs, self.covered, self.run_covered = set(), set(), set(), set()
         self.define_sums(self._superseded)
         self._redefine_lookup()
@@ -344,21 +346,46 @@ class Database:
         """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
         return _damage(self.sources, self.files, error)
 
-    def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
+    def begin_sums(self, pair: Pair) -> None:
+        """Forget what was computed here of a pair: the views hold what the trace keeps."""
+        self._forget(f"pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}")
+        self.computed.forget(pair)
+        self._superseded.discard(pair)
+        self._superseded_runs.discard(pair)
+        self.define_sums(self._superseded)
+
+    def kept_sums(self, spec: Table, pair: Pair, run: str) -> str:
+        """A query for what the trace keeps of a pair, whether the views hold it or not."""
+        columns = ", ".join(column.name for column in spec.columns)
+        (url,) = (url for *found, url in self._sums if found == [run, spec.name, pair])
+        return f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
+
+    def is_computed(self, pair: Pair) -> bool:
+        """Whether the views hold the sums of a pair that were computed here, not what the trace keeps."""
+        return pair in self._superseded
+
+    def supersede(self, pair: Pair) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
         self._superseded.add(pair)
+        self.covered.add(pair)
+        self._redefine_sums()
+
+    def supersede_runs(self, pair: Pair, *, covered: bool) -> None:
+        """Say that the quantiles of runs are those that were computed here, and whether these are of all runs."""
+        self._superseded_runs.add(pair)
+        if covered:
+            self.run_covered.add(pair)
+        self._redefine_sums()
+
+    def _redefine_sums(self) -> None:
         self.memory.clear()
         self.define_sums(self._superseded)
-        self.covered.add(pair)
-        if run_quantiles:
-            self.run_covered.add(pair)
         self._redefine_lookup()
 
-    def supersede_runs(self, pair: Pair) -> None:
-        """Say that the quantiles of runs are those that were computed here, and not what the trace keeps."""
-        self._superseded_runs.add(pair)
-        self.memory.clear()
-        self.define_sums(self._superseded)
+    def _forget(self, where: str) -> None:
+        for spec in KINDS.values():
+            if spec not in IN_FILES:
+                self.connection.execute(f"DELETE FROM computed_{spec.name} WHERE {where}")
 
     def _redefine_lookup(self) -> None:
         """Follow what is covered now, where somebody has looked it up before."""
@@ -387,7 +414,13 @@ class Database:
                 parts = (
                     [] if spec is RUN_QUANTILES else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
                 )
-            parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
+            if spec in IN_FILES:
+                parts += [
+                    f"SELECT {quoted(file.run)} AS run, {columns} FROM read_parquet({quoted(str(file.path))})"
+                    for file in self.computed.of(spec.name)
+                ]
+            else:
+                parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
 
 
@@ -490,6 +523,8 @@ def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | N
 def _define_computed(connection: Connection) -> None:
     """Tables for sums that are computed while the database is open."""
     for spec in KINDS.values():
+        if spec in IN_FILES:
+            continue
         columns = ", ".join(column.name for column in spec.columns)
         connection.register(f"empty_{spec.name}", spec.schema.empty_table())
         connection.execute(

@@ -46,7 +46,9 @@ FUNCTION = "pair_sums_of"
 """Name of the function in SQL."""
 
 BATCH_ROWS = 256
-"""Sequences that are handed to a thread at once; some are waiting, and each may be long."""
+"""Sequences that are handed to a thread at once, where they are long; some are waiting."""
+BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
+"""Tokens that are handed to a thread at once, where sequences are short, in at most so many of these."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -84,14 +86,19 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
-def computed(connection: Connection, pair_lists: str) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
+def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
     """Keys and sums of what a query of `pair_lists` gives, as the function does, and |d|, beside the reading instead of within it."""
-    return connection.mapped_batches(pair_lists, _of_rows, BATCH_ROWS)
+    return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
-def sizes_read(connection: Connection, pair_lists: str) -> Iterator[Sizes]:
+def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
     """|d| of what a query of `pair_lists` gives."""
-    return connection.mapped_batches(pair_lists, _sizes_of_rows, BATCH_ROWS)
+    return connection.mapped_batches(pair_lists, _sizes_of_rows, _batch_rows(mean_tokens))
+
+
+def _batch_rows(mean_tokens: float) -> int:
+    """Sequences of a batch, whose tokens are so many in the mean."""
+    return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from ...schemas.layout import SUMS
-from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_HISTOGRAMS, STEP_QUANTILES
+from ...schemas.sums import RUN_QUANTILES, SEQUENCE_SUMS, STEP_HISTOGRAMS, STEP_QUANTILES
 from ...schemas.tables import Table
 from ...tracer.index import write_index
 from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
+from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
 from .database import Database, Traces, quoted, sql_file
 from .pair_sums import Sizes, computed, sizes_read
 from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, quantile_cont, quantiles
-from .source import Pair, Source, made_of_metadata, sums_file
+from .source import Pair, Source, sums_file
+
+Write = Callable[[pa.Table], None]
 
 MISMATCH: Pair = ("train", "rollout")
 
-_COMPUTED = f"computed_{SEQUENCE_SUMS.name}"
-_HISTOGRAMS = f"computed_{STEP_HISTOGRAMS.name}"
-
 CHUNK_TOKENS = 32 << 20
 """Tokens that are worked on at once: their quantiles are taken in memory, 8 bytes each."""
+
+CHUNK_SEQUENCES = 1 << 18
+"""Sequences that are worked on at once: their sums take 0.2 KB each."""
 
 EXACT_TOKENS = 32 << 20
 """Tokens to compare of a run, up to which its quantiles are exact unless asked: they fit in memory, as a chunk does."""
@@ -42,6 +47,14 @@ class Chunk:
     first_step: int
     last_step: int
     num_tokens: int
+    num_sequences: int
+    is_missing: bool
+    """Whether its sums are computed; else they are kept ones."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sequence."""
+        return self.num_tokens / max(self.num_sequences, 1)
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
@@ -52,28 +65,96 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     """
     if pair in database.covered and (not of_run or pair in database.run_covered):
         return False
+    has_computed = pair not in database.covered
+    if has_computed:
+        _cover(database, pair, progress)
+        database.supersede(pair)
+    runs = _runs_without_quantiles(database, pair)
+    if of_run:
+        for run in runs:
+            _add_run_quantiles(database, pair, run, progress)
+    database.supersede_runs(pair, covered=of_run or not runs)
+    return has_computed or bool(runs)
+
+
+def _cover(database: Database, pair: Pair, progress: Progress) -> None:
+    """Write the sums, quantiles and histograms of every step, kept ones and those computed from tokens, in one order.
+
+    Adding up gives one result then, whatever was kept.
+    """
+    database.begin_sums(pair)
+    chunks = _marked_chunks(database, pair)
+    whole = _whole_runs(chunks)
+    with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks if chunk.is_missing)) as advance:
+        for source in database.sources:
+            sizes: Sizes = []
+            files = database.computed
+            with (
+                files.writing(source, SEQUENCE_SUMS, pair) as write_sums,
+                files.writing(source, STEP_HISTOGRAMS, pair) as write_histograms,
+            ):
+                for chunk in chunks:
+                    if chunk.run != source.run:
+                        continue
+                    if not chunk.is_missing:
+                        _copy(database, pair, chunk, write_sums, write_histograms)
+                        continue
+                    found = _compute(database, pair, chunk, write_sums, write_histograms)
+                    if source.run in whole:
+                        sizes += found
+                    advance(chunk.num_tokens)
+            if source.run in whole:
+                _add_quantiles_of(database, pair, source.run, sizes)
+
+
+def _compute(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> Sizes:
+    """Write the sums and histograms of a range of steps, add their quantiles, and return |d|."""
     connection = database.connection
-    connection.execute(_sql("missing", pair))
-    chunks = _missing_chunks(database)
-    whole = _whole_runs(database, chunks)
-    sizes: Sizes = []
-    with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
-        for number, chunk in enumerate(chunks):
-            found = _compute(database, pair, chunk)
-            if chunk.run in whole:
-                sizes += found
-            if chunk.run != (chunks[number + 1].run if number + 1 < len(chunks) else None):
-                if chunk.run in whole:
-                    _add_quantiles_of(database, pair, chunk.run, sizes)
-                sizes = []
-            advance(chunk.num_tokens)
-    runs = _runs_without_quantiles(database, pair) if of_run else []
-    for run in runs:
-        _add_run_quantiles(database, pair, run, progress)
-    # One order, whatever was kept and what computed now: adding up gives one result.
-    connection.execute(f"CREATE OR REPLACE TABLE {_COMPUTED} AS SELECT * FROM {_COMPUTED} ORDER BY ALL")
-    database.supersede(pair, run_quantiles=of_run or not _runs_without_quantiles(database, pair))
-    return bool(chunks or runs)
+    batches, sizes = [], []
+    for batch, of_batch in computed(connection, _lists(pair, chunk), chunk.mean_tokens):
+        batches.append(batch)
+        sizes += of_batch
+    a, b = quoted(pair[0]), quoted(pair[1])
+    with _registered(database, pa.Table.from_batches(batches)) as name:
+        query = f"SELECT {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
+        write_sums(connection.sql(query).to_arrow_table())
+    steps = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in _by_step(sizes)]
+    write_histograms(_with_pair(_histogram_rows(steps), pair))
+    with _registered(database, _with_pair(_quantile_rows(steps), pair)) as name:
+        columns = ", ".join(STEP_QUANTILES.schema.names)
+        connection.execute(
+            f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT {quoted(chunk.run)}, {columns} FROM {name}"
+        )
+    return sizes
+
+
+def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> None:
+    """Write what is kept of a range of steps, which stays right."""
+    connection = database.connection
+    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
+    within = f"pass_a = {a} AND pass_b = {b} AND run = {run} AND step BETWEEN {chunk.first_step} AND {chunk.last_step}"
+    for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
+        columns = ", ".join(spec.schema.names)
+        write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
+    # One statement reads the view before it writes.
+    connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
+
+
+@contextmanager
+def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
+    """The name under which queries read these rows meanwhile."""
+    database.connection.register("new_rows", rows)
+    try:
+        yield "new_rows"
+    finally:
+        database.connection.unregister("new_rows")
+
+
+def _with_pair(rows: pa.Table, pair: Pair) -> pa.Table:
+    for place, name in enumerate(pair):
+        column = pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8)))
+        rows = rows.add_column(place, ("pass_a", "pass_b")[place], column)
+    return rows
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
@@ -86,35 +167,10 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
     if not runs:
         return
-    query = "SELECT * FROM run_quantiles WHERE pass_a = ? AND pass_b = ?"
-    others = [row for row in database.connection.execute(query, [*pair]).fetchall() if row[0] not in runs]
-    exact = [_read_again(database, pair, run, "step_histograms", progress) for run in runs]
-    database.supersede_runs(pair)
-    for run, _, _, num_tokens, *cuts, error in others:
-        _put_run_quantiles(database, pair, run, num_tokens, tuple(cuts), error)
-    for run, (num_tokens, cuts) in zip(runs, exact, strict=True):
-        _put_run_quantiles(database, pair, run, num_tokens, cuts, 0.0)
-
-
-def _compute(database: Database, pair: Pair, chunk: Chunk) -> Sizes:
-    """Add the sums, quantiles and histograms of a range of steps to what was computed, and return |d|."""
-    connection = database.connection
-    batches, sizes = [], []
-    for batch, of_batch in computed(connection, _lists(pair, chunk)):
-        batches.append(batch)
-        sizes += of_batch
-    steps = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in _by_step(sizes)]
-    new = {
-        "new_sums": pa.Table.from_batches(batches),
-        "new_quantiles": _quantile_rows(steps),
-        "new_histograms": _histogram_rows(steps),
-    }
-    with ExitStack() as registered:
-        for name, rows in new.items():
-            connection.register(name, rows)
-            registered.callback(connection.unregister, name)
-        connection.execute(_sql("compute_sums", pair, chunk))
-    return sizes
+    _runs_without_quantiles(database, pair)
+    for run in runs:
+        _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, progress), 0.0)
+    database.supersede_runs(pair, covered=True)
 
 
 def _by_step(sizes: Sizes) -> Iterator[tuple[int, np.ndarray]]:
@@ -163,16 +219,30 @@ def _keep(database: Database, pair: Pair, source: Source) -> bool:
     if not source.store.is_local or source.is_live or source.journals:
         return False
     try:
-        for spec in KINDS.values():
-            if spec is not RUN_QUANTILES or pair in database.run_covered:
-                _write(database, pair, source, spec)
+        if database.is_computed(pair):
+            for file in database.computed.files:
+                if file.pair == pair and file.run == source.run:
+                    _place(source, file)
+            _write(database, pair, source, STEP_QUANTILES)
+        if pair in database.run_covered:
+            _write(database, pair, source, RUN_QUANTILES)
         write_index(Path(source.store.root))
     except OSError:
         return False
     return True
 
 
+def _place(source: Source, file: ComputedFile) -> None:
+    """Keep a file of sums that was written for a trace."""
+    folder = Path(source.store.root)
+    with unnamed_file(folder, SUMS) as temporary:
+        shutil.copyfile(file.path, temporary)
+        temporary.rename(folder / file.relative)
+    _remove_outdated(source, pair=file.pair, kind=file.kind)
+
+
 def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
+    assert spec not in IN_FILES
     columns = ", ".join(column.name for column in spec.columns)
     rows = database.connection.sql(
         f"SELECT {columns} FROM computed_{spec.name} WHERE run = ? AND pass_a = ? AND pass_b = ? ORDER BY ALL",
@@ -183,62 +253,98 @@ def _write(database: Database, pair: Pair, source: Source, spec: Table) -> None:
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
     """Keep sums of a pair that are of all sealed rows of a local trace."""
-    schema = spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
+    schema = sums_schema(source, pair, spec)
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
-        written = write_checked(
-            temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)],
-            compression="zstd", use_dictionary=["pass_a", "pass_b"],
-        )  # fmt: skip
+        written = write_checked(temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)], **SUMS_OPTIONS)
         assert written.footer is not None
         temporary.rename(folder / sums_file(spec.name, written.footer))
-    # What was used until now stays for who reads it just now, and goes the next time.
-    for relative in source.outdated_sums.get((spec.name, pair), []):
-        (folder / relative).unlink(missing_ok=True)
+    _remove_outdated(source, pair, spec.name)
 
 
-def _missing_chunks(database: Database) -> list[Chunk]:
+def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
+    """Remove the sums in whose place better ones lay: what was used until now stays for who reads it just now."""
+    for relative in source.outdated_sums.get((kind, pair), []):
+        Path(source.store.root, relative).unlink(missing_ok=True)
+
+
+def _marked_chunks(database: Database, pair: Pair) -> list[Chunk]:
+    """Ranges of all steps, cut where kept sums end or begin."""
     query = """
-        SELECT run, step, sum(num_response_tokens)::BIGINT, any_value(missing.step) IS NOT NULL
-        FROM sequences LEFT JOIN missing_steps AS missing USING (run, step)
-        GROUP BY run, step ORDER BY run, step
+        SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences GROUP BY run, step ORDER BY run, step
     """
-    return list(_chunks(database.connection.execute(query).fetchall()))
+    steps = [
+        Chunk(run, step, step, *counts, True) for run, step, *counts in database.connection.execute(query).fetchall()
+    ]
+    query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
+    kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
+    missing = {
+        (chunk.run, step)
+        for chunk in _joined(step for step in steps if step.run in kept)
+        for (step,) in database.connection.execute(_missing(pair, chunk)).fetchall()
+    }
+    return list(
+        _joined(
+            replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
+        )
+    )
 
 
-def _whole_runs(database: Database, chunks: list[Chunk]) -> set[str]:
+def _missing(pair: Pair, chunk: Chunk) -> str:
+    return sql_file("missing").format(
+        a=quoted(pair[0]),
+        b=quoted(pair[1]),
+        run=quoted(chunk.run),
+        first_step=chunk.first_step,
+        last_step=chunk.last_step,
+    )
+
+
+def _joined(steps: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Join neighbouring steps of one kind to ranges of about CHUNK_TOKENS or CHUNK_SEQUENCES; a larger step is one alone."""
+    for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
+        chunk: Chunk | None = None
+        for step in of_kind:
+            if chunk is None:
+                chunk = step
+                continue
+            num_tokens, num_sequences = chunk.num_tokens + step.num_tokens, chunk.num_sequences + step.num_sequences
+            if num_tokens > CHUNK_TOKENS or num_sequences > CHUNK_SEQUENCES:
+                yield chunk
+                chunk = step
+                continue
+            chunk = replace(chunk, last_step=step.last_step, num_tokens=num_tokens, num_sequences=num_sequences)
+        if chunk is not None:
+            yield chunk
+
+
+def _whole_runs(chunks: list[Chunk]) -> set[str]:
     """The runs of which every token is read, and fits in memory."""
-    missing: dict[str, int] = {}
-    for chunk in chunks:
-        missing[chunk.run] = missing.get(chunk.run, 0) + chunk.num_tokens
-    query = "SELECT run, sum(num_response_tokens)::BIGINT FROM sequences GROUP BY run"
-    totals = dict(database.connection.execute(query).fetchall())
-    return {run for run, num_tokens in missing.items() if num_tokens == totals[run] and num_tokens <= EXACT_TOKENS}
+    found = set()
+    for run, of_run in groupby(chunks, key=lambda chunk: chunk.run):
+        parts = list(of_run)
+        if all(part.is_missing for part in parts) and sum(part.num_tokens for part in parts) <= EXACT_TOKENS:
+            found.add(run)
+    return found
 
 
 def _run_chunks(database: Database, run: str) -> list[Chunk]:
-    query = "SELECT run, step, num_tokens, true FROM steps WHERE run = ? ORDER BY step"
-    return list(_chunks(database.connection.execute(query, [run]).fetchall()))
-
-
-def _chunks(steps: list[tuple[str, int, int, bool]]) -> Iterator[Chunk]:
-    """Cut (run, step, tokens, wanted) into ranges of wanted steps of about CHUNK_TOKENS; a larger step is one alone."""
-    chunk: Chunk | None = None
-    for run, step, num_tokens, wanted in steps:
-        if chunk and not (wanted and chunk.run == run and chunk.num_tokens + num_tokens <= CHUNK_TOKENS):
-            yield chunk
-            chunk = None
-        if wanted and chunk:
-            chunk = Chunk(run, chunk.first_step, step, chunk.num_tokens + num_tokens)
-        elif wanted:
-            chunk = Chunk(run, step, step, num_tokens)
-    if chunk:
-        yield chunk
+    query = """
+        SELECT step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences WHERE run = ? GROUP BY step ORDER BY step
+    """
+    rows = database.connection.execute(query, [run]).fetchall()
+    return list(_joined(Chunk(run, step, step, *counts, True) for step, *counts in rows))
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    query = f"SELECT run FROM computed_{RUN_QUANTILES.name} WHERE pass_a = ? AND pass_b = ?"
+    """The runs that have none, once those are taken that traces keep and that are of all they hold."""
+    table = f"computed_{RUN_QUANTILES.name}"
+    query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
+    for source in database.sources:
+        if source.run not in known and database.is_whole and pair in source.run_covered:
+            known.add(source.run)
+            database.connection.execute(f"INSERT INTO {table} {database.kept_sums(RUN_QUANTILES, pair, source.run)}")
     return [source.run for source in database.sources if source.run not in known]
 
 
@@ -250,34 +356,34 @@ def _add_quantiles_of(database: Database, pair: Pair, run: str, sizes: Sizes) ->
 
 def _add_run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> None:
     """Add the quantiles of a run from the histograms of its steps: exact ones up to EXACT_TOKENS, which reads tokens."""
-    histogram = _histogram_of(database, pair, run, _HISTOGRAMS)
+    histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
-        _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, _HISTOGRAMS, progress), 0.0)
+        _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, progress), 0.0)
         return
-    query = f"SELECT max(max_abs_d) FROM {_COMPUTED} WHERE run = ? AND pass_a = ? AND pass_b = ?"
+    query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
     ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
     _put_run_quantiles(database, pair, run, histogram.num_values, histogram.cuts(largest), ERROR)
 
 
-def _read_again(database: Database, pair: Pair, run: str, histograms: str, progress: Progress) -> tuple[int, Cuts]:
+def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> tuple[int, Cuts]:
     """The number of a run's tokens, and their exact quantiles: of the bins that hold these the values are read."""
-    histogram = _histogram_of(database, pair, run, histograms)
+    histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return 0, tuple(None for _ in SHARES)
     chunks = _run_chunks(database, run)
     gathered = Gathered(histogram)
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
         for chunk in chunks:
-            for sizes in sizes_read(database.connection, _lists(pair, chunk)):
+            for sizes in sizes_read(database.connection, _lists(pair, chunk), chunk.mean_tokens):
                 for _, abs_d_T in sizes:
                     gathered.add(abs_d_T)
             advance(chunk.num_tokens)
     return histogram.num_values, gathered.cuts()
 
 
-def _histogram_of(database: Database, pair: Pair, run: str, table: str) -> Histogram:
+def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
     query = f"""
-        SELECT bin, sum(num_tokens)::BIGINT AS num_tokens FROM {table}
+        SELECT bin, sum(num_tokens)::BIGINT AS num_tokens FROM {STEP_HISTOGRAMS.name}
         WHERE run = ? AND pass_a = ? AND pass_b = ? GROUP BY bin ORDER BY bin
     """
     found = database.connection.execute(query, [run, *pair]).fetchnumpy()
@@ -297,13 +403,6 @@ def _put_run_quantiles(database: Database, pair: Pair, run: str, num_tokens: int
 def _lists(pair: Pair, chunk: Chunk) -> str:
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     return f"SELECT * FROM pair_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
-
-
-def _sql(name: str, pair: Pair, chunk: Chunk | None = None) -> str:
-    values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "sum_columns": SUM_COLUMNS}
-    if chunk is not None:
-        values["run"] = quoted(chunk.run)
-    return sql_file(name).format(**values)
 
 
 SUM_COLUMNS = ", ".join(column.name for column in SEQUENCE_SUMS.columns if column.name not in ("pass_a", "pass_b"))

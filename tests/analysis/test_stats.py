@@ -212,7 +212,7 @@ def test_sums_grow_with_a_live_trace(tmp_path):
     assert stats(tmp_path / "run", by="step").rows == live
 
 
-def test_only_steps_without_sums_are_computed(tmp_path):
+def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     path = tmp_path / "run"
     make_trace(path, steps=4)
     stats(path)
@@ -220,10 +220,18 @@ def test_only_steps_without_sums_are_computed(tmp_path):
     # A second writer adds a step, as a resumed run does.
     with Recorder.of_writer(TraceWriter(path), Capture()) as recorder:
         add_step(recorder, 9, make_batch(seed=9))
+    computed_steps = []
+    compute = sums._compute
+
+    def noted(database, pair, chunk, *arguments):
+        computed_steps.append((chunk.first_step, chunk.last_step))
+        return compute(database, pair, chunk, *arguments)
+
+    monkeypatch.setattr(sums, "_compute", noted)
     database = Database(path)
     assert sums.MISMATCH not in database.covered
     assert sums.ensure(database, sums.MISMATCH)
-    assert database.connection.execute("SELECT step FROM missing_steps").fetchall() == [(9,)]
+    assert computed_steps == [(9, 9)]
     assert stats(path, by="step").rows[:4] == from_all
     assert [row["step"] for row in stats(path, by="step").dicts()] == [1, 2, 3, 4, 9]
     # What was there before stays for who reads it just now.
@@ -236,7 +244,9 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     for path in (tmp_path / "run" / "sums").iterdir():
         path.unlink()
     monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(sums, "CHUNK_SEQUENCES", 7)
     monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
+    monkeypatch.setattr(pair_sums, "BATCH_TOKENS", 0)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
     assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
 
@@ -299,6 +309,21 @@ def test_exact_is_refused_with_a_framework(tmp_path):
     make_trace(tmp_path / "run")
     with pytest.raises(InvalidOption, match="exact"):
         stats(tmp_path / "run", like="trl", exact=True)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_database_that_is_asked_again_gives_the_same_numbers(tmp_path, is_kept):
+    make_trace(tmp_path / "run", steps=3)
+    if is_kept:  # of the last step nothing is
+        summarize(tmp_path / "run")
+        with Recorder.of_writer(TraceWriter(tmp_path / "run"), Capture()) as recorder:
+            add_step(recorder, 9, make_batch(seed=9))
+    database = Database(tmp_path / "run")
+    by_step = stats(database, by="step").rows
+    by_run = stats(database, by="run").rows
+    assert stats(database, by="step").rows == by_step
+    assert stats(Database(tmp_path / "run"), by="run").rows == by_run
+    assert stats(Database(tmp_path / "run"), by="step").rows == by_step
 
 
 def test_each_inner_iteration_is_a_row_of_its_own(tmp_path):
