@@ -43,6 +43,16 @@ CREATE OR REPLACE MACRO group_cuts(a, b, by_step) AS TABLE
     UNION ALL
     SELECT * FROM run_cuts(CASE WHEN NOT by_step THEN a END, b);
 
+-- Statistics of groups that are kept, without quantiles.
+CREATE OR REPLACE MACRO kept_groups(a, b, by_step) AS TABLE
+    SELECT run, step, {statistics}
+    FROM step_statistics
+    WHERE pass_a = CASE WHEN by_step AND is_covered(a, b) THEN a END AND pass_b = b
+    UNION ALL
+    SELECT run, NULL::BIGINT AS step, {statistics}
+    FROM run_statistics
+    WHERE pass_a = CASE WHEN NOT by_step AND is_run_covered(a, b) THEN a END AND pass_b = b;
+
 -- Quantiles of single sequences are not kept.
 CREATE OR REPLACE MACRO sequence_cuts(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b,

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
 from ...schemas.steps import ALL_STEPS, parse_steps
-from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
+from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.progress import Progress, no_progress
@@ -185,8 +185,11 @@ class Database:
         """The files of macros by name; of frameworks by the framework's."""
         run = self.connection.raw.execute
         found = {}
-        for name in ("macros", "pair", "context", "bounds", "triangle", "views", "statistics", "loss", "objective"):
+        for name in ("macros", "pair", "context", "bounds", "triangle", "views", "loss", "objective"):
             found[name] = MacroFile(sql := sql_file(name), partial(run, sql))
+        grouped = statistics_of_groups(sql_file("grouped_by_windows"))
+        sql = sql_file("statistics").format(statistics_of_groups=grouped)
+        found["statistics"] = MacroFile(sql, partial(run, sql))
         found["sums"] = MacroFile(sql_file("sums"), self._define_pair_sums, (FUNCTION,))
         found["lookup"] = MacroFile(sql_file("lookup"), self._define_lookup)
         found["routing"] = MacroFile(sql_file("routing"), self._define_routing, FUNCTIONS)
@@ -360,9 +363,9 @@ class Database:
         (url,) = (url for *found, url in self._sums if found == [run, spec.name, pair])
         return f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
 
-    def is_computed(self, pair: Pair) -> bool:
-        """Whether the views hold the sums of a pair that were computed here, not what the trace keeps."""
-        return pair in self._superseded
+    def is_computed(self, pair: Pair, *, of_runs: bool = False) -> bool:
+        """Whether the views hold the sums of a pair that were computed here, or those of its runs, not what the trace keeps."""
+        return pair in (self._superseded_runs if of_runs else self._superseded)
 
     def supersede(self, pair: Pair) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
@@ -396,14 +399,17 @@ class Database:
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self.connection.execute(
             sql_file("lookup").format(
-                covered=_pairs(self.covered), run_covered=_pairs(self.run_covered), sum_columns=columns
+                covered=_pairs(self.covered),
+                run_covered=_pairs(self.run_covered),
+                sum_columns=columns,
+                statistics=", ".join(STATISTICS),
             )
         )
 
     def define_sums(self, superseded: set[Pair]) -> None:
         """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
         for spec in KINDS.values():
-            passed_over = self._superseded_runs if spec is RUN_QUANTILES else set()
+            passed_over = self._superseded_runs if spec in OF_RUNS else set()
             columns = ", ".join(column.name for column in spec.columns)
             parts = [
                 f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
@@ -411,9 +417,7 @@ class Database:
                 if kind == spec.name and pair not in superseded | passed_over
             ]
             if self._within:  # what is kept of a whole run is of all its steps
-                parts = (
-                    [] if spec is RUN_QUANTILES else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
-                )
+                parts = [] if spec in OF_RUNS else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
             if spec in IN_FILES:
                 parts += [
                     f"SELECT {quoted(file.run)} AS run, {columns} FROM read_parquet({quoted(str(file.path))})"
@@ -459,6 +463,11 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
 def sql_file(name: str) -> str:
     """Read one of the .sql files of this package."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
+
+
+def statistics_of_groups(rows: str) -> str:
+    """SQL of the statistics of groups of sequences, from a query of rows as group_statistics.sql says."""
+    return sql_file("group_statistics").format(rows=rows)
 
 
 def _urls(traces: Traces) -> list[str]:

@@ -13,14 +13,23 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.layout import SUMS
-from ...schemas.sums import RUN_QUANTILES, SEQUENCE_SUMS, STEP_HISTOGRAMS, STEP_QUANTILES
+from ...schemas.sums import (
+    OF_RUNS,
+    RUN_QUANTILES,
+    RUN_STATISTICS,
+    SEQUENCE_SUMS,
+    STATISTICS,
+    STEP_HISTOGRAMS,
+    STEP_QUANTILES,
+    STEP_STATISTICS,
+)  # fmt: skip
 from ...schemas.tables import Table
 from ...tracer.index import write_index
 from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
 from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
-from .database import Database, Traces, quoted, sql_file
+from .database import Database, Traces, quoted, sql_file, statistics_of_groups
 from .pair_sums import Sizes, computed, sizes_read
 from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, quantile_cont, quantiles
 from .source import Pair, Source, sums_file
@@ -70,11 +79,43 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
         _cover(database, pair, progress)
         database.supersede(pair)
     runs = _runs_without_quantiles(database, pair)
+    if has_computed:
+        _add_step_statistics(database, pair)
     if of_run:
         for run in runs:
             _add_run_quantiles(database, pair, run, progress)
-    database.supersede_runs(pair, covered=of_run or not runs)
+        _add_run_statistics(database, pair)
+    database.supersede_runs(pair, covered=of_run)
     return has_computed or bool(runs)
+
+
+def _add_step_statistics(database: Database, pair: Pair) -> None:
+    """Add the statistics of each step, from its sequences' sums."""
+    a, b = quoted(pair[0]), quoted(pair[1])
+    for source in database.sources:
+        for chunk in _run_chunks(database, source.run):
+            groups = f"group_statistics({a}, {b}, true, {quoted(source.run)}, {chunk.first_step}, {chunk.last_step})"
+            _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
+
+
+def _add_run_statistics(database: Database, pair: Pair) -> None:
+    """Add the statistics of each run, from its sequences' sums."""
+    for source in database.sources:
+        values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(source.run)}
+        database.connection.execute(sql_file("run_tops").format(**values))
+        groups = statistics_of_groups(sql_file("grouped_run").format(**values))
+        _insert(database, RUN_STATISTICS, pair, f"SELECT run, {', '.join(STATISTICS)} FROM ({groups})")
+
+
+def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
+    """Add rows of run and the columns behind the pair to what was computed; one thread adds in one order."""
+    connection = database.connection
+    connection.execute("SET threads = 1")
+    columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
+    a, b = quoted(pair[0]), quoted(pair[1])
+    connection.execute(
+        f"INSERT INTO computed_{spec.name} BY NAME SELECT {a} AS pass_a, {b} AS pass_b, run, {columns} FROM ({rows})"
+    )
 
 
 def _cover(database: Database, pair: Pair, progress: Progress) -> None:
@@ -167,7 +208,10 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
     if not runs:
         return
-    _runs_without_quantiles(database, pair)
+    if not database.is_computed(pair, of_runs=True):
+        for source in database.sources:
+            for spec in OF_RUNS:
+                _take_kept(database, spec, pair, source.run)
     for run in runs:
         _put_run_quantiles(database, pair, run, *_read_again(database, pair, run, progress), 0.0)
     database.supersede_runs(pair, covered=True)
@@ -224,8 +268,10 @@ def _keep(database: Database, pair: Pair, source: Source) -> bool:
                 if file.pair == pair and file.run == source.run:
                     _place(source, file)
             _write(database, pair, source, STEP_QUANTILES)
+            _write(database, pair, source, STEP_STATISTICS)
         if pair in database.run_covered:
-            _write(database, pair, source, RUN_QUANTILES)
+            for spec in OF_RUNS:
+                _write(database, pair, source, spec)
         write_index(Path(source.store.root))
     except OSError:
         return False
@@ -344,8 +390,13 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
     for source in database.sources:
         if source.run not in known and database.is_whole and pair in source.run_covered:
             known.add(source.run)
-            database.connection.execute(f"INSERT INTO {table} {database.kept_sums(RUN_QUANTILES, pair, source.run)}")
+            _take_kept(database, RUN_QUANTILES, pair, source.run)
     return [source.run for source in database.sources if source.run not in known]
+
+
+def _take_kept(database: Database, spec: Table, pair: Pair, run: str) -> None:
+    """Let what a trace keeps of a run be among what was computed here."""
+    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.kept_sums(spec, pair, run)}")
 
 
 def _add_quantiles_of(database: Database, pair: Pair, run: str, sizes: Sizes) -> None:
