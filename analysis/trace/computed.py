@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -68,7 +69,7 @@ class ComputedFiles:
             file.path.unlink(missing_ok=True)
 
 
-SUMS_OPTIONS = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
+SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
 """How sums are written: options of pyarrow's ParquetWriter."""
 
 
