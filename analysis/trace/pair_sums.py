@@ -245,7 +245,7 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     step_N = rows.column("step").to_numpy()
     ends_N = np.cumsum(tokens.num_tokens_N)
-    lasts = np.append(np.flatnonzero(np.diff(step_N)), len(step_N) - 1) if len(step_N) else []
+    lasts: list[int] = [*np.flatnonzero(np.diff(step_N)).tolist(), len(step_N) - 1] if len(step_N) else []
     found, start = [], 0
     for last in lasts:
         end = int(ends_N[last])

@@ -320,7 +320,8 @@ def _marked_chunks(database: Database, pair: Pair) -> list[Chunk]:
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences GROUP BY run, step ORDER BY run, step
     """
     steps = [
-        Chunk(run, step, step, *counts, True) for run, step, *counts in database.connection.execute(query).fetchall()
+        Chunk(run, step, step, num_tokens, num_sequences, True)
+        for run, step, num_tokens, num_sequences in database.connection.execute(query).fetchall()
     ]
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -379,7 +380,9 @@ def _run_chunks(database: Database, run: str) -> list[Chunk]:
         SELECT step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences WHERE run = ? GROUP BY step ORDER BY step
     """
     rows = database.connection.execute(query, [run]).fetchall()
-    return list(_joined(Chunk(run, step, step, *counts, True) for step, *counts in rows))
+    return list(
+        _joined(Chunk(run, step, step, num_tokens, num_sequences, True) for step, num_tokens, num_sequences in rows)
+    )
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
