@@ -552,6 +552,11 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     help="What a row stands for; layer: of router choices.",
 )
 @click.option(
+    "--exact",
+    is_flag=True,
+    help="Exact quantiles of a run of any size; past 33,554,432 tokens they are within 0.1 % otherwise.",
+)
+@click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own numbers, by its own definitions; its own options are below.",
 )  # fmt: skip
@@ -559,11 +564,14 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis import stats as compare
-    from .analysis.stats import likeness
+    from .analysis.stats import approximate, likeness
     from .analysis.trace.database import Database
 
     database = Database(list(traces), steps)
-    form.table(compare(database, like=like, progress=_progress, **options), "" if like else "stats")
+    rows = compare(database, like=like, progress=_progress, **options)
+    form.table(rows, "" if like else "stats")
+    for sentence in approximate(rows):
+        _tell(sentence)
     for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 

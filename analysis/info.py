@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,10 @@ from .trace.database import Database
 from .trace.source import Source, open_source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
+
+
+_Range = tuple[int, int, int]
+"""First and last step, and how many sequences they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,20 +228,26 @@ _PASSES = """
     ) AS agreed ON agreed."pass" = counted."pass"
 """
 
+_STEPS = "SELECT step, count(*) FROM sequences GROUP BY step ORDER BY step"
+
 _UNSCORED = """
     SELECT wanted.name, count(*) AS num_missing, min(s.step) AS first_step, max(s.step) AS last_step
-    FROM sequences AS s
-    CROSS JOIN (SELECT DISTINCT "pass" AS name FROM scores) AS wanted
-    ANTI JOIN (SELECT DISTINCT "pass" AS name, step, seq_id FROM scores) AS scored
+    FROM (SELECT step, seq_id FROM sequences WHERE step BETWEEN $first AND $last) AS s
+    CROSS JOIN (SELECT unnest($names::VARCHAR[]) AS name) AS wanted
+    ANTI JOIN (SELECT DISTINCT "pass" AS name, step, seq_id FROM scores WHERE step BETWEEN $first AND $last) AS scored
            ON scored.name = wanted.name AND scored.step = s.step AND scored.seq_id = s.seq_id
     GROUP BY wanted.name
-    ORDER BY wanted.name
 """
 
 _TWICE = """
-    SELECT count(*), min(step), min_by(seq_id, step)
-    FROM (SELECT step, seq_id FROM sequences GROUP BY step, seq_id HAVING count(*) > 1)
+    SELECT count(*), min(step), min_by(seq_id, (step, seq_id))
+    FROM (
+        SELECT step, seq_id FROM sequences WHERE step BETWEEN $first AND $last GROUP BY step, seq_id HAVING count(*) > 1
+    )
 """
+
+RANGE_SEQUENCES = 1 << 18
+"""Sequences whose names are compared at once; a larger step is one alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -250,14 +260,13 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
     """What a reader would look for and not find."""
-    total = _one(database, _COUNTS)["num_sequences"]
     found = []
-    for name, count, first, last in database.connection.execute(_UNSCORED).fetchall():
-        if name.startswith(REPLAY_PREFIX):
-            continue
+    ranges = list(_ranges(database))
+    total = sum(num_sequences for _, _, num_sequences in ranges)
+    for name, count, first, last in _unscored(database, ranges):
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
-    ((count, step, seq_id),) = database.connection.execute(_TWICE).fetchall()
+    count, step, seq_id = _twice(database, ranges)
     if count:
         found.append(
             f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes gave the same seq_id; "
@@ -279,6 +288,43 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     if source.snapshot.torn_bytes and source.is_live:
         found.append(f"{source.snapshot.torn_bytes} bytes are being appended just now")
     return found
+
+
+def _ranges(database: Database) -> Iterator[_Range]:
+    """Ranges of steps that cover all, of about RANGE_SEQUENCES each."""
+    first, last, total = None, 0, 0
+    for step, num_sequences in database.connection.execute(_STEPS).fetchall():
+        if first is not None and total + num_sequences > RANGE_SEQUENCES:
+            yield first, last, total
+            first, total = None, 0
+        first, last, total = step if first is None else first, step, total + num_sequences
+    if first is not None:
+        yield first, last, total
+
+
+def _unscored(database: Database, ranges: list[_Range]) -> Iterator[tuple[str, int, int, int]]:
+    """Pass, number of sequences that have no row of it, and the first and last step of these; not of replays."""
+    query = 'SELECT DISTINCT "pass" FROM scores ORDER BY "pass"'
+    names = [name for (name,) in database.connection.execute(query).fetchall() if not name.startswith(REPLAY_PREFIX)]
+    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
+    for first, last, _ in ranges if names else ():
+        values = {"names": names, "first": first, "last": last}
+        for name, *row in database.connection.execute(_UNSCORED, values).fetchall():
+            found[name].append((row[0], row[1], row[2]))
+    for name, rows in found.items():
+        if rows:
+            yield name, sum(row[0] for row in rows), min(row[1] for row in rows), max(row[2] for row in rows)
+
+
+def _twice(database: Database, ranges: list[_Range]) -> tuple[int, int, str]:
+    """How many names of sequences there are several times, and the step and the name of the first."""
+    found = [
+        row
+        for first, last, _ in ranges
+        for row in database.connection.execute(_TWICE, {"first": first, "last": last}).fetchall()
+        if row[0]
+    ]
+    return (sum(row[0] for row in found), *found[0][1:]) if found else (0, 0, "")
 
 
 def _judged(source: Source) -> list[str]:

@@ -69,11 +69,79 @@ STEP_QUANTILES = Table(
     columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_CUTS),
 )
 
+STEP_HISTOGRAMS = Table(
+    name="step_histograms",
+    doc="One row a (pair, step, bin that is not empty): how many tokens have |d| in it. Added up over steps they give the "
+    "quantiles of any steps, each within 2^-10 of the exact one, relative to it.",
+    columns=(
+        *_PAIR,
+        Column(name="step", type=pa.int64(), doc="the step", null=""),
+        Column(
+            name="bin", type=pa.int32(),
+            doc="upper 21 bits of |d| as a double: sign, exponent and 9 bits of the mantissa; 0: |d| = 0", null="",
+        ),
+        _count("num_tokens", "tokens in the bin"),
+    ),
+)  # fmt: skip
+
 RUN_QUANTILES = Table(
     name="run_quantiles",
     doc="One row a pair: quantiles over the whole run.",
-    columns=(*_PAIR, *_CUTS),
+    columns=(
+        *_PAIR,
+        *_CUTS,
+        Column(
+            name="quantile_error", type=pa.float64(),
+            doc="relative error of the quantiles, at most: 0 where they are exact, 2^-10 from histograms", null="",
+        ),
+    ),
+)  # fmt: skip
+
+_STATISTICS = (
+    Column(name="num_sequences", type=pa.int64(), doc="sequences with a token to compare", unit="sequences", null=""),
+    _count("num_tokens", "tokens with a finite logprob in both passes"),
+    _count("num_nan", "tokens with NaN in either pass"),
+    _count("num_inf", "tokens with an infinity in either pass and NaN in none"),
+    _sum("k1", "mean of -d", "nats"),
+    _sum("k2", "mean of d squared / 2", "nats^2"),
+    _sum("k3", "mean of exp(d) - 1 - d", "nats"),
+    _sum("mean_abs_d", "mean of |d|", "nats"),
+    _sum("rms_d", "root mean square of d", "nats"),
+    _sum("max_abs_d", "largest |d|", "nats"),
+    _sum("share_outside", "share of tokens with exp(d) below 0.8 or above 1.25"),
+    _sum("prob_diff_mean", "mean of |exp(a) - exp(b)|"),
+    _sum("prob_diff_max", "largest |exp(a) - exp(b)|"),
+    _sum("prob_pearson", "Pearson correlation of exp(a) and exp(b)"),
+    _sum("log_ppl_abs_diff_sum", "mean over sequences of |sum of d|", "nats"),
+    _sum("log_ppl_abs_diff_mean", "mean over sequences of |mean of d|", "nats"),
+    _sum("ess_token", "effective sample size with weights exp(d), as a share"),
+    _sum("ess_sequence", "the same with weights exp(sum of d) of sequences"),
+    _sum("chi2_token", "mean of exp(2 d) - 1"),
+    _sum("chi2_sequence", "mean over sequences of exp(2 sum of d) - 1"),
 )
 
-KINDS = {table.name: table for table in (SEQUENCE_SUMS, STEP_QUANTILES, RUN_QUANTILES)}
+STEP_STATISTICS = Table(
+    name="step_statistics",
+    doc="One row a (pair, step): the statistics that follow from the sums of its sequences.",
+    columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_STATISTICS),
+)
+
+RUN_STATISTICS = Table(
+    name="run_statistics",
+    doc="One row a pair: the statistics that follow from the sums of all sequences.",
+    columns=(*_PAIR, *_STATISTICS),
+)
+
+STATISTICS = tuple(column.name for column in _STATISTICS)
+"""The statistics of a group of sequences that are kept, in the order of columns."""
+
+OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
+"""Kinds that are of a run as a whole."""
+
+KINDS = {
+    table.name: table
+    for table in (
+        SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
+    )
+}  # fmt: skip
 """What sums/ holds: the first part of a file's name -> its columns."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,43 @@ def write_checked(
 
     `identity` is the path in the trace that it will have; `options` are those of pyarrow's ParquetWriter.
     """
-    num_rows = 0
+    with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
+        for part in parts:
+            writer.write(part)
+    return writer.sealed
+
+
+class CheckedWriter:
+    """A Parquet file that is being written."""
+
+    def __init__(self, parquet: pq.ParquetWriter):
+        self._parquet = parquet
+        self.num_rows = 0
+        self.sealed: SealedFile
+        """What to say of the file, once it is closed; its step range is left out."""
+
+    def write(self, part: pa.Table) -> None:
+        """Add a part as a row group."""
+        self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
+        self.num_rows += part.num_rows
+
+
+@contextmanager
+def checked_writer(
+    path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
+) -> Iterator[CheckedWriter]:
+    """Give what writes a file part by part; the arguments are those of `write_checked`."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
-        with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as writer:
-            for part in parts:
-                writer.write_table(part, row_group_size=max(part.num_rows, 1))
-                num_rows += part.num_rows
+        with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
+            yield (writer := CheckedWriter(parquet))
             blocks = base64.b64encode(hashed.digests.blocks)
             hashed.footer = bytearray()
             size = {} if block_bytes == BLOCK_BYTES else {BLOCK_SIZE: str(block_bytes).encode()}
-            writer.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks, **size})
+            parquet.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks, **size})
     digests = hashed.digests
-    return SealedFile(
-        num_bytes=digests.num_bytes, hash=digests.hash, num_rows=num_rows, footer=short_hash(hashed.footer)
+    writer.sealed = SealedFile(
+        num_bytes=digests.num_bytes, hash=digests.hash, num_rows=writer.num_rows, footer=short_hash(hashed.footer)
     )
 
 

@@ -26,17 +26,27 @@ CREATE OR REPLACE MACRO step_cuts(a, b) AS TABLE
     );
 
 CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
-    SELECT run, p50_abs_d, p95_abs_d, p99_abs_d
+    SELECT run, p50_abs_d, p95_abs_d, p99_abs_d, quantile_error
     FROM run_quantiles
     WHERE pass_a = CASE WHEN is_run_covered(a, b) THEN a END AND pass_b = b
     UNION ALL
-    SELECT run, cuts[1], cuts[2], cuts[3]
+    SELECT run, cuts[1], cuts[2], cuts[3], 0.0::DOUBLE
     FROM (
         SELECT run, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
         FROM pair_tokens(CASE WHEN NOT is_run_covered(a, b) THEN a END, b, NULL, NULL, NULL)
         WHERE d IS NOT NULL
         GROUP BY run
     );
+
+-- Statistics of groups that are kept, without quantiles.
+CREATE OR REPLACE MACRO kept_groups(a, b, by_step) AS TABLE
+    SELECT run, step, {statistics}
+    FROM step_statistics
+    WHERE pass_a = CASE WHEN by_step AND is_covered(a, b) THEN a END AND pass_b = b
+    UNION ALL
+    SELECT run, NULL::BIGINT AS step, {statistics}
+    FROM run_statistics
+    WHERE pass_a = CASE WHEN NOT by_step AND is_run_covered(a, b) THEN a END AND pass_b = b;
 
 -- Quantiles of single sequences are not kept.
 CREATE OR REPLACE MACRO sequence_cuts(a, b) AS TABLE

@@ -1,29 +1,15 @@
--- missing_steps: the steps in which a pair's kept sums and the scores do not name the same rows, or that lack quantiles.
-CREATE OR REPLACE TEMP TABLE keys AS
-    SELECT run, step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, NULL, NULL, NULL);
-
-CREATE OR REPLACE TEMP TABLE kept_keys AS
-    SELECT run, step, seq_id, iteration_a, iteration_b FROM sequence_sums WHERE pass_a = {a} AND pass_b = {b};
-
-CREATE OR REPLACE TEMP TABLE missing_steps AS
-    SELECT DISTINCT run, step
-    FROM ((FROM keys EXCEPT FROM kept_keys) UNION ALL (FROM kept_keys EXCEPT FROM keys))
-    UNION
-    SELECT run, step FROM sequence_sums AS kept
-    WHERE pass_a = {a} AND pass_b = {b} AND num_tokens > 0 AND NOT EXISTS (
-        FROM step_quantiles AS cuts
-        WHERE cuts.pass_a = {a} AND cuts.pass_b = {b} AND cuts.run = kept.run AND cuts.step = kept.step
-    );
-
--- What is kept of the other steps stays right.
-INSERT INTO computed_sequence_sums
+-- The steps of a range in which a pair's kept sums and the scores do not name the same rows, or that lack quantiles or a histogram.
+WITH keys AS (
+    SELECT step, seq_id, iteration_a, iteration_b FROM pair_keys({a}, {b}, {run}, {first_step}, {last_step})
+),
+kept AS (
     SELECT * FROM sequence_sums
-    WHERE pass_a = {a} AND pass_b = {b} AND (run, step) NOT IN (SELECT (run, step) FROM missing_steps);
-
-INSERT INTO computed_step_quantiles
-    SELECT * FROM step_quantiles
-    WHERE pass_a = {a} AND pass_b = {b} AND (run, step) NOT IN (SELECT (run, step) FROM missing_steps);
-
-INSERT INTO computed_run_quantiles
-    SELECT * FROM run_quantiles
-    WHERE pass_a = {a} AND pass_b = {b} AND run NOT IN (SELECT run FROM missing_steps);
+    WHERE pass_a = {a} AND pass_b = {b} AND run = {run} AND step BETWEEN {first_step} AND {last_step}
+),
+kept_keys AS (SELECT step, seq_id, iteration_a, iteration_b FROM kept),
+cuts AS (SELECT step FROM step_quantiles WHERE pass_a = {a} AND pass_b = {b} AND run = {run}),
+bins AS (SELECT step FROM step_histograms WHERE pass_a = {a} AND pass_b = {b} AND run = {run})
+SELECT DISTINCT step
+FROM ((FROM keys EXCEPT FROM kept_keys) UNION ALL (FROM kept_keys EXCEPT FROM keys))
+UNION
+SELECT step FROM kept WHERE num_tokens > 0 AND (step NOT IN (FROM cuts) OR step NOT IN (FROM bins));

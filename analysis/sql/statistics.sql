@@ -5,6 +5,7 @@
 --   log_ppl_abs_diff_mean = mean over sequences of |mean d|             verl, rollout_corr/log_ppl_abs_diff
 --   ess_token = (sum w)^2 / (n sum w^2) with w = exp(d); ess_sequence the same with w = exp(sum d) of a sequence; both are
 --   added up relative to the largest w
+--   quantile_error = relative error of p50, p95 and p99 of a run, at most; 0 where they are exact
 --   chi2_token = mean(exp(2 d)) - 1; chi2_sequence = mean(exp(2 sum d)) - 1, neither clamped
 -- Sequence means are over the sequences that have a token to compare.
 
@@ -45,71 +46,30 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
     LEFT JOIN sequence_cuts(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
     ORDER BY sums.run, sums.step, sums.seq_id, sums.iteration_a, sums.iteration_b;
 
--- One row of statistics a step, or a run with step NULL, but for the quantiles: pair_groups(a, b, by_step).
-CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
-    SELECT grouped.run, grouped.step, num_sequences, grouped.num_tokens, num_nan, num_inf,
-           -total_d / grouped.num_tokens AS k1,
-           total_d2 / 2 / grouped.num_tokens AS k2,
-           total_k3 / grouped.num_tokens AS k3,
-           total_abs_d / grouped.num_tokens AS mean_abs_d,
-           sqrt(total_d2 / grouped.num_tokens) AS rms_d,
-           NULL::DOUBLE AS p50_abs_d, NULL::DOUBLE AS p95_abs_d, NULL::DOUBLE AS p99_abs_d, max_abs_d,
-           total_outside / grouped.num_tokens AS share_outside,
-           total_prob_diff / grouped.num_tokens AS prob_diff_mean,
-           prob_diff_max,
-           correlation(grouped.num_tokens, total_off_a, total_off_b, total_spread_a, total_spread_b, total_spread_ab)
-               AS prob_pearson,
-           log_ppl_abs_diff_sum, log_ppl_abs_diff_mean,
-           total_weight ** 2 / (grouped.num_tokens * total_weight2) AS ess_token,
-           ess_sequence,
-           total_expm1_2d / grouped.num_tokens AS chi2_token,
-           chi2_sequence
-    FROM (
-        SELECT run, grouped_step AS step,
-               count(sum_d) AS num_sequences,
-               sum(num_tokens)::BIGINT AS num_tokens,
-               sum(num_nan)::BIGINT AS num_nan,
-               sum(num_inf)::BIGINT AS num_inf,
-               total(sum_d) AS total_d,
-               total(sum_abs_d) AS total_abs_d,
-               total(sum_d2) AS total_d2,
-               total(sum_k3) AS total_k3,
-               max(max_abs_d) AS max_abs_d,
-               total(sum_expm1_2d) AS total_expm1_2d,
-               total(sum_weight * exp(peak_d - top_d)) AS total_weight,
-               total(sum_weight2 * exp(2 * (peak_d - top_d))) AS total_weight2,
-               sum(num_outside)::BIGINT AS total_outside,
-               total(sum_prob_diff) AS total_prob_diff,
-               max(max_prob_diff) AS prob_diff_max,
-               total(num_tokens * off_a) AS total_off_a,
-               total(num_tokens * off_b) AS total_off_b,
-               total(spread_prob_a + num_tokens * off_a * off_a) AS total_spread_a,
-               total(spread_prob_b + num_tokens * off_b * off_b) AS total_spread_b,
-               total(spread_prob_ab + num_tokens * off_a * off_b) AS total_spread_ab,
-               average(abs(sum_d)) AS log_ppl_abs_diff_sum,
-               average(abs(sum_d) / num_tokens) AS log_ppl_abs_diff_mean,
-               total(exp(sum_d - peak)) ** 2 / (count(sum_d) * total(exp(2 * (sum_d - peak)))) AS ess_sequence,
-               average(expm1(2 * sum_d)) AS chi2_sequence
-        FROM (
-            SELECT *, exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
-                   exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
-            FROM (
-                SELECT *, fall_from(top_a, peak_a, mean_fall_a) AS fall_a, fall_from(top_b, peak_b, mean_fall_b) AS fall_b
-                FROM (
-                    SELECT *, max(sum_d) OVER grouped AS peak, max(peak_d) OVER grouped AS top_d,
-                           max(peak_a) OVER grouped AS top_a, max(peak_b) OVER grouped AS top_b
-                    FROM (SELECT *, CASE WHEN by_step THEN step END AS grouped_step FROM pair_sums(a, b))
-                    WINDOW grouped AS (PARTITION BY run, grouped_step)
-                )
-            )
-            WINDOW grouped AS (PARTITION BY run, grouped_step)
-        )
-        GROUP BY run, grouped_step
-    ) AS grouped;
+-- Statistics from sums, without quantiles, of the steps of a range, or of runs with step NULL: group_statistics(a, b, by_step,
+-- of_run, first_step, last_step); NULL asks for all runs, or leaves an end of the range open.
+CREATE OR REPLACE MACRO group_statistics(a, b, by_step, of_run, first_step, last_step) AS TABLE
+    {statistics_of_groups};
 
--- One row of statistics a step. Its condition on step reaches the files, since it is a key of the join alone.
+-- The same with places for quantiles: pair_groups(a, b, by_step). Kept rows are read where there are any.
+CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
+    SELECT run, step, num_sequences, num_tokens, num_nan, num_inf, k1, k2, k3, mean_abs_d, rms_d,
+           NULL::DOUBLE AS p50_abs_d, NULL::DOUBLE AS p95_abs_d, NULL::DOUBLE AS p99_abs_d, NULL::DOUBLE AS quantile_error,
+           max_abs_d, share_outside, prob_diff_mean, prob_diff_max, prob_pearson,
+           log_ppl_abs_diff_sum, log_ppl_abs_diff_mean, ess_token, ess_sequence, chi2_token, chi2_sequence
+    FROM (
+        FROM kept_groups(a, b, by_step)
+        UNION ALL
+        FROM group_statistics(
+            CASE WHEN NOT CASE WHEN by_step THEN is_covered(a, b) ELSE is_run_covered(a, b) END THEN a END,
+            b, by_step, NULL, NULL, NULL
+        )
+    );
+
+-- One row of statistics a step. Its condition on step reaches the files of both sides, since the join is by equality.
 CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
-    SELECT grouped.* REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
+    SELECT grouped.* EXCLUDE (quantile_error)
+           REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
     FROM pair_groups(a, b, true) AS grouped
     LEFT JOIN step_cuts(a, b) AS cuts ON cuts.run = grouped.run AND cuts.step = grouped.step
     ORDER BY grouped.run, grouped.step;
@@ -117,7 +77,8 @@ CREATE OR REPLACE MACRO pair_steps(a, b) AS TABLE
 -- One row of statistics a run.
 CREATE OR REPLACE MACRO pair_runs(a, b) AS TABLE
     SELECT grouped.* EXCLUDE (step)
-           REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d)
+           REPLACE (cuts.p50_abs_d AS p50_abs_d, cuts.p95_abs_d AS p95_abs_d, cuts.p99_abs_d AS p99_abs_d,
+                    cuts.quantile_error AS quantile_error)
     FROM pair_groups(a, b, false) AS grouped
     LEFT JOIN run_cuts(a, b) AS cuts ON cuts.run = grouped.run
     ORDER BY grouped.run;

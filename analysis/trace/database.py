@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
 from ...schemas.steps import ALL_STEPS, parse_steps
-from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS
+from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.progress import Progress, no_progress
@@ -32,6 +32,7 @@ from ..frameworks import registry
 from ..routing import FUNCTIONS
 from ..routing import register as register_routing
 from ..rows import Rows
+from .computed import IN_FILES, ComputedFiles
 from .connection import Connection
 from .macros import MacroFile, Macros
 from .pair_sums import FUNCTION
@@ -92,7 +93,9 @@ class Database:
         self.connection = Connection(
             duckdb.connect(), partial(_explained, self.sources, self.files, self.distributions)
         )
+        self.computed = ComputedFiles()
         self._superseded: set[Pair] = set()
+        self._superseded_runs: set[Pair] = set()
         self._within = ""
         self.is_whole = True
         """Whether the views hold every sequence."""
@@ -182,8 +185,11 @@ class Database:
         """The files of macros by name; of frameworks by the framework's."""
         run = self.connection.raw.execute
         found = {}
-        for name in ("macros", "pair", "context", "bounds", "triangle", "views", "statistics", "loss", "objective"):
+        for name in ("macros", "pair", "context", "bounds", "triangle", "views", "loss", "objective"):
             found[name] = MacroFile(sql := sql_file(name), partial(run, sql))
+        grouped = statistics_of_groups(sql_file("grouped_by_windows"))
+        sql = sql_file("statistics").format(statistics_of_groups=grouped)
+        found["statistics"] = MacroFile(sql, partial(run, sql))
         found["sums"] = MacroFile(sql_file("sums"), self._define_pair_sums, (FUNCTION,))
         found["lookup"] = MacroFile(sql_file("lookup"), self._define_lookup)
         found["routing"] = MacroFile(sql_file("routing"), self._define_routing, FUNCTIONS)
@@ -284,9 +290,9 @@ class Database:
                 )
         self._leaves_out, self.is_whole = True, False
         self.memory.clear()
-        for spec in KINDS.values():
-            self.connection.execute(f"DELETE FROM computed_{spec.name}")
-        self._superseded, self.covered, self.run_covered = set(), set(), set()
+        self._forget("true")
+        self.computed.forget()
+        self._superseded, self._superseded_runs, self.covered, self.run_covered = set(), set(), set(), set()
         self.define_sums(self._superseded)
         self._redefine_lookup()
 
@@ -343,15 +349,46 @@ class Database:
         """The damage of the traces that DuckDB ended with; None where no file of theirs is the cause."""
         return _damage(self.sources, self.files, error)
 
-    def supersede(self, pair: Pair, *, run_quantiles: bool) -> None:
+    def begin_sums(self, pair: Pair) -> None:
+        """Forget what was computed here of a pair: the views hold what the trace keeps."""
+        self._forget(f"pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}")
+        self.computed.forget(pair)
+        self._superseded.discard(pair)
+        self._superseded_runs.discard(pair)
+        self.define_sums(self._superseded)
+
+    def kept_sums(self, spec: Table, pair: Pair, run: str) -> str:
+        """A query for what the trace keeps of a pair, whether the views hold it or not."""
+        columns = ", ".join(column.name for column in spec.columns)
+        (url,) = (url for *found, url in self._sums if found == [run, spec.name, pair])
+        return f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
+
+    def is_computed(self, pair: Pair, *, of_runs: bool = False) -> bool:
+        """Whether the views hold the sums of a pair that were computed here, or those of its runs, not what the trace keeps."""
+        return pair in (self._superseded_runs if of_runs else self._superseded)
+
+    def supersede(self, pair: Pair) -> None:
         """Say that what was computed here holds every sequence of a pair, and what the trace keeps of it does not."""
         self._superseded.add(pair)
+        self.covered.add(pair)
+        self._redefine_sums()
+
+    def supersede_runs(self, pair: Pair, *, covered: bool) -> None:
+        """Say that the quantiles of runs are those that were computed here, and whether these are of all runs."""
+        self._superseded_runs.add(pair)
+        if covered:
+            self.run_covered.add(pair)
+        self._redefine_sums()
+
+    def _redefine_sums(self) -> None:
         self.memory.clear()
         self.define_sums(self._superseded)
-        self.covered.add(pair)
-        if run_quantiles:
-            self.run_covered.add(pair)
         self._redefine_lookup()
+
+    def _forget(self, where: str) -> None:
+        for spec in KINDS.values():
+            if spec not in IN_FILES:
+                self.connection.execute(f"DELETE FROM computed_{spec.name} WHERE {where}")
 
     def _redefine_lookup(self) -> None:
         """Follow what is covered now, where somebody has looked it up before."""
@@ -362,24 +399,32 @@ class Database:
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self.connection.execute(
             sql_file("lookup").format(
-                covered=_pairs(self.covered), run_covered=_pairs(self.run_covered), sum_columns=columns
+                covered=_pairs(self.covered),
+                run_covered=_pairs(self.run_covered),
+                sum_columns=columns,
+                statistics=", ".join(STATISTICS),
             )
         )
 
     def define_sums(self, superseded: set[Pair]) -> None:
         """Define the tables of sums; of `superseded` pairs they hold what was computed here, not what the trace keeps."""
         for spec in KINDS.values():
+            passed_over = self._superseded_runs if spec in OF_RUNS else set()
             columns = ", ".join(column.name for column in spec.columns)
             parts = [
                 f"SELECT {quoted(run)} AS run, {columns} FROM read_parquet({_list([url])})"
                 for run, kind, pair, url in self._sums
-                if kind == spec.name and pair not in superseded
+                if kind == spec.name and pair not in superseded | passed_over
             ]
             if self._within:  # what is kept of a whole run is of all its steps
-                parts = (
-                    [] if spec is RUN_QUANTILES else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
-                )
-            parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
+                parts = [] if spec in OF_RUNS else [f"SELECT * FROM ({part}) WHERE {self._within}" for part in parts]
+            if spec in IN_FILES:
+                parts += [
+                    f"SELECT {quoted(file.run)} AS run, {columns} FROM read_parquet({quoted(str(file.path))})"
+                    for file in self.computed.of(spec.name)
+                ]
+            else:
+                parts.append(f"SELECT run, {columns} FROM computed_{spec.name}")
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
 
 
@@ -418,6 +463,11 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
 def sql_file(name: str) -> str:
     """Read one of the .sql files of this package."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
+
+
+def statistics_of_groups(rows: str) -> str:
+    """SQL of the statistics of groups of sequences, from a query of rows as group_statistics.sql says."""
+    return sql_file("group_statistics").format(rows=rows)
 
 
 def _urls(traces: Traces) -> list[str]:
@@ -482,6 +532,8 @@ def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | N
 def _define_computed(connection: Connection) -> None:
     """Tables for sums that are computed while the database is open."""
     for spec in KINDS.values():
+        if spec in IN_FILES:
+            continue
         columns = ", ".join(column.name for column in spec.columns)
         connection.register(f"empty_{spec.name}", spec.schema.empty_table())
         connection.execute(

@@ -9,6 +9,7 @@ Shapes: T tokens of several sequences, one after the other; N sequences; B seque
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,16 @@ OF_PROBABILITIES = (
 )  # fmt: skip
 """Columns that `probability_sums` gives."""
 
+Sizes = list[tuple[int, np.ndarray]]
+"""Step and [T] |d| of the tokens that count and are finite in both passes, float64."""
+
 FUNCTION = "pair_sums_of"
 """Name of the function in SQL."""
 
 BATCH_ROWS = 256
-"""Sequences that are handed to a thread at once; some are waiting, and each may be long."""
+"""Sequences that are handed to a thread at once, where they are long; some are waiting."""
+BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
+"""Tokens that are handed to a thread at once, where sequences are short, in at most so many of these."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -80,9 +86,19 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
-def computed(connection: Connection, pair_lists: str) -> pa.Table:
-    """Keys and sums of what a query of `pair_lists` gives, as the function does, beside the reading instead of within it."""
-    return pa.Table.from_batches(list(connection.mapped_batches(pair_lists, _of_rows, BATCH_ROWS)))
+def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
+    """Keys and sums of what a query of `pair_lists` gives, as the function does, and |d|, beside the reading instead of within it."""
+    return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
+
+
+def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
+    """|d| of what a query of `pair_lists` gives."""
+    return connection.mapped_batches(pair_lists, _sizes_of_rows, _batch_rows(mean_tokens))
+
+
+def _batch_rows(mean_tokens: float) -> int:
+    """Sequences of a batch, whose tokens are so many in the mean."""
+    return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
@@ -206,18 +222,42 @@ def expm1_minus(x: Array, growth: Array) -> Array:
 
 
 def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
-    return pa.StructArray.from_arrays(_arrays(a, b, mask), list(_COLUMNS))
+    return pa.StructArray.from_arrays(_arrays(finite_tokens(a, b, mask)), list(_COLUMNS))
 
 
-def _of_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Keys and sums of the sequences of `pair_lists`."""
-    arrays = _arrays(rows.column("logprobs_a"), rows.column("logprobs_b"), rows.column("mask"))
-    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in KEYS), *arrays], [*KEYS, *_COLUMNS])
+def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
+    """Keys and sums of the sequences of `pair_lists`, and |d| of their tokens."""
+    tokens = _finite_of_rows(rows)
+    columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
+    return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
 
 
-def _arrays(a: Any, b: Any, mask: Any) -> list[pa.Array]:
+def _sizes_of_rows(rows: pa.RecordBatch) -> Sizes:
+    return _sizes(rows, _finite_of_rows(rows))
+
+
+def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
+    return finite_tokens(rows.column("logprobs_a"), rows.column("logprobs_b"), rows.column("mask"))
+
+
+def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
+    """Step and |d| of each stretch of rows of one step."""
+    abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
+    step_N = rows.column("step").to_numpy()
+    ends_N = np.cumsum(tokens.num_tokens_N)
+    lasts: list[int] = [*np.flatnonzero(np.diff(step_N)).tolist(), len(step_N) - 1] if len(step_N) else []
+    found, start = [], 0
+    for last in lasts:
+        end = int(ends_N[last])
+        if end > start:
+            found.append((int(step_N[last]), abs_d_T[start:end]))
+        start = end
+    return found
+
+
+def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
     """Every column, with NULL in the sums of a sequence that has no finite token."""
-    sums = pair_sums(finite_tokens(a, b, mask))
+    sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}
     return [values if name.startswith("num_") else pc.if_else(empty, None, values) for name, values in arrays.items()]

@@ -1,72 +1,196 @@
-"""Exact quantiles of |d| over a whole run, whose tokens need not fit in memory.
+"""Quantiles of |d|: exact ones of what is in memory, and of any number of tokens from a histogram that merges.
 
-Two readings: counts in narrow bins tell which bins hold the wanted ranks, and only the values in those are gathered.
+A histogram counts how many values agree in the upper bits of the double: sign, exponent and BITS of the mantissa. Each octave
+has 2^BITS bins, so that the middle of a bin is within ERROR of every value in it, relative to the value (the principle of
+Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero is a bin of its own. Counts are integers: histograms that are added
+up in any order are the histogram of all values.
+
+The bound holds where |d| is 0 or a normal double. The difference of two float32 numbers is either.
+
+Shapes: T tokens; B bins that are not empty, in ascending order.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 
-import duckdb
 import numpy as np
 
 SHARES = (0.5, 0.95, 0.99)
 
+BITS = 9
+"""Bits of the mantissa that tell bins apart."""
+ERROR = 2.0 ** -(BITS + 1)
+"""Relative error of a quantile that is taken from a histogram, at most: half of a bin's width over its lower end."""
 
-def exact_quantiles(
-    connection: duckdb.DuckDBPyConnection,
-    histograms: Iterable[str],
-    values: Iterable[str],
-    shares: tuple[float, ...] = SHARES,
-) -> tuple[int, tuple[float | None, ...]]:
-    """Count the tokens and give their quantiles, interpolated between the two nearest as DuckDB's quantile_cont does.
+_SHIFT = 52 - BITS
+_DENSE_TOKENS = 1 << 16
+"""Values from which on an array with a place for every bin is faster than sorting."""
+_BLOCK_TOKENS = 1 << 20
+"""Values that are counted at once."""
+_GATHERED = 1 << 22
+"""Values after which equal ones are counted instead of kept."""
 
-    `histograms` are queries for (bin, num_tokens), `values` the same number of queries for (bin, abs_d) with `{bins}`
-    to fill in; each pair of them covers a part of the tokens.
+Cuts = tuple[float | None, ...]
+"""A quantile for each of SHARES; None where there is no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many values lie in each bin."""
+
+    bins_B: np.ndarray
+    """int32, ascending."""
+    counts_B: np.ndarray
+    """int64, above 0."""
+
+    @classmethod
+    def of(cls, abs_d_T: np.ndarray) -> Histogram:
+        """Count values, which are finite and not negative."""
+        if len(abs_d_T) > _BLOCK_TOKENS:
+            starts = range(0, len(abs_d_T), _BLOCK_TOKENS)
+            return merged(cls.of(abs_d_T[start : start + _BLOCK_TOKENS]) for start in starts)
+        bin_T = bins_of(abs_d_T)
+        if len(bin_T) < _DENSE_TOKENS:
+            bins_B, counts_B = np.unique(bin_T, return_counts=True)
+            return cls(bins_B, counts_B)
+        # Zero is far below all others, and gets the place below the first of these.
+        first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
+        counts = np.bincount(np.maximum(bin_T - first, 0))
+        places = np.flatnonzero(counts)
+        return cls(np.where(places == 0, 0, places + first).astype(np.int32), counts[places])
+
+    @property
+    def num_values(self) -> int:
+        return int(self.counts_B.sum())
+
+    def places(self) -> dict[int, int]:
+        """Bin of each rank that a quantile needs -> number of values before that bin."""
+        if not len(self.bins_B):
+            return {}
+        ends_B = np.cumsum(self.counts_B)
+        found = np.unique(np.searchsorted(ends_B, sorted(_ranks(self.num_values)), side="right"))
+        return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
+
+    def cuts(self, largest: float = math.inf) -> Cuts:
+        """Quantiles within ERROR of the exact ones; none is above the largest value, where it is known."""
+        places = self.places()
+        return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
+
+
+def merged(histograms: Iterable[Histogram]) -> Histogram:
+    """The histogram of the values of all.
+
+    >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
+    [1, 2]
     """
-    counts: Counter[int] = Counter()
-    for query in histograms:
-        for bin, num_tokens in connection.execute(query).fetchall():
-            counts[bin] += num_tokens
-    total = sum(counts.values())
-    if not total:
-        return 0, tuple(None for _ in shares)
-    ranks = {share: share * (total - 1) for share in shares}
-    bins = _bins_of(counts, {rank for place in ranks.values() for rank in (int(np.floor(place)), int(np.ceil(place)))})
-    gathered = _gather(connection, values, bins)
-    return total, tuple(_interpolate(gathered, bins, place) for place in ranks.values())
+    parts = list(histograms)
+    if not parts:
+        return Histogram(np.zeros(0, np.int32), np.zeros(0, np.int64))
+    bins_B, bin_P = np.unique(np.concatenate([part.bins_B for part in parts]), return_inverse=True)
+    counts_B = np.zeros(len(bins_B), np.int64)
+    np.add.at(counts_B, bin_P, np.concatenate([part.counts_B for part in parts]))
+    return Histogram(bins_B, counts_B)
 
 
-def _bins_of(counts: Mapping[int, int], ranks: set[int]) -> dict[int, int]:
-    """Bin of each rank -> number of values before that bin."""
-    found, before = {}, 0
-    wanted = sorted(ranks)
-    for bin in sorted(counts):
-        while wanted and wanted[0] < before + counts[bin]:
-            found[bin] = before
-            wanted.pop(0)
-        before += counts[bin]
-    return found
+def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
+    """[T] int32: the bin of each value; bins are in the order of values."""
+    return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
-def _gather(
-    connection: duckdb.DuckDBPyConnection, values: Iterable[str], bins: Mapping[int, int]
-) -> dict[int, np.ndarray]:
-    parts: dict[int, list[np.ndarray]] = {bin: [] for bin in bins}
-    for query in values:
-        found = connection.execute(query.format(bins=", ".join(str(bin) for bin in bins))).fetchnumpy()
-        for bin in bins:
-            parts[bin].append(found["abs_d"][found["bin"] == bin])
-    return {bin: np.sort(np.concatenate(arrays)) for bin, arrays in parts.items()}
+class Gathered:
+    """The values in those bins of a histogram that hold the ranks of its quantiles."""
+
+    def __init__(self, histogram: Histogram):
+        self._num_values = histogram.num_values
+        self._places = histogram.places()
+        self._parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {bin: [] for bin in self._places}
+        self._num_kept = 0
+
+    def add(self, abs_d_T: np.ndarray) -> None:
+        """Take some of the values that the histogram counts."""
+        bin_T = bins_of(abs_d_T)
+        for bin, parts in self._parts.items():
+            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # the bin of zeros holds nothing else
+            parts.append((values, np.ones(len(values), np.int64)))
+            self._num_kept += len(values)
+        if self._num_kept > _GATHERED:
+            self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
+            self._num_kept = 0
+
+    def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
+        """The exact quantiles, once every value was given."""
+        counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
+        ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
+
+        def at(rank: int) -> float:
+            bin = _bin_at(self._places, rank)
+            if bin == 0:
+                return 0.0
+            return float(counted[bin][0][np.searchsorted(ends[bin], rank - self._places[bin], side="right")])
+
+        return _cuts(self._num_values, at, interpolate or linear)
 
 
-def _interpolate(gathered: Mapping[int, np.ndarray], bins: Mapping[int, int], place: float) -> float:
-    low, high = int(np.floor(place)), int(np.ceil(place))
-    below, above = _ranked(gathered, bins, low), _ranked(gathered, bins, high)
-    return below + (above - below) * (place - low)
+def quantiles(
+    abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
+) -> Cuts:
+    """The exact quantiles of values, given their histogram.
+
+    >>> values = np.array([0.0, 1.0, 2.0])
+    >>> quantiles(values, Histogram.of(values))
+    (1.0, 1.9, 1.98)
+    """
+    gathered = Gathered(histogram)
+    gathered.add(abs_d_T)
+    return gathered.cuts(interpolate)
 
 
-def _ranked(gathered: Mapping[int, np.ndarray], bins: Mapping[int, int], rank: int) -> float:
-    bin = max(bin for bin, before in bins.items() if before <= rank)
-    return float(gathered[bin][rank - bins[bin]])
+def linear(below: float, above: float, share: float) -> float:
+    """Between two neighbours, as numpy.quantile interpolates."""
+    return below + (above - below) * share
+
+
+def quantile_cont(below: float, above: float, share: float) -> float:
+    """Between two neighbours, with the digits of DuckDB's quantile_cont: of the sum of two products one is not rounded."""
+    return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
+
+
+def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Different values in order, and how many there are of each."""
+    if not parts:
+        return np.zeros(0), np.zeros(0, np.int64)
+    values, value_P = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)
+    counts = np.zeros(len(values), np.int64)
+    np.add.at(counts, value_P, np.concatenate([counts for _, counts in parts]))
+    return values, counts
+
+
+def _ranks(num_values: int) -> set[int]:
+    places = [share * (num_values - 1) for share in SHARES]
+    return {rank for place in places for rank in (math.floor(place), math.ceil(place))}
+
+
+def _bin_at(places: dict[int, int], rank: int) -> int:
+    return max(bin for bin, before in places.items() if before <= rank)
+
+
+def _middle(bin: int) -> float:
+    if bin == 0:
+        return 0.0
+    low, high = np.array([bin, bin + 1], np.int64).__lshift__(_SHIFT).view(np.float64)
+    return float((low + high) / 2)
+
+
+def _cuts(num_values: int, at: Callable[[int], float], interpolate: Callable[[float, float, float], float]) -> Cuts:
+    if not num_values:
+        return tuple(None for _ in SHARES)
+    found = []
+    for share in SHARES:
+        place = share * (num_values - 1)
+        low, high = math.floor(place), math.ceil(place)
+        found.append(at(low) if low == high else interpolate(at(low), at(high), place - low))
+    return tuple(found)

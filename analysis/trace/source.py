@@ -11,7 +11,7 @@ import pyarrow as pa
 from ...schemas.errors import DamagedTrace
 from ...schemas.layout import SCORES, SEQUENCES, SUMS
 from ...schemas.manifest import Manifest
-from ...schemas.sums import KINDS, RUN_QUANTILES, SEQUENCE_SUMS, STEP_QUANTILES
+from ...schemas.sums import KINDS, OF_RUNS
 from ...schemas.writer_state import WriterState
 from ...tracer.parquet_file import read_footer
 from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
@@ -40,7 +40,7 @@ class Source:
     covered: set[Pair] = field(default_factory=set)
     """Pairs whose kept sums were made from all that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
-    """Those of them whose quantiles over the run are kept as well."""
+    """Those of them of which what is of the whole run is kept as well."""
 
     @property
     def store(self) -> Store:
@@ -145,8 +145,9 @@ def _find_sums(source: Source) -> None:
         source.sums.setdefault(kind, {})[pair] = file
         if count == len(current) and not unsealed:
             complete.setdefault(kind, set()).add(pair)
-    source.covered = complete.get(SEQUENCE_SUMS.name, set()) & complete.get(STEP_QUANTILES.name, set())
-    source.run_covered = source.covered & complete.get(RUN_QUANTILES.name, set())
+    of_steps = [spec for spec in KINDS.values() if spec not in OF_RUNS]
+    source.covered = set.intersection(*(complete.get(spec.name, set()) for spec in of_steps))
+    source.run_covered = source.covered.intersection(*(complete.get(spec.name, set()) for spec in OF_RUNS))
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:

@@ -5,8 +5,9 @@ import pytest
 from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace import pair_sums, ragged, sums
+from tim_trace.analysis.stats import approximate, stats
+from tim_trace.analysis.trace import pair_sums, quantiles, ragged, sums
+from tim_trace.analysis.trace.connection import Connection
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.schemas.capture import Capture
@@ -58,7 +59,7 @@ def expected(sequences):
 
 
 def check(row, wanted):
-    assert {"run", "step", *wanted} >= set(row)
+    assert {"run", "step", "quantile_error", *wanted} >= set(row)
     for name, value in wanted.items():
         np.testing.assert_allclose(row[name], value, err_msg=name, **CLOSE)
 
@@ -211,7 +212,7 @@ def test_sums_grow_with_a_live_trace(tmp_path):
     assert stats(tmp_path / "run", by="step").rows == live
 
 
-def test_only_steps_without_sums_are_computed(tmp_path):
+def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     path = tmp_path / "run"
     make_trace(path, steps=4)
     stats(path)
@@ -219,10 +220,18 @@ def test_only_steps_without_sums_are_computed(tmp_path):
     # A second writer adds a step, as a resumed run does.
     with Recorder.of_writer(TraceWriter(path), Capture()) as recorder:
         add_step(recorder, 9, make_batch(seed=9))
+    computed_steps = []
+    compute = sums._compute
+
+    def noted(database, pair, chunk, *arguments):
+        computed_steps.append((chunk.first_step, chunk.last_step))
+        return compute(database, pair, chunk, *arguments)
+
+    monkeypatch.setattr(sums, "_compute", noted)
     database = Database(path)
     assert sums.MISMATCH not in database.covered
     assert sums.ensure(database, sums.MISMATCH)
-    assert database.connection.execute("SELECT step FROM missing_steps").fetchall() == [(9,)]
+    assert computed_steps == [(9, 9)]
     assert stats(path, by="step").rows[:4] == from_all
     assert [row["step"] for row in stats(path, by="step").dicts()] == [1, 2, 3, 4, 9]
     # What was there before stays for who reads it just now.
@@ -235,9 +244,86 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     for path in (tmp_path / "run" / "sums").iterdir():
         path.unlink()
     monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(sums, "CHUNK_SEQUENCES", 7)
     monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
+    monkeypatch.setattr(pair_sums, "BATCH_TOKENS", 0)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
     assert {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")} == whole
+
+
+ROW = ("p50_abs_d", "p95_abs_d", "p99_abs_d")
+
+
+def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    make_trace(path, steps=7, rows=5)
+    (exact,) = stats(path).dicts()
+    assert exact["quantile_error"] == 0
+    for file in (path / "sums").iterdir():
+        file.unlink()
+    monkeypatch.setattr(sums, "EXACT_TOKENS", 10)
+    (found,) = stats(path).dicts()
+    assert found["quantile_error"] == quantiles.ERROR
+    assert [found[name] for name in ROW] != [exact[name] for name in ROW]
+    for name in ROW:
+        assert math.isclose(found[name], exact[name], rel_tol=quantiles.ERROR)
+    assert {name: found[name] for name in found if name not in (*ROW, "quantile_error")} == {
+        name: exact[name] for name in exact if name not in (*ROW, "quantile_error")
+    }
+    assert stats(path, exact=True).dicts() == [exact]
+    assert stats(path).dicts() == [found], "what was asked exactly changes no later answer"
+    assert approximate(stats(path)) == [
+        "p50_abs_d, p95_abs_d and p99_abs_d are within 0.1% of the exact ones; exact=True reads the tokens once more for these"
+    ]
+    assert approximate(stats(path, exact=True)) == []
+
+
+def test_steps_of_a_run_and_merged_files_have_the_same_quantiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(sums, "EXACT_TOKENS", 10)
+    path = tmp_path / "run"
+    make_trace(path, steps=7, rows=5)
+    part = stats(path, steps="2:5").rows
+    (whole,) = stats(path).dicts()
+    # From kept histograms, no token is read again.
+    monkeypatch.setattr(sums, "computed", None)
+    monkeypatch.setattr(sums, "sizes_read", None)
+    assert stats(path, steps="2:5").rows == part
+    assert stats(path).dicts() == [whole]
+
+
+def test_the_tokens_are_read_once_by_a_first_question(tmp_path, monkeypatch):
+    make_trace(tmp_path / "run", steps=3)
+    asked = []
+    batches = Connection.mapped_batches
+
+    def counted(self, query, *arguments):
+        asked.append(query)
+        return batches(self, query, *arguments)
+
+    monkeypatch.setattr(Connection, "mapped_batches", counted)
+    stats(tmp_path / "run")
+    assert len(asked) == 1
+
+
+def test_exact_is_refused_with_a_framework(tmp_path):
+    make_trace(tmp_path / "run")
+    with pytest.raises(InvalidOption, match="exact"):
+        stats(tmp_path / "run", like="trl", exact=True)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_database_that_is_asked_again_gives_the_same_numbers(tmp_path, is_kept):
+    make_trace(tmp_path / "run", steps=3)
+    if is_kept:  # of the last step nothing is
+        summarize(tmp_path / "run")
+        with Recorder.of_writer(TraceWriter(tmp_path / "run"), Capture()) as recorder:
+            add_step(recorder, 9, make_batch(seed=9))
+    database = Database(tmp_path / "run")
+    by_step = stats(database, by="step").rows
+    by_run = stats(database, by="run").rows
+    assert stats(database, by="step").rows == by_step
+    assert stats(Database(tmp_path / "run"), by="run").rows == by_run
+    assert stats(Database(tmp_path / "run"), by="step").rows == by_step
 
 
 def test_each_inner_iteration_is_a_row_of_its_own(tmp_path):

@@ -1,0 +1,68 @@
+"""Time and memory of `info` and of `stats`, first and from kept sums, of a trace of many short sequences.
+
+    python benchmarks/scale/sums.py -o runs/scale/sums --steps 200 800
+
+Each trace has 5,000 sequences of 8 tokens a step. Memory is the peak of the command's process, time its wall and CPU time.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from tim_trace.tracer.recorder import Recorder
+
+SEQUENCES, TOKENS = 5000, 8
+QUESTIONS = (["info"], ["stats"], ["stats"], ["stats", "--by", "step"])
+
+
+def write(folder, steps):
+    """Record steps with the passes `rollout` and `train`; values are a pool of random ones."""
+    rng = np.random.default_rng(1)
+    size = SEQUENCES * TOKENS
+    ids = list(rng.integers(0, 150_000, (SEQUENCES, TOKENS), dtype=np.int32))
+    rollout = -rng.exponential(0.5, 2 * size).astype(np.float32)
+    passes = {"rollout": rollout, "train": np.minimum(rollout + rng.normal(0, 0.02, 2 * size).astype(np.float32), 0)}
+    with Recorder(folder) as recorder:
+        for step in range(1, steps + 1):
+            start = int(rng.integers(0, size))
+            added = recorder.add_sequences(step=step, response_ids=ids)
+            for name, values in passes.items():
+                recorder.add_scores(name, added, logprobs=list(values[start : start + size].reshape(SEQUENCES, TOKENS)))
+
+
+def measured(command):
+    """Run a command in a process of its own, which alone is measured."""
+    script = f"import subprocess, sys, resource; done = subprocess.run({command!r}, stdout=subprocess.DEVNULL); " + (
+        "found = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "print(found.ru_maxrss, found.ru_utime + found.ru_stime); sys.exit(done.returncode)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    spent = time.perf_counter() - start
+    peak, cpu = (float(number) for number in done.stdout.split())
+    return spent, cpu, peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def main(folder, steps):
+    print("sequences  command            wall_s   cpu_s  peak_MB")
+    for count in steps:
+        trace = folder / str(count)
+        if not trace.exists():
+            write(trace, count)
+        shutil.rmtree(trace / "sums", ignore_errors=True)
+        for question in QUESTIONS:
+            command = [sys.executable, "-m", "tim_trace", question[0], str(trace), *question[1:]]
+            spent, cpu, peak = measured(command)
+            print(f"{count * SEQUENCES:9}  {' '.join(question):16}  {spent:7.1f}  {cpu:6.1f}  {peak:7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs/scale/sums"))
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 800])
+    given = parser.parse_args()
+    main(given.output, given.steps)
