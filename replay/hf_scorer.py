@@ -162,6 +162,18 @@ class HfScorer:
         projection = Projection(model=model, dtype=self.numerics.projection_dtype, then=then)
         return tap.distributions(projection, self.capture, self.numerics.temperature)
 
+    def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
+        """What goes through the model for some rows `of` a step: with the recorded batches, all rows of theirs."""
+        if not self.keeps_batches:
+            return rows
+        forwards = {(row.writer, row.forward_id) for row in rows}
+        return [row for row in of if (row.writer, row.forward_id) in forwards]
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether rows go through the model with the neighbours that they were recorded with."""
+        return self.arm.batch_size is None and self.arm.padding != PACKED
+
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows."""
         return work([batch.rows for batch in self._batches(rows)], self.arm.cached_tokens)

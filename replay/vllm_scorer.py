@@ -102,6 +102,10 @@ class VllmScorer:
         """Let go of the engine."""
         self._engine = None
 
+    def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
+        """What goes through the engine for some rows `of` a step: these alone."""
+        return rows
+
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows, which the engine batches as it likes."""
         return work([rows], self.arm.cached_tokens)
