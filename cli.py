@@ -789,8 +789,11 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 )
 @click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
 @click.option(
-    "--padding", type=click.Choice(["left", "right", "packed"]),
-    help="Side of the padding; or rows of like length end to end, without any.",
+    "--batch-tokens", type=int, metavar="N", help="Most tokens of a forward, padding among them; like lengths together."
+)
+@click.option(
+    "--padding", type=click.Choice(["left", "right", "packed", "shared"]),
+    help="Side of the padding; rows of like length end to end, without any; or so, with a group's prompt run once.",
 )  # fmt: skip
 @click.option(
     "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",

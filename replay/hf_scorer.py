@@ -25,7 +25,7 @@ from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
-from .batching import PACKED, ForwardBatch, forwards, responses
+from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
@@ -86,7 +86,7 @@ class HfScorer:
             device=self.device,
             factory=self.run.model_factory,
         )
-        if self.arm.padding == PACKED and gives_hidden(model):
+        if self.arm.padding in END_TO_END and gives_hidden(model):
             packing.check(model.config)
         return model
 
@@ -172,7 +172,7 @@ class HfScorer:
     @property
     def keeps_batches(self) -> bool:
         """Whether rows go through the model with the neighbours that they were recorded with."""
-        return self.arm.batch_size is None and self.arm.padding != PACKED
+        return not self.arm.has_batch_shape
 
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows."""
@@ -194,10 +194,13 @@ class HfScorer:
 
     def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
         largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
-        if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
+        if self.arm.is_identity or self.arm.batch_size or self.arm.batch_tokens or largest == 1:
+            fewer = option("batch_size", largest // 2)
+            if self.arm.batch_tokens:
+                fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
             raise CannotReplay(
-                f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
-                + ("use a machine with more" if largest == 1 else f"use {option('batch_size', largest // 2)}")
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; use "
+                + ("a machine with more" if largest == 1 else fewer)
             ) from error
         warnings.warn(
             f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
@@ -235,9 +238,16 @@ class HfScorer:
             rows,
             pad_id,
             batch_size=self.arm.batch_size or self._rows,
-            padding=self.arm.padding or "left",
+            batch_tokens=self.arm.batch_tokens,
+            padding=self._padding,
             device=self.device,
         )
+
+    @property
+    def _padding(self) -> str:
+        """The arm's; under a bound of tokens the narrower one where no cache wants prompts that end together."""
+        is_tight = self.arm.batch_tokens is not None and self.arm.cached_tokens is None
+        return self.arm.padding or (RIGHT if is_tight else LEFT)
 
     def _forward(self, batch: ForwardBatch) -> Any:
         """Score a forward; the kernels that the first of them uses are noted."""
@@ -277,14 +287,20 @@ class HfScorer:
                 "temperature": arm.temperature or self.contract.get("temperature"),
                 "model": self.contract["model"] | changed,
                 "attention_kernels": sorted(self.kernels),
-                "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
-                "prompt_padding_side": arm.padding or "left",
+                "rows_a_forward": self._rows_a_forward,
+                "prompt_padding_side": self._padding,
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),
                 **self._head_contract(),
             }
         )
+
+    @property
+    def _rows_a_forward(self) -> Any:
+        if self.arm.batch_tokens:
+            return f"up to {self.arm.batch_tokens} tokens"
+        return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
 
     def _head_contract(self) -> Contract:
         """What makes logits of captured hidden states."""

@@ -73,6 +73,14 @@ class VllmScorer:
         arguments["dtype"] = self.dtype
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
+        if self.arm.batch_tokens is not None:
+            # No more sequences at a time than tokens: vLLM refuses that.
+            most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
+            arguments |= {
+                "max_num_batched_tokens": self.arm.batch_tokens,
+                "enable_chunked_prefill": True,
+                "max_num_seqs": most,
+            }
         if self.arm.prefix_caching is not None:
             arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
         if self.arm.kv_dtype is not None:

@@ -1,7 +1,10 @@
 """Recorded loops over tiny models: several groups of a prompt a step, responses of many lengths, batches that mix groups."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
+from tim_trace.tracer.hooks.trl_contract import model_identity
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 
@@ -25,9 +28,10 @@ def record_groups(path, model=None, *, steps=3, groups=6, size=4, rows=4, versio
     model = model or tiny_model()
     draw = np.random.default_rng(0)
     with Recorder(path) as recorder:
-        name = f"{type(model).__module__}.{type(model).__qualname__}"
-        recorder.describe(model={"class": name, "config": model.config.to_dict()})
-        recorder.add_contract("train", {"engine": "a loop"})
+        trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+        recorder.describe(model=model_identity(trainer))
+        experts = {"model": {"experts": "grouped_mm"}} if hasattr(model.config, "num_experts") else {}
+        recorder.add_contract("train", {"engine": "a loop"} | experts)
         for number in sorted({version(step) for step in range(steps)}):
             recorder.add_weights(number, {key: value + number * 1e-3 for key, value in model.state_dict().items()})
         for step in range(steps):
