@@ -119,6 +119,8 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+_LEAST_TOLD_S = 10
+"""Seconds of a replay of which an estimate is told."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -830,7 +832,11 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
-@_prints(json="Print JSON, a row a step; with --sample, an arm.")
+@click.option(
+    "--dry-run", is_flag=True, default=False,
+    help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
+)  # fmt: skip
+@_prints(json="Print JSON, a row a step; with --sample or --dry-run, an arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -840,11 +846,20 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .analysis import replay as score_again
     from .analysis.main_columns import MAIN_COLUMNS
     from .analysis.replay_estimates import replay_estimates
+    from .analysis.replay_text import estimate_sentence, plan_rows
     from .analysis.rows import table, to_text
     from .replay.results import by_arm
 
+    def tell_estimate(plan: Any) -> None:
+        if plan.seconds >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
+            _tell(estimate_sentence(plan))
+
     with _library_output_held_back():
-        results = score_again(trace, progress=_progress, **options)
+        results = score_again(trace, progress=_progress, at_estimate=tell_estimate, **options)
+    if options["dry_run"]:
+        form.table(plan_rows(results.plan), "replay_plan")
+        _tell(estimate_sentence(results.plan))
+        return
     estimates = replay_estimates(results)
     form.answer(
         json=lambda: table(estimates or results),

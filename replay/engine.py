@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
-from .meter import Meter, Told
+from .meter import Meter, Told, untold
+from .plan import Pace, ReplayPlan, arm_plan, extents
 from .recorded import RecordedRow, RecordedRun
 from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
@@ -43,10 +44,14 @@ class _Wanted:
     is_replaced: bool
     """Whether what the trace has of it is removed first."""
 
+    def lacks(self, step: int, seq_id: str) -> bool:
+        """Whether the trace does not have a sequence of this arm."""
+        there = self.there.get(step, set())
+        return there is not None and seq_id not in there
+
     def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
         """Those rows of a step that the trace does not have of this arm."""
-        there = self.there.get(step, set())
-        return [] if there is None else [row for row in rows if row.seq_id not in there]
+        return [row for row in rows if self.lacks(step, row.seq_id)]
 
 
 def replay(
@@ -62,7 +67,9 @@ def replay(
     capture: str = "logprobs",
     capture_fraction: float = 1.0,
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = no_progress,
+    at_estimate: Callable[[ReplayPlan], None] = lambda plan: None,
     **changes: Any,
 ) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
@@ -87,6 +94,9 @@ def replay(
     `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
     share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
 
+    `dry_run` writes nothing: it scores the first rows under each arm, and the result's `plan` says what each arm still has to
+    do and how long that takes. `at_estimate` is given the plan of a replay once the first rows are scored, at their pace.
+
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     arms = _arms(arm, arm_file, changes)
@@ -96,7 +106,14 @@ def replay(
     chosen = parse_steps(steps, run.steps(TRAIN))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction), drawn)
-    results = ReplayedSteps(sample=drawn)
+    plan = _plan(run, wanted, drawn)
+    if dry_run:
+        return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
+    for entry in wanted:
+        if entry.is_replaced:
+            entry.target.remove()
+    results = ReplayedSteps(sample=drawn, plan=plan)
+    told = _Telling(plan, at_estimate)
     held: dict[int, bool] = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
@@ -104,7 +121,7 @@ def replay(
     with progress("replaying", total) as advance:
         try:
             for group in _by_key(wanted):
-                for step, sums in _group(run, group, held, advance, drawn):
+                for step, sums in _group(run, group, held, advance, drawn, told):
                     results.append(step)
                     results.groups.extend(sums)
         finally:
@@ -165,10 +182,56 @@ def _wanted(
             f"{name} has all of these {'steps' if sample is None else 'sequences'} already; look at it (tim-trace stats RUN "
             f"--pair {name}:train), or replace it with {option('force')}"
         )
-    for entry in wanted:
-        if entry.is_replaced:
-            entry.target.remove()
     return wanted
+
+
+class _Telling:
+    """Tells a plan once, at the pace of the first rows."""
+
+    def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None]):
+        self._plan, self._at_estimate = plan, at_estimate
+        self.pace = Pace(self._tell)
+        self.loaded: LoadedModel | None = None
+
+    def _tell(self, tokens_per_s: float) -> None:
+        self._at_estimate(self._plan.at(tokens_per_s, self.loaded.load_s if self.loaded else 0.0))
+
+
+def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
+    """What each arm still has to do."""
+    found = extents(run, sorted({step for entry in wanted for step in entry.steps}))
+    return ReplayPlan(
+        arm_plan(
+            entry.scorer.arm.name,
+            {step: found[step] for step in entry.steps},
+            entry.lacks,
+            sample=sample,
+            keeps_batches=entry.scorer.keeps_batches,
+            weights_version=entry.scorer.arm.weights_version,
+        )
+        for entry in wanted
+    )
+
+
+def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
+    """The plan at the pace that each arm has with the first rows, scored twice: a first forward takes longer."""
+    measured = {}
+    for group in _by_key(wanted):
+        loaded = LoadedModel(run.weights)
+        try:
+            for entry in group:
+                rows = run.step(entry.steps[0])
+                check_tokens(rows, run.model["config"])
+                drawn = rows if sample is None else sample.drawn(entry.steps[0], rows)
+                first = entry.scorer.first(entry.scorer.together(drawn, rows))
+                paces: list[float] = []
+                for _ in range(2):
+                    pace = Pace(paces.append)
+                    loaded.score(entry.scorer, first, pace.watching(untold, sum(row.num_tokens for row in first)))
+                measured[entry.scorer.arm.name] = paces[-1], loaded.load_s
+        finally:
+            loaded.close()
+    return ReplayPlan(replace(arm, tokens_per_s=measured[arm.arm][0], load_s=measured[arm.arm][1]) for arm in plan)
 
 
 def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
@@ -212,9 +275,14 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
 
 
 def _group(
-    run: RecordedRun, group: list[_Wanted], held: dict[int, bool], advance: Advance, sample: Sample | None
+    run: RecordedRun,
+    group: list[_Wanted],
+    held: dict[int, bool],
+    advance: Advance,
+    sample: Sample | None,
+    telling: _Telling,
 ) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
-    loaded = LoadedModel(run.weights)
+    loaded = telling.loaded = LoadedModel(run.weights)
     try:
         for step in sorted({step for entry in group for step in entry.steps}):
             rows = run.step(step)
@@ -223,7 +291,7 @@ def _group(
             for entry in group:
                 if step in entry.steps:
                     meter = Meter(advance, entry.work)
-                    scored = _scored(entry, step, rows, sample, loaded, meter.add)
+                    scored = _scored(entry, step, rows, sample, loaded, meter.add, telling.pace)
                     yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
                     meter.finish()
     finally:
@@ -231,7 +299,13 @@ def _group(
 
 
 def _scored(
-    entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, told: Told
+    entry: _Wanted,
+    step: int,
+    rows: list[RecordedRow],
+    sample: Sample | None,
+    loaded: LoadedModel,
+    told: Told,
+    pace: Pace,
 ) -> Scored:
     """What an arm gives a step's rows, or those of them that are in the sample; what the trace lacks of it is added.
 
@@ -252,7 +326,8 @@ def _scored(
         known = entry.target.scored(step, there)
     if not lacking:
         return known
-    scored = loaded.score(entry.scorer, _capturing(entry, step, entry.scorer.together(lacking, rows), new), told)
+    together = _capturing(entry, step, entry.scorer.together(lacking, rows), new)
+    scored = loaded.score(entry.scorer, together, pace.watching(told, sum(row.num_tokens for row in together)))
     scored = scored if sample is None and not there else scored.only({row.seq_id for row in lacking})
     if new:
         own = {} if sample is None else {"sample": sample.contract}

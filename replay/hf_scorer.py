@@ -40,6 +40,7 @@ class HfScorer:
     """Scores steps under one arm, on a model that arms of the same load key share."""
 
     numerics_of: type[Numerics] = Numerics
+    starts_with_weights = False
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
@@ -173,6 +174,10 @@ class HfScorer:
     def keeps_batches(self) -> bool:
         """Whether rows go through the model with the neighbours that they were recorded with."""
         return not self.arm.has_batch_shape
+
+    def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
+        """The rows that a pace is measured on: the first forward's."""
+        return list(self._batches(rows)[0].rows)
 
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows."""

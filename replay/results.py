@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..schemas.results import Table
+from .plan import ReplayPlan
 from .sample import Sample
 
 
@@ -65,8 +66,12 @@ class GroupSums:
 class ReplayedSteps(list[ReplayedStep], Table):
     """Every step under every arm."""
 
-    def __init__(self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None):
+    def __init__(
+        self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
+    ):
         super().__init__(steps)
+        self.plan = ReplayPlan() if plan is None else plan
+        """What was to be done; with its time after a dry run."""
         self.sample = sample
         """What was drawn, where a sample alone was scored: steps then hold the sample's numbers."""
         self.groups: list[GroupSums] = []

@@ -21,9 +21,15 @@ from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
+_PROBE_ROWS = 32
+"""Rows that a pace is measured on."""
+
 
 class VllmScorer:
     """Scores steps with a vLLM engine of the recorded arguments, changed by the arm."""
+
+    keeps_batches = False
+    starts_with_weights = True
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
@@ -113,6 +119,10 @@ class VllmScorer:
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """What goes through the engine for some rows `of` a step: these alone."""
         return rows
+
+    def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
+        """The rows that a pace is measured on."""
+        return rows[:_PROBE_ROWS]
 
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows, which the engine batches as it likes."""
