@@ -101,6 +101,9 @@ class VllmScorer:
     def build(self) -> VllmEngine:
         """The engine, to be started with its first weights."""
         config = trusted.safe_config(self.run.model["config"])
+        if not config.get("architectures"):
+            # A config that was never saved names none, and vLLM takes the model for one that pools.
+            config = {**config, "architectures": [str(self.run.model.get("class", "")).rpartition(".")[2]]}
         return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
