@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
 from .scorers import Scorer, scorer_of
+from .together import FORWARDS, JoinedScoring, Rows, joined_steps
 
 
 @dataclass(slots=True)
@@ -284,26 +286,44 @@ def _group(
 ) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
     loaded = telling.loaded = LoadedModel(run.weights)
     try:
-        for step in sorted({step for entry in group for step in entry.steps}):
-            rows = run.step(step)
-            check_tokens(rows, run.model["config"])
-            _check_contract(run, step, rows, group[0].scorer.contract)
-            for entry in group:
-                if step in entry.steps:
-                    meter = Meter(advance, entry.work)
-                    scored = _scored(entry, step, rows, sample, loaded, meter.add, telling.pace)
-                    yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
-                    meter.finish()
+        for joined in joined_steps(_read(run, group), _most_tokens(group), partial(_num_tokens, sample)):
+            scoring = JoinedScoring(loaded, list(joined))
+            for step in joined:
+                for entry in group:
+                    if step in entry.steps:
+                        meter = Meter(advance, entry.work)
+                        scored = _scored(entry, step, joined, sample, scoring, meter.add, telling.pace)
+                        yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
+                        meter.finish()
     finally:
         loaded.close()
+
+
+def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:
+    """The steps of arms, checked."""
+    for step in sorted({step for entry in group for step in entry.steps}):
+        rows = run.step(step)
+        check_tokens(rows, run.model["config"])
+        _check_contract(run, step, rows, group[0].scorer.contract)
+        yield step, rows
+
+
+def _most_tokens(group: list[_Wanted]) -> int:
+    """Tokens of steps that are scored together."""
+    return FORWARDS * max(entry.scorer.arm.batch_tokens or 0 for entry in group)
+
+
+def _num_tokens(sample: Sample | None, step: int, rows: list[RecordedRow]) -> int:
+    """Tokens of a step that are wanted."""
+    return sum(row.num_tokens for row in (rows if sample is None else sample.drawn(step, rows)))
 
 
 def _scored(
     entry: _Wanted,
     step: int,
-    rows: list[RecordedRow],
+    joined: Rows,
     sample: Sample | None,
-    loaded: LoadedModel,
+    scoring: JoinedScoring,
     told: Told,
     pace: Pace,
 ) -> Scored:
@@ -311,6 +331,7 @@ def _scored(
 
     What it has of the identity arm need not be computed again in the same surroundings.
     """
+    rows = joined[step]
     wanted = rows if sample is None else sample.drawn(step, rows)
     lacking = entry.lacking(step, wanted)
     new = {row.seq_id for row in lacking}
@@ -327,7 +348,13 @@ def _scored(
     if not lacking:
         return known
     together = _capturing(entry, step, entry.scorer.together(lacking, rows), new)
-    scored = loaded.score(entry.scorer, together, pace.watching(told, sum(row.num_tokens for row in together)))
+    scored = scoring.score(
+        entry.scorer,
+        step,
+        together,
+        lambda later: _still_lacking(entry, later, joined[later], sample),
+        partial(pace.watching, told),
+    )
     scored = scored if sample is None and not there else scored.only({row.seq_id for row in lacking})
     if new:
         own = {} if sample is None else {"sample": sample.contract}
@@ -339,6 +366,11 @@ def _scored(
     if there:
         scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
     return scored
+
+
+def _still_lacking(entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None) -> list[RecordedRow]:
+    """What an arm with batches of its own will score of a step."""
+    return entry.lacking(step, rows if sample is None else sample.drawn(step, rows)) if step in entry.steps else []
 
 
 def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow], new: set[str]) -> list[RecordedRow]:

@@ -23,7 +23,17 @@ def tiny_model(**changes):
     return Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).eval()
 
 
-def record_groups(path, model=None, *, steps=3, groups=6, size=4, rows=4, version=lambda step: 0):
+def record_groups(
+    path,
+    model=None,
+    *,
+    steps=3,
+    groups=6,
+    size=4,
+    rows=4,
+    version=lambda step: 0,
+    name=lambda step, place: f"s{step}-{place}",
+):
     """Record steps of groups of responses, scored `rows` at a time in a random order; logprobs are of a uniform policy."""
     model = model or tiny_model()
     draw = np.random.default_rng(0)
@@ -42,7 +52,7 @@ def record_groups(path, model=None, *, steps=3, groups=6, size=4, rows=4, versio
                 step=step,
                 prompt_ids=[prompts[place // size] for place in order],
                 response_ids=responses,
-                seq_ids=[f"s{step}-{place}" for place in order],
+                seq_ids=[name(step, place) for place in order],
                 group_ids=[f"g{place // size}" for place in order],
                 policy_version=version(step),
             )
