@@ -23,7 +23,7 @@ from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
 from .meter import Meter, Told, untold
-from .plan import Pace, ReplayPlan, arm_plan, extents
+from .plan import ArmCount, Pace, ReplayPlan, extents
 from .recorded import RecordedRow, RecordedRun
 from .results import GroupSums, ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
@@ -201,24 +201,29 @@ class _Telling:
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
     """What each arm still has to do."""
-    found = extents(run, sorted({step for entry in wanted for step in entry.steps}))
-    return ReplayPlan(
-        arm_plan(
+    counts = [
+        ArmCount(
             entry.scorer.arm.name,
-            {step: found[step] for step in entry.steps},
             entry.lacks,
             sample=sample,
             keeps_batches=entry.scorer.keeps_batches,
             weights_version=entry.scorer.arm.weights_version,
         )
         for entry in wanted
-    )
+    ]
+    steps = [set(entry.steps) for entry in wanted]
+    for step, rows in extents(run, sorted(set().union(*steps))):
+        for count, own in zip(counts, steps, strict=True):
+            if step in own:
+                count.add(step, rows)
+    return ReplayPlan(count.plan for count in counts)
 
 
 def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
     """The plan at the pace that each arm has with the first rows, scored twice: a first forward takes longer."""
-    measured = {}
-    for group in _by_key(wanted):
+    measured: dict[str, tuple[float, float]] = {}
+    to_do = {arm.arm for arm in plan if arm.num_tokens}
+    for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
         loaded = LoadedModel(run.weights)
         try:
             for entry in group:
@@ -233,7 +238,8 @@ def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample:
                 measured[entry.scorer.arm.name] = paces[-1], loaded.load_s
         finally:
             loaded.close()
-    return ReplayPlan(replace(arm, tokens_per_s=measured[arm.arm][0], load_s=measured[arm.arm][1]) for arm in plan)
+    paced = [(arm, *measured.get(arm.arm, (None, None))) for arm in plan]
+    return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s) for arm, tokens_per_s, load_s in paced)
 
 
 def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:

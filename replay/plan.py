@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,7 @@ from ..schemas.passes import TRAIN
 from ..schemas.results import Table
 from .meter import Told
 from .recorded import RecordedRun
-from .sample import Sample
+from .sample import STEPS_AT_ONCE, Sample, batched
 
 PROBE_S = 1.0
 """Seconds of scoring after which a pace is known; a step that takes less is measured whole."""
@@ -51,6 +51,8 @@ class ArmPlan:
         return self._seconds(self.num_all_tokens)
 
     def _seconds(self, num_tokens: int) -> float | None:
+        if not num_tokens:
+            return 0.0
         if self.tokens_per_s is None:
             return None
         return num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
@@ -92,8 +94,13 @@ class Extent:
     """The writer, and its number of the forward."""
 
 
-def extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
-    """Step -> what pass `train` has of it."""
+def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
+    """Each step with what pass `train` has of it; some steps are in memory at a time."""
+    for part in batched(steps, STEPS_AT_ONCE):
+        yield from _extents(run, part).items()
+
+
+def _extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
     chosen = ds.field("step").isin(list(steps))
     known = run.table(
         SEQUENCES, chosen, ["step", "seq_id", "num_prompt_tokens", "num_response_tokens", "policy_version"]
@@ -112,37 +119,61 @@ def extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
     return found
 
 
-def arm_plan(
-    name: str,
-    steps: Mapping[int, list[Extent]],
-    lacks: Callable[[int, str], bool],
-    *,
-    sample: Sample | None,
-    keeps_batches: bool,
-    weights_version: int | None,
-) -> ArmPlan:
-    """What an arm has to do of these steps, where `lacks(step, sequence)` says what the trace does not have of it."""
-    num_steps = num_sequences = num_tokens = num_all = 0
-    versions: list[int | None] = []
-    for step, rows in steps.items():
-        drawn = rows if sample is None else [row for row in rows if row.seq_id in sample.steps[step].unit_of]
-        lacking = [row for row in drawn if lacks(step, row.seq_id)]
-        num_all += sum(row.num_tokens for row in rows if lacks(step, row.seq_id))
-        if lacking:
-            forwards = {row.forward for row in lacking}
-            run = [row for row in rows if row.forward in forwards] if keeps_batches else lacking
-            num_steps, num_sequences = num_steps + 1, num_sequences + len(lacking)
-            num_tokens += sum(row.num_tokens for row in run)
-            versions += sorted({row.version for row in run}, key=lambda version: version or 0)
-    changes = [version for place, version in enumerate(versions) if place == 0 or version != versions[place - 1]]
-    return ArmPlan(
-        arm=name,
-        num_steps=num_steps,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        num_versions=min(len(changes), 1) if weights_version is not None else len(changes),
-        num_all_tokens=num_tokens if sample is None else num_all,
-    )
+class ArmCount:
+    """Counts what an arm has to do, step by step."""
+
+    def __init__(
+        self,
+        name: str,
+        lacks: Callable[[int, str], bool],
+        *,
+        sample: Sample | None,
+        keeps_batches: bool,
+        weights_version: int | None,
+    ):
+        """`lacks(step, sequence)` says whether the trace does not have a sequence of the arm."""
+        self._lacks, self._sample, self._keeps_batches = lacks, sample, keeps_batches
+        self._weights_version = weights_version
+        self._plan = ArmPlan(arm=name, num_steps=0, num_sequences=0, num_tokens=0, num_versions=0, num_all_tokens=0)
+        self._version: int | None = None
+
+    def add(self, step: int, rows: Sequence[Extent]) -> None:
+        """Count a step, after those before it."""
+        drawn = rows if self._sample is None else self._drawn(step, rows)
+        lacking = [row for row in drawn if self._lacks(step, row.seq_id)]
+        everything = sum(row.num_tokens for row in rows if self._lacks(step, row.seq_id))
+        forwards = {row.forward for row in lacking}
+        run = [row for row in rows if row.forward in forwards] if self._keeps_batches else lacking
+        num_tokens = sum(row.num_tokens for row in run)
+        before = self._plan
+        self._plan = replace(
+            before,
+            num_steps=before.num_steps + bool(lacking),
+            num_sequences=before.num_sequences + len(lacking),
+            num_tokens=before.num_tokens + num_tokens,
+            num_versions=before.num_versions + self._loads(run),
+            num_all_tokens=before.num_all_tokens + (num_tokens if self._sample is None else everything),
+        )
+
+    @property
+    def plan(self) -> ArmPlan:
+        """What was counted."""
+        return self._plan
+
+    def _drawn(self, step: int, rows: Sequence[Extent]) -> list[Extent]:
+        assert self._sample is not None
+        return [row for row in rows if row.seq_id in self._sample.steps[step].unit_of]
+
+    def _loads(self, rows: Sequence[Extent]) -> int:
+        """How often other weights are loaded for a step's rows."""
+        found = sorted({-1 if row.version is None else row.version for row in rows})
+        if self._weights_version is not None:
+            found = [self._weights_version] if found else []
+        loads = 0
+        for version in found:
+            loads += version != self._version
+            self._version = version
+        return loads
 
 
 class Pace:

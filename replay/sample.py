@@ -6,7 +6,7 @@ Shapes: G groups of a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
@@ -21,6 +21,8 @@ from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
 """Of every sample: the same trace gives the same groups, and a larger share has those of a smaller one."""
+STEPS_AT_ONCE = 64
+"""Steps whose sequences are in memory while a sample is drawn or a replay planned."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, lie evenly in [0, 1) whichever steps are taken."""
 
@@ -92,17 +94,26 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: 
 
     Raises InvalidOption where it names no sequence.
     """
-    groups = _groups(run, steps)
-    number = sum(len(names) for names in groups.values())
-    total = sum(len(sequences) for names in groups.values() for sequences in names.values())
-    share = min(wanted if wanted < 1 else wanted / max(total, 1), 1.0)
-    found = {step: sampled for step in steps if (sampled := _sampled_step(step, groups.get(step, {}), share, seed))}
+    share = wanted if wanted < 1 else min(wanted / max(_num_sequences(run, steps), 1), 1.0)
+    found: dict[int, SampledStep] = {}
+    number = total = 0
+    for part in batched(steps, STEPS_AT_ONCE):
+        for step, groups in _groups(run, part).items():
+            number, total = number + len(groups), total + sum(map(len, groups.values()))
+            if sampled := _sampled_step(step, groups, share, seed):
+                found[step] = sampled
     if not found:
         raise InvalidOption(
             f"draws no group: these steps have {number:,} groups of {total:,} sequences; use a larger share",
             option="sample",
         )
     return Sample(share=share, seed=seed, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
+
+
+def batched(steps: Sequence[int], number: int) -> Iterator[Sequence[int]]:
+    """The steps, so many at a time."""
+    for start in range(0, len(steps), number):
+        yield steps[start : start + number]
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
@@ -117,6 +128,12 @@ def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
 
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _num_sequences(run: RecordedRun, steps: Sequence[int]) -> int:
+    """That pass `train` has of these steps."""
+    chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == TRAIN) & (ds.field("iteration") == 0)
+    return int(run.table(SCORES, chosen, ["step"]).num_rows)
 
 
 def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[str]]]:

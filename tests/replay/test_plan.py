@@ -47,6 +47,15 @@ def test_a_dry_run_with_force_leaves_what_is_there(trace):
     assert replayed(trace) == before == 48
 
 
+def test_an_arm_that_has_everything_takes_no_time(trace):
+    replay(trace, dtype="bf16")
+    identity, bf16, alone = replay(trace, arm=["dtype=bf16", "batch-size=1"], dry_run=True).plan
+    assert identity.seconds == bf16.seconds == 0.0
+    assert (bf16.num_steps, bf16.num_tokens, bf16.tokens_per_s) == (0, 0, None)
+    assert alone.num_tokens == total(trace)
+    assert alone.seconds > 0
+
+
 def test_what_is_there_is_not_counted(trace):
     replay(trace, steps="0:1", dtype="bf16")
     _, bf16 = replay(trace, dtype="bf16", dry_run=True).plan

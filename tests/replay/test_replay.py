@@ -655,3 +655,23 @@ def test_a_look_that_one_arm_takes_counts_for_the_others(tmp_path):
     run.added, run.is_alive = {2}, False
     first._has_now(1)
     assert second._has_now(2)
+
+
+@pytest.mark.slow
+def test_vllm_under_a_bound_of_tokens_gives_the_same_and_says_so(tmp_path):
+    from grouped import record_groups, tiny_model
+
+    trace = record_groups(tmp_path / "run", tiny_model(head_dim=32, max_position_embeddings=256), steps=2)
+    done = tim_trace(
+        "replay", trace, "--engine", "vllm", "--batch-tokens", "64", "--sample", "0.5", "--arm", "dtype=fp64"
+    )
+    assert done.code == 0, done.stderr[-3000:]
+    ((distance, count),) = rows(
+        trace, "SELECT max_abs_d, num_tokens FROM pair_runs('replay/vllm+batch-tokens-64', 'replay/fp64')"
+    )
+    assert distance < 1e-5
+    assert count > 100
+    query = (
+        "SELECT contract_json ->> '$.engine_arguments.max_num_batched_tokens' FROM passes WHERE pass LIKE '%tokens-64'"
+    )
+    assert rows(trace, query) == [("64",)]
