@@ -416,6 +416,12 @@ def test_out_of_memory_stops_where_the_batch_shape_is_the_arm(rows, changes):
         scorer.score(recorded)
 
 
+def test_a_bound_of_tokens_is_not_lowered_by_itself():
+    scorer, recorded = scarce(3, batch_tokens=4096)
+    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows a forward; use batch_tokens=2048"):
+        scorer.score(recorded)
+
+
 def test_finished_steps_are_not_done_again(trace):
     assert [result.step for result in replay(trace, steps="2", dtype="bf16") if result.arm == "bf16"] == [2]
     assert [result.step for result in replay(trace, steps="all", dtype="bf16") if result.arm == "bf16"] == [1, 3]
