@@ -71,7 +71,7 @@ def replay(
     force: bool = False,
     dry_run: bool = False,
     progress: Progress = no_progress,
-    at_estimate: Callable[[ReplayPlan], None] = lambda plan: None,
+    at_estimate: Callable[[ReplayPlan], None] | None = None,
     **changes: Any,
 ) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
@@ -190,13 +190,14 @@ def _wanted(
 class _Telling:
     """Tells a plan once, at the pace of the first rows."""
 
-    def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None]):
+    def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
         self._plan, self._at_estimate = plan, at_estimate
         self.pace = Pace(self._tell)
         self.loaded: LoadedModel | None = None
 
     def _tell(self, tokens_per_s: float) -> None:
-        self._at_estimate(self._plan.at(tokens_per_s, self.loaded.load_s if self.loaded else 0.0))
+        if self._at_estimate is not None:
+            self._at_estimate(self._plan.at(tokens_per_s, self.loaded.load_s if self.loaded else 0.0))
 
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
