@@ -119,6 +119,8 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+_LEAST_TOLD_S = 10
+"""Seconds of a replay of which an estimate is told."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -773,6 +775,10 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
+@click.option(
+    "--sample", metavar="F|N",
+    help="Score a random share of the sequences (below 1) or so many, in whole groups; more later adds to them.",
+)  # fmt: skip
 @click.option("--as-recorded", is_flag=True, default=False, help="Change nothing: the default, said aloud.")
 @click.option(
     "--engine", default="hf", show_default=True, type=click.Choice(["hf", "vllm", "exact"]),
@@ -793,8 +799,11 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 )
 @click.option("--batch-size", type=int, metavar="N", help="Rows of a forward.")
 @click.option(
-    "--padding", type=click.Choice(["left", "right", "packed"]),
-    help="Side of the padding; or rows of like length end to end, without any.",
+    "--batch-tokens", type=int, metavar="N", help="Most tokens of a forward, padding among them; like lengths together."
+)
+@click.option(
+    "--padding", type=click.Choice(["left", "right", "packed", "shared"]),
+    help="Side of the padding; rows of like length end to end, without any; or so, with a group's prompt run once.",
 )  # fmt: skip
 @click.option(
     "--mode", default="prefill", show_default=True, metavar="prefill|decode|chunked:N",
@@ -831,7 +840,11 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     help="Share of the sequences whose distributions are kept.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, default=False, help="Replace arms that are there already.")
-@_prints(json="Print JSON, a row a step.")
+@click.option(
+    "--dry-run", is_flag=True, default=False,
+    help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
+)  # fmt: skip
+@_prints(json="Print JSON, a row a step; with --sample or --dry-run, an arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -840,15 +853,26 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """
     from .analysis import replay as score_again
     from .analysis.main_columns import MAIN_COLUMNS
+    from .analysis.replay_estimates import replay_estimates
+    from .analysis.replay_text import estimate_sentence, plan_rows
     from .analysis.rows import table, to_text
     from .replay.results import by_arm
 
+    def tell_estimate(plan: Any) -> None:
+        if plan.seconds >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
+            _tell(estimate_sentence(plan))
+
     with _library_output_held_back():
-        results = score_again(trace, progress=_progress, **options)
+        results = score_again(trace, progress=_progress, at_estimate=tell_estimate, **options)
+    if options["dry_run"]:
+        form.table(plan_rows(results.plan), "replay_plan")
+        _tell(estimate_sentence(results.plan))
+        return
+    estimates = replay_estimates(results)
     form.answer(
-        json=lambda: table(results),
-        text=lambda width: to_text(table(by_arm(results)), width, MAIN_COLUMNS["replay"]),
-        rows=lambda: table(results),
+        json=lambda: table(estimates or results),
+        text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
+        rows=lambda: table(estimates or results),
     )
     for line in _replayed(trace, results):
         _tell(line)
@@ -1312,8 +1336,10 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: Sequence[Any]) -> Iterator[str]:
+def _replayed(trace: str, results: Any) -> Iterator[str]:
     """What to know of a replay, and what to do next."""
+    if results.sample is not None:
+        yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if broken:
         yield (
@@ -1324,6 +1350,15 @@ def _replayed(trace: str, results: Sequence[Any]) -> Iterator[str]:
         yield "the recorded bits did not come back, although nothing that the contract names differs here"
     last = results[-1].arm
     yield f"next: tim-trace stats {trace} --pair replay/{last}:train --by step"
+
+
+def _sampled(sample: Any) -> str:
+    """What a replay's sample is of."""
+    thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
+    return (
+        f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "
+        f"low and high are 95 % intervals for all {sample.num_sequences:,} sequences of these steps"
+    )
 
 
 def _attached(trace: str, found: Any) -> str:

@@ -10,6 +10,7 @@ from .correction import Correction, published
 from .rows import Rows
 from .trace.database import Database, Traces, opened
 from .trace.pairs import parse_pair, quoted_pair, why_nothing
+from .trace.samples import tell_sampled
 from .trace.source import Pair
 
 BY = {"run": "correction_runs", "step": "correction_steps", "length": "correction_lengths"}
@@ -54,6 +55,7 @@ def corrections(
     rules = _rules(names, token_threshold, sequence_threshold, icepop, geometric, veto)
     database = opened(traces, steps)
     database.define_corrections(rules)
+    tell_sampled(database, names)
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     if not len(rows):
         raise NothingToCompare(why_nothing(database, names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
@@ -15,6 +15,7 @@ from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from .trace.database import Database
+from .trace.samples import sample_sentence, sampled_passes
 from .trace.source import Source, open_source
 
 LIVE, FINISHED, KILLED, STOPPED = "live", "finished", "killed", "stopped"
@@ -63,7 +64,7 @@ class PassInfo:
     num_routed: int
     """Rows of scores that have router choices."""
     note: str | None
-    """What the contract says where there are no scores."""
+    """What the contract says where there are no scores, or that they are of a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +255,8 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
     cursor = database.connection.execute(_PASSES)
     names = [column[0] for column in cursor.description]
     found = [PassInfo(**dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
+    samples = {name: sample_sentence(*counts) for name, counts in sampled_passes(database).items()}
+    found = [replace(each, note=samples.get(each.name, each.note)) for each in found]
     order = {name: place for place, name in enumerate(STANDARD)}
     return tuple(sorted(found, key=lambda p: (order.get(p.name, len(order)), p.name)))
 

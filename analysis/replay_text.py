@@ -4,10 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..replay.results import ReplayedStep, by_arm
-from .rows import table, to_text
+from ..replay.plan import ReplayPlan
+from ..replay.results import ReplayedStep, ReplayedSteps, by_arm
+from .replay_estimates import replay_estimates
+from .rows import Rows, table, to_text
+
+
+def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
+    """Write what a replay will do: a row an arm."""
+    return to_text(plan_rows(plan), width)
+
+
+def plan_rows(plan: ReplayPlan) -> Rows:
+    """A plan as a table."""
+    names, rows = plan._table()
+    return Rows(tuple(names), [tuple(row) for row in rows])
+
+
+def estimate_sentence(plan: ReplayPlan) -> str:
+    """How long a replay takes, in words."""
+    assert plan.seconds is not None
+    tokens, arms = sum(arm.num_tokens for arm in plan), [arm for arm in plan if arm.num_tokens]
+    scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
+    pace = f" at {tokens / scoring_s:,.0f} tokens a second" if scoring_s else ""
+    loads = sum(arm.num_versions for arm in plan)
+    whole = ""
+    if any(arm.num_all_tokens > arm.num_tokens for arm in plan) and plan.all_seconds is not None:
+        whole = f"; all sequences of these steps would take {_duration(plan.all_seconds)}"
+    return (
+        f"about {_duration(plan.seconds)}: {tokens:,} tokens in {len(arms)} arm{'s' * (len(arms) != 1)}{pace}, "
+        f"{loads:,} time{'s' * (loads != 1)} other weights{whole}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.1f} seconds"
 
 
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
     """Write replays for reading: a row an arm."""
-    return to_text(table(by_arm(found)), width)
+    estimates = replay_estimates(found) if isinstance(found, ReplayedSteps) else []
+    return to_text(table(estimates or by_arm(found)), width)

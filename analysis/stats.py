@@ -14,6 +14,7 @@ from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database, Traces, opened
 from .trace.pairs import num_scored, parse_pair, quoted_pair, why_nothing
+from .trace.samples import tell_sampled
 from .trace.source import Pair
 from .trace.sums import ensure, keep, make_exact
 
@@ -64,6 +65,7 @@ def stats(
             raise InvalidOption("has no effect on a framework's numbers, which need no quantiles", option="exact")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
+    tell_sampled(database, names)
     routed = _is_routed(database, names)
     if by == "layer":
         if not routed:

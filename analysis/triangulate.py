@@ -30,6 +30,7 @@ from .statistics.correlations import pearson
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
 from .trace.database import Database, quoted
+from .trace.samples import tell_sampled
 
 _CONFIDENCE = 0.95
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
@@ -131,6 +132,7 @@ def triangulate(
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     replayed = _replay_missing(run, arms, chosen, progress)
     database = Database([run.store.url])
+    tell_sampled(database, [REPLAY_PREFIX + single.name for single in arms])
     held = _identity_held(database, chosen) if replayed is None else replayed
     names = [REPLAY_PREFIX + single.name for single in arms]
     columns = []

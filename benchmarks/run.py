@@ -21,6 +21,7 @@ import packing
 import querying
 import replaying
 import reports
+import scoring
 import startup
 import transfers
 import watching
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "replaying": replaying.compare,
     "gradients": gradients.compare,
     "packing": packing.compare,
+    "scoring": scoring.compare,
     "memory": memory.compare,
     "weights": weights.compare,
     "transfers": transfers.compare,

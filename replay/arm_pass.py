@@ -46,14 +46,20 @@ class ArmPass:
         return self.run.steps(self.name)
 
     @property
+    def is_sample(self) -> bool:
+        """Whether what it has was made of a sample, so that a step may lack sequences."""
+        return any("sample" in found for found in self.run.arms(self.name))
+
+    @property
     def has_other_changes(self) -> bool:
         """Whether the name stands for another arm."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored_alike(self, step: int, rows: Sequence[RecordedRow], contract: Contract) -> Scored | None:
         """What it has of a step's rows, where that was made as the contract says; None where it was not."""
-        own = {row.seq_id: row for row in self.run.step(step, self.name)}
-        if set(own) != {row.seq_id for row in rows}:
+        names = {row.seq_id for row in rows}
+        own = {row.seq_id: row for row in self.run.step(step, self.name) if row.seq_id in names}
+        if set(own) != names:
             return None
         now = json.loads(canonical_json(contract))
         for digest in {row.contract for row in own.values()}:
@@ -61,24 +67,32 @@ class ArmPass:
                 return None
         return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
 
-    def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add a step, in one record: a killed replay has it whole or not at all.
+    def scored(self, step: int, rows: Sequence[RecordedRow]) -> Scored:
+        """What it has of these rows of a step."""
+        own = {row.seq_id: row for row in self.run.step(step, self.name)} if rows else {}
+        kept = [row for row in rows if row.seq_id in own]
+        return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
-        Does nothing where another replay that runs at the same time has added it since this one looked.
+    def add(self, step: int, scored: Scored, contract: Contract) -> None:
+        """Add sequences of a step, in one record: a killed replay has them all or none.
+
+        Leaves out what another replay that runs at the same time has added since this one looked.
         """
         with alone(self.run.folder):
-            if not self._has_now(step):
-                self._record(step, scored, contract)
+            there = self._has_now(step)
+            lacking = {row.seq_id for row in scored.rows} - there
+            if lacking:
+                self._record(step, scored.only(lacking) if there else scored, contract)
 
-    def _has_now(self, step: int) -> bool:
-        """Whether the step is there by now; a fresh look is taken where others may have written since the last one."""
+    def _has_now(self, step: int) -> set[str]:
+        """The step's sequences that are there by now; a fresh look is taken where others may have written since the last one."""
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
             self.run.look()
         if self._there[0] is not self.run.snapshot:
             self._there = self.run.snapshot, {*self.steps, *self.run.unsealed_steps(self.name)}
-        return step in self._there[1]
+        return self.run.sequences(self.name, [step])[step] if step in self._there[1] else set()
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
@@ -95,7 +109,7 @@ class ArmPass:
             logprobs=[value.astype(np.float32) for value in scored.logprobs],
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
-            forward=_forward_columns(step, scored.batches) if scored.batches else None,
+            forward=_forward_columns(step, scored.batches, scored.kept) if scored.batches else None,
             distribution=end_to_end([scored.distributions[scored.rows[index].seq_id] for index in captured]),
             captured_rows=captured,
             routing=joined(scored.routing),
@@ -133,13 +147,15 @@ class ArmPass:
             self._recorder.close()
 
 
-def _forward_columns(step: int, batches: Sequence[ForwardBatch]) -> Forward:
+def _forward_columns(step: int, batches: Sequence[ForwardBatch], kept: np.ndarray | None) -> Forward:
+    """Of the rows of batches, or of those at the places `kept`."""
     parts: list[tuple[Any, ...]] = [batch.padding() for batch in batches]
     sizes = [len(batch.rows) for batch in batches]
+    chosen = slice(None) if kept is None else kept
     return Forward(
-        ids=np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20),
-        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32),
-        rows=np.repeat(sizes, sizes).astype(np.int32),
-        pad_left=np.concatenate([left for left, _ in parts]).astype(np.int32),
-        pad_right=np.concatenate([right for _, right in parts]).astype(np.int32),
+        ids=(np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20))[chosen],
+        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)[chosen],
+        rows=np.repeat(sizes, sizes).astype(np.int32)[chosen],
+        pad_left=np.concatenate([left for left, _ in parts]).astype(np.int32)[chosen],
+        pad_right=np.concatenate([right for _, right in parts]).astype(np.int32)[chosen],
     )

@@ -16,10 +16,10 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bflo
 """What --dtype takes -> torch's name of the weights' dtype."""
 ATTENTIONS = ("eager", "math", "flash", "efficient", "cudnn", "flex")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-PADDINGS = ("left", "right", "packed")
+PADDINGS = ("left", "right", "packed", "shared")
 KV_DTYPES = ("fp8",)
 PACKABLE = (None, "math", "flash", "efficient", "cudnn")
-"""What --attention may be in packed forwards."""
+"""What --attention may be in packed and shared forwards."""
 ROUTINGS = ("recorded",)
 ENGINES = ("hf", "vllm", "exact")
 AS_RECORDED = "as-recorded"
@@ -56,8 +56,11 @@ class Arm:
     """Attention kernel: one of ATTENTIONS."""
     batch_size: int | None = None
     """Rows of a forward."""
+    batch_tokens: int | None = None
+    """Most tokens of a forward, padding among them; rows of like length go together."""
     padding: str | None = None
-    """Side of the padding, left or right; `packed`: rows of like length end to end, without padding."""
+    """Side of the padding, left or right; `packed`: rows of like length end to end, without padding; `shared`: so too, and a
+    prompt that several rows have runs once."""
     mode: str = "prefill"
     """`prefill`; `decode`: one token at a time through the KV cache; `chunked:N`: N at a time."""
     kv_dtype: str | None = None
@@ -97,7 +100,11 @@ class Arm:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if not re.fullmatch(r"prefill|decode|chunked:[1-9]\d*", self.mode):
             raise InvalidOption(f"got {self.mode!r}; use prefill, decode or chunked:N", option="mode")
-        for name, value in (("batch_size", self.batch_size), ("threads", self.threads)):
+        for name, value in (
+            ("batch_size", self.batch_size),
+            ("batch_tokens", self.batch_tokens),
+            ("threads", self.threads),
+        ):
             if value is not None and value < 1:
                 raise InvalidOption(f"got {value}; use 1 or more", option=name)
         self._check_engine()
@@ -136,17 +143,27 @@ class Arm:
             )
         for name in ("compile", "padding"):
             value = getattr(self, name)
-            if value in (True, "packed") and not prefill:
+            if value in (True, "packed", "shared") and not prefill:
                 raise InvalidOption(
-                    f"{name}{'' if value is True else ' packed'}: works with {option('mode', 'prefill')} alone"
+                    f"{name}{'' if value is True else f' {value}'}: works with {option('mode', 'prefill')} alone"
                 )
         if self.compile and self.routing:
             raise InvalidOption(
                 "routers inside a compiled backbone cannot be forced; replay routing without it", option="compile"
             )
-        if self.padding == "packed" and self.attention not in PACKABLE:
+        if self.batch_size is not None and self.batch_tokens is not None:
+            raise InvalidOption("bounds a forward, as batch-size does; use one of the two", option="batch_tokens")
+        if self.engine == "vllm" and self.batch_tokens is not None and self.mode.startswith("chunked"):
+            raise InvalidOption(f"is what mode {self.mode} sets; use one of the two", option="batch_tokens")
+        if self.padding == "shared" and self.engine == "exact":
+            raise InvalidOption("engine exact runs each row's own prompt; use left, right or packed", option="padding")
+        if self.padding == "shared" and self.routing:
             raise InvalidOption(
-                f"attention {self.attention}: cannot keep to each row of a packed forward; use math, flash, efficient "
+                "a prompt that runs once cannot take each row's recorded routes; use packed", option="padding"
+            )
+        if self.padding in ("packed", "shared") and self.attention not in PACKABLE:
+            raise InvalidOption(
+                f"attention {self.attention}: cannot keep to each row of a {self.padding} forward; use math, flash, efficient "
                 f"or cudnn, or pad with {option('padding', 'left')} or right"
             )
 
@@ -160,6 +177,11 @@ class Arm:
     def is_identity(self) -> bool:
         """Whether nothing differs from the recording."""
         return not self.changes
+
+    @property
+    def has_batch_shape(self) -> bool:
+        """Whether it says itself which rows go through the model together."""
+        return self.batch_size is not None or self.batch_tokens is not None or self.padding in ("packed", "shared")
 
     @property
     def cached_tokens(self) -> int | None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from ..schemas.errors import CannotReplay
+from .backends.packing import Span
 from .recorded import RecordedRow
 
-LEFT, PACKED = "left", "packed"
+LEFT, RIGHT, PACKED, SHARED = "left", "right", "packed", "shared"
+END_TO_END = (PACKED, SHARED)
+"""Paddings without any."""
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> tokens of a packed forward, where no number of rows is given; a longer row goes alone."""
+"""Device -> tokens of a forward without padding, where no number of rows or tokens is given; a longer row goes alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,16 @@ class PaddedBatch:
     def num_kept(self) -> int:
         """K: positions from the end that hold every response token."""
         return int(self.ids_BW.shape[1] - self.first_B.min())
+
+    @property
+    def before_N(self) -> np.ndarray:
+        """Places of the hidden states that response tokens are predicted from."""
+        return self.scored_N - 1
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Places of prompts and responses, row by row, in the rows laid end to end."""
+        return np.flatnonzero(self.tokens_BW)
 
     @property
     def width(self) -> int:
@@ -84,6 +97,22 @@ class PackedBatch:
         return len(self.ids_W)
 
     @property
+    def spans(self) -> list[Span]:
+        """What attention keeps to itself: each row."""
+        ends = [0, *self.ends_B.tolist()]
+        return [Span(start=start, end=end) for start, end in pairwise(ends)]
+
+    @property
+    def before_N(self) -> np.ndarray:
+        """Places of the hidden states that response tokens are predicted from."""
+        return self.scored_N - 1
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Places of prompts and responses, row by row."""
+        return np.arange(self.width)
+
+    @property
     def scored_N(self) -> np.ndarray:
         """Places of the response tokens, row by row."""
         return _spans(self.ends_B - [len(row.response_ids) for row in self.rows], self.rows)
@@ -96,6 +125,44 @@ class PackedBatch:
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
         """None on either side."""
         return np.zeros(len(self.rows), np.int64), np.zeros(len(self.rows), np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBatch(PackedBatch):
+    """One forward of prompts, each once, and of all responses to it end to end behind it."""
+
+    prompts_B: np.ndarray
+    """[B, 2] int64: first place of each row's prompt, and the place after its last."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What attention keeps to itself: each prompt, and each response with its prompt before it."""
+        prompts = [(start, end) for start, end in self.prompts_B.tolist()]
+        found = [Span(start=start, end=end) for start, end in dict.fromkeys(prompts)]
+        for row, end, prompt in zip(self.rows, self.ends_B.tolist(), prompts, strict=True):
+            if len(row.response_ids):
+                found.append(Span(start=end - len(row.response_ids), end=end, prefix=prompt))
+        return sorted(found, key=lambda span: span.start)
+
+    @property
+    def before_N(self) -> np.ndarray:
+        """Places of the hidden states that response tokens are predicted from: of a first one, the prompt's last."""
+        before_N = self.scored_N - 1
+        lengths_B = np.array([len(row.response_ids) for row in self.rows])
+        first_B = np.cumsum(lengths_B) - lengths_B
+        before_N[first_B[lengths_B > 0]] = self.prompts_B[lengths_B > 0, 1] - 1
+        return before_N
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Places of prompts and responses, row by row; a prompt's are those of several rows."""
+        return np.concatenate(
+            [
+                part
+                for row, end, (start, stop) in zip(self.rows, self.ends_B, self.prompts_B, strict=True)
+                for part in (np.arange(start, stop), np.arange(end - len(row.response_ids), end))
+            ]
+        )
 
 
 ForwardBatch = PaddedBatch | PackedBatch
@@ -111,16 +178,24 @@ def forwards(
     pad_id: int,
     *,
     batch_size: int | None = None,
+    batch_tokens: int | None = None,
     padding: str = LEFT,
     device: str = "cpu",
 ) -> list[ForwardBatch]:
     """Put rows together as they were recorded, or `batch_size` at a time in the same order and width.
 
-    With `padding` right, every row begins at place 0 and the padding follows its response. With `packed`, rows of like
-    length lie end to end, up to the device's PACKED_TOKENS or `batch_size` rows a forward.
+    With `batch_tokens`, rows of like length go together, no more than give so many tokens with their padding; a longer row
+    goes alone. With `padding` right, every row begins at place 0 and the padding follows its response. With `packed`, rows
+    of like length lie end to end, up to `batch_tokens`, `batch_size` rows, or the device's PACKED_TOKENS a forward; with
+    `shared`, rows with the same prompt have it once.
     """
+    most = batch_tokens or PACKED_TOKENS[device]
+    if padding == SHARED:
+        return [_shared(group) for group in _prompt_groups(rows, batch_size, most)]
     if padding == PACKED:
-        return [_packed(group) for group in _packs(rows, batch_size, PACKED_TOKENS[device])]
+        return [_packed(group) for group in _packs(rows, batch_size, most)]
+    if batch_tokens is not None:
+        return [_padded(group, pad_id, padding, is_tight=True) for group in _bounded(rows, batch_tokens, padding)]
     groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
     if batch_size is not None:
         by_writer = [list(group) for _, group in groupby(rows, key=lambda row: row.writer)]
@@ -133,10 +208,14 @@ def _spans(starts_B: np.ndarray, rows: Sequence[RecordedRow]) -> np.ndarray:
     return np.concatenate([np.arange(start, start + n) for start, n in zip(starts_B, lengths, strict=True)])
 
 
-def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str) -> PaddedBatch:
+def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
+    """Of the recorded width, or as narrow as it can be."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
-    after = max(len(row.response_ids) + row.pad_right for row in rows)
-    ids_BW = np.full((len(rows), before + after), pad_id, np.int64)
+    width = before + max(len(row.response_ids) + row.pad_right for row in rows)
+    if is_tight:
+        before = max(len(row.prompt_ids) for row in rows)
+        width = _width(rows, padding)
+    ids_BW = np.full((len(rows), width), pad_id, np.int64)
     mask_BW = np.zeros_like(ids_BW)
     first_B = np.zeros(len(rows), np.int64)
     for index, row in enumerate(rows):
@@ -163,6 +242,70 @@ def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> It
         tokens += row.num_tokens
     if pack:
         yield pack
+
+
+def _width(rows: Sequence[RecordedRow], padding: str) -> int:
+    """Tokens that the longest of these rows takes, where all are padded."""
+    if padding == RIGHT:
+        return max(row.num_tokens for row in rows)
+    return max(len(row.prompt_ids) for row in rows) + max(len(row.response_ids) for row in rows)
+
+
+def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[list[RecordedRow]]:
+    """Rows that go together: the longest first, no more than give `most` tokens with their padding."""
+    part: list[RecordedRow] = []
+    for row in sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids))):
+        if part and (len(part) + 1) * _width([*part, row], padding) > most:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
+
+
+def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
+    """Rows that share a forward: those of a prompt beside each other, each prompt counted once a forward."""
+    by_prompt: dict[bytes, list[RecordedRow]] = {}
+    for row in rows:
+        by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(row)
+    part: list[RecordedRow] = []
+    tokens, prompt_before = 0, None
+    for prompt, group in by_prompt.items():
+        for row in group:
+            added = row.num_tokens if prompt != prompt_before else len(row.response_ids)
+            full = len(part) == batch_size if batch_size is not None else tokens + added > most
+            if part and full:
+                yield part
+                part, tokens, added = [], 0, row.num_tokens
+            part.append(row)
+            tokens, prompt_before = tokens + added, prompt
+    if part:
+        yield part
+
+
+def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
+    """Rows of which those with one prompt lie beside each other."""
+    ids, positions, prompts, ends = [], [], [], []
+    place, prompt_before = 0, None
+    for row in rows:
+        length = len(row.prompt_ids)
+        if (prompt := row.prompt_ids.tobytes()) != prompt_before:
+            ids.append(row.prompt_ids)
+            positions.append(np.arange(length))
+            prompt_place, prompt_before = (place, place + length), prompt
+            place += length
+        ids.append(row.response_ids)
+        positions.append(np.arange(length, row.num_tokens))
+        place += len(row.response_ids)
+        prompts.append(prompt_place)
+        ends.append(place)
+    return SharedBatch(
+        rows=tuple(rows),
+        ids_W=np.concatenate(ids).astype(np.int64),
+        positions_W=np.concatenate(positions),
+        ends_B=np.array(ends, np.int64),
+        prompts_B=np.array(prompts, np.int64),
+    )
 
 
 def _packed(rows: Sequence[RecordedRow]) -> PackedBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head"}
+_NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
 """Fields that tell how a pass came about, and decide no number."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,14 @@ from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
 from .differences import differences
 from .loaded import LoadedModel
-from .meter import Meter
+from .meter import Meter, Told, untold
+from .plan import ArmCount, Pace, ReplayPlan, extents
 from .recorded import RecordedRow, RecordedRun
-from .results import ReplayedStep, ReplayedSteps
+from .results import GroupSums, ReplayedStep, ReplayedSteps
+from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
 from .scorers import Scorer, scorer_of
+from .together import FORWARDS, JoinedScoring, Rows, joined_steps
 
 
 @dataclass(slots=True)
@@ -35,16 +39,28 @@ class _Wanted:
     scorer: Scorer
     target: ArmPass
     steps: list[int]
-    done: set[int]
-    """Steps that the trace has of this arm already."""
+    there: dict[int, set[str] | None]
+    """Step -> the sequences that the trace has of this arm already; None for all."""
     work: int
     """Of one step, as `meter.work` counts."""
+    is_replaced: bool
+    """Whether what the trace has of it is removed first."""
+
+    def lacks(self, step: int, seq_id: str) -> bool:
+        """Whether the trace does not have a sequence of this arm."""
+        there = self.there.get(step, set())
+        return there is not None and seq_id not in there
+
+    def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
+        """Those rows of a step that the trace does not have of this arm."""
+        return [row for row in rows if self.lacks(step, row.seq_id)]
 
 
 def replay(
     trace: str | os.PathLike[str],
     *,
     steps: str = "all",
+    sample: str | float | None = None,
     as_recorded: bool = False,
     arm: Sequence[str | Arm] = (),
     arm_file: str | os.PathLike[str] | None = None,
@@ -53,7 +69,9 @@ def replay(
     capture: str = "logprobs",
     capture_fraction: float = 1.0,
     force: bool = False,
+    dry_run: bool = False,
     progress: Progress = no_progress,
+    at_estimate: Callable[[ReplayPlan], None] | None = None,
     **changes: Any,
 ) -> ReplayedSteps:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
@@ -65,6 +83,10 @@ def replay(
     stands for other changes. One model is in memory at a time, and arms that can share it do. `as_recorded` says that
     nothing else is wanted, and refuses a change.
 
+    `sample` scores a random share of the sequences alone (below 1), or so many of them (from 1 on): whole groups of a prompt,
+    spread over the steps, the same ones every time. A larger one adds to what is there. Forwards as they were recorded run
+    whole in any case, since other neighbours would give other bits; arms with a batch shape of their own run the sample.
+
     `model_factory`, as `module:function`, builds the model where transformers does not know its class. `weights_from` is the
     folder of the run's checkpoints, where the trace has no weights of its own.
 
@@ -74,6 +96,9 @@ def replay(
     `capture` keeps more than each token's logprob (`topk:K`, `logits`, or `hidden`, the last hidden states), for the
     share `capture_fraction` of the sequences: the same ones as in a recording. The logprobs are the same bits with it.
 
+    `dry_run` writes nothing: it scores the first rows under each arm, and the result's `plan` says what each arm still has to
+    do and how long that takes. `at_estimate` is given the plan of a replay once the first rows are scored, at their pace.
+
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     arms = _arms(arm, arm_file, changes)
@@ -81,8 +106,16 @@ def replay(
         raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
-    wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction))
-    results = ReplayedSteps()
+    drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
+    wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction), drawn)
+    plan = _plan(run, wanted, drawn)
+    if dry_run:
+        return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
+    for entry in wanted:
+        if entry.is_replaced:
+            entry.target.remove()
+    results = ReplayedSteps(sample=drawn, plan=plan)
+    told = _Telling(plan, at_estimate)
     held: dict[int, bool] = {}
     # Sealing what an arm added takes about as long as a step in one forward.
     sealing = min(entry.work for entry in wanted)
@@ -90,7 +123,9 @@ def replay(
     with progress("replaying", total) as advance:
         try:
             for group in _by_key(wanted):
-                results.extend(_group(run, group, held, advance))
+                for step, sums in _group(run, group, held, advance, drawn, told):
+                    results.append(step)
+                    results.groups.extend(sums)
         finally:
             for entry in wanted:
                 entry.target.close()
@@ -111,8 +146,11 @@ def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, c
     return arms
 
 
-def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, capture: Capture) -> list[_Wanted]:
+def _wanted(
+    run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, capture: Capture, sample: Sample | None
+) -> list[_Wanted]:
     """What is to be done of each arm; everything that can be refused is, before anything is removed."""
+    steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first, device = run.step(steps[0]), _device()
     contract = _contract(run, steps[0], first)
     scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
@@ -126,27 +164,97 @@ def _wanted(run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, ca
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm, capture)
         serves_others = arm.is_identity and len(arms) > 1
-        done = set() if force and not serves_others else set(target.steps)
-        if done and target.has_other_changes:
+        is_replaced = force and not serves_others
+        there = {} if is_replaced else _there(run, target, steps)
+        if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} is there already with other changes; choose a name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
-        left = [step for step in steps if step not in done]
+        left = [step for step in steps if _lacks(there, step, sample)]
         if not serves_others:
             asked.append((target, left))
-        # The identity arm comes with every step that another arm has: its bits are what that arm is judged by.
-        asked_steps = steps if arm.is_identity else left
-        wanted.append(_Wanted(scorer, target, asked_steps, done, scorer.work(first)))
+        # The identity arm comes with every step that another arm has: its bits are what that arm is judged by. An estimate
+        # is of the whole sample, with what there is of it.
+        asked_steps = steps if arm.is_identity or sample is not None else left
+        rows = first if sample is None else scorer.together(sample.drawn(steps[0], first), first)
+        wanted.append(_Wanted(scorer, target, asked_steps, there, scorer.work(rows), is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} has all of these steps already; look at it (tim-trace stats RUN --pair {name}:train), or replace it with "
-            f"{option('force')}"
+            f"{name} has all of these {'steps' if sample is None else 'sequences'} already; look at it (tim-trace stats RUN "
+            f"--pair {name}:train), or replace it with {option('force')}"
         )
-    for entry in wanted:
-        if force and not entry.done:
-            entry.target.remove()
     return wanted
+
+
+class _Telling:
+    """Tells a plan once, at the pace of the first rows."""
+
+    def __init__(self, plan: ReplayPlan, at_estimate: Callable[[ReplayPlan], None] | None):
+        self._plan, self._at_estimate = plan, at_estimate
+        self.pace = Pace(self._tell)
+        self.loaded: LoadedModel | None = None
+
+    def _tell(self, tokens_per_s: float) -> None:
+        if self._at_estimate is not None:
+            self._at_estimate(self._plan.at(tokens_per_s, self.loaded.load_s if self.loaded else 0.0))
+
+
+def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
+    """What each arm still has to do."""
+    counts = [
+        ArmCount(
+            entry.scorer.arm.name,
+            entry.lacks,
+            sample=sample,
+            keeps_batches=entry.scorer.keeps_batches,
+            weights_version=entry.scorer.arm.weights_version,
+        )
+        for entry in wanted
+    ]
+    steps = [set(entry.steps) for entry in wanted]
+    for step, rows in extents(run, sorted(set().union(*steps))):
+        for count, own in zip(counts, steps, strict=True):
+            if step in own:
+                count.add(step, rows)
+    return ReplayPlan(count.plan for count in counts)
+
+
+def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
+    """The plan at the pace that each arm has with the first rows, scored twice: a first forward takes longer."""
+    measured: dict[str, tuple[float, float]] = {}
+    to_do = {arm.arm for arm in plan if arm.num_tokens}
+    for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
+        loaded = LoadedModel(run.weights)
+        try:
+            for entry in group:
+                rows = run.step(entry.steps[0])
+                check_tokens(rows, run.model["config"])
+                drawn = rows if sample is None else sample.drawn(entry.steps[0], rows)
+                first = entry.scorer.first(entry.scorer.together(drawn, rows))
+                paces: list[float] = []
+                for _ in range(2):
+                    pace = Pace(paces.append)
+                    loaded.score(entry.scorer, first, pace.watching(untold, sum(row.num_tokens for row in first)))
+                measured[entry.scorer.arm.name] = paces[-1], loaded.load_s
+        finally:
+            loaded.close()
+    paced = [(arm, *measured.get(arm.arm, (None, None))) for arm in plan]
+    return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s) for arm, tokens_per_s, load_s in paced)
+
+
+def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
+    """Step -> the sequences that the trace has of an arm; None for all."""
+    if not target.is_sample:
+        return dict.fromkeys(target.steps)
+    whole, own = run.sequences(TRAIN, steps), run.sequences(target.name, steps)
+    return {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
+
+
+def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) -> bool:
+    """Whether something is still to be done of a step."""
+    names = there.get(step, set())
+    return names is not None and (sample is None or not names >= sample.steps[step].unit_of.keys())
 
 
 def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
@@ -175,49 +283,121 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
         yield [entry for entry in wanted if entry.scorer.key == key]
 
 
-def _group(run: RecordedRun, group: list[_Wanted], held: dict[int, bool], advance: Advance) -> Iterator[ReplayedStep]:
-    loaded = LoadedModel(run.weights)
+def _group(
+    run: RecordedRun,
+    group: list[_Wanted],
+    held: dict[int, bool],
+    advance: Advance,
+    sample: Sample | None,
+    telling: _Telling,
+) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
+    loaded = telling.loaded = LoadedModel(run.weights)
     try:
-        for step in sorted({step for entry in group for step in entry.steps}):
-            rows = run.step(step)
-            check_tokens(rows, run.model["config"])
-            _check_contract(run, step, rows, group[0].scorer.contract)
-            for entry in group:
-                if step in entry.steps:
-                    meter = Meter(advance, entry.work)
-                    scored = _known(entry, step, rows) or loaded.score(
-                        entry.scorer, _capturing(entry, step, rows), meter.add
-                    )
-                    yield _step(entry, step, scored, held)
-                    meter.finish()
+        for joined in joined_steps(_read(run, group), _most_tokens(group), partial(_num_tokens, sample)):
+            scoring = JoinedScoring(loaded, list(joined))
+            for step in joined:
+                for entry in group:
+                    if step in entry.steps:
+                        meter = Meter(advance, entry.work)
+                        scored = _scored(entry, step, joined, sample, scoring, meter.add, telling.pace)
+                        yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
+                        meter.finish()
     finally:
         loaded.close()
 
 
-def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
-    """The rows, with those marked whose distributions are kept; none of a step that the arm has already."""
+def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:
+    """The steps of arms, checked."""
+    for step in sorted({step for entry in group for step in entry.steps}):
+        rows = run.step(step)
+        check_tokens(rows, run.model["config"])
+        _check_contract(run, step, rows, group[0].scorer.contract)
+        yield step, rows
+
+
+def _most_tokens(group: list[_Wanted]) -> int:
+    """Tokens of steps that are scored together."""
+    return FORWARDS * max(entry.scorer.arm.batch_tokens or 0 for entry in group)
+
+
+def _num_tokens(sample: Sample | None, step: int, rows: list[RecordedRow]) -> int:
+    """Tokens of a step that are wanted."""
+    return sum(row.num_tokens for row in (rows if sample is None else sample.drawn(step, rows)))
+
+
+def _scored(
+    entry: _Wanted,
+    step: int,
+    joined: Rows,
+    sample: Sample | None,
+    scoring: JoinedScoring,
+    told: Told,
+    pace: Pace,
+) -> Scored:
+    """What an arm gives a step's rows, or those of them that are in the sample; what the trace lacks of it is added.
+
+    What it has of the identity arm need not be computed again in the same surroundings.
+    """
+    rows = joined[step]
+    wanted = rows if sample is None else sample.drawn(step, rows)
+    lacking = entry.lacking(step, wanted)
+    new = {row.seq_id for row in lacking}
+    there = [row for row in wanted if row.seq_id not in new]
+    known = Scored()
+    if there and entry.scorer.arm.is_identity:
+        alike = entry.target.scored_alike(step, there, entry.scorer.made_by())
+        if alike is None:
+            lacking, there = wanted, []
+        else:
+            known = alike
+    elif there:
+        known = entry.target.scored(step, there)
+    if not lacking:
+        return known
+    together = _capturing(entry, step, entry.scorer.together(lacking, rows), new)
+    scored = scoring.score(
+        entry.scorer,
+        step,
+        together,
+        lambda later: _still_lacking(entry, later, joined[later], sample),
+        partial(pace.watching, told),
+    )
+    scored = scored if sample is None and not there else scored.only({row.seq_id for row in lacking})
+    if new:
+        own = {} if sample is None else {"sample": sample.contract}
+        entry.target.add(
+            step,
+            scored.only(new) if new < {row.seq_id for row in scored.rows} else scored,
+            entry.scorer.made_by() | own,
+        )
+    if there:
+        scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
+    return scored
+
+
+def _still_lacking(entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None) -> list[RecordedRow]:
+    """What an arm with batches of its own will score of a step."""
+    return entry.lacking(step, rows if sample is None else sample.drawn(step, rows)) if step in entry.steps else []
+
+
+def _capturing(entry: _Wanted, step: int, rows: list[RecordedRow], new: set[str]) -> list[RecordedRow]:
+    """The rows, with those marked whose distributions are kept: of the sequences that are added alone."""
     capture = entry.scorer.capture
-    if not capture.dense or step in entry.done:
+    if not capture.dense or not new:
         return rows
-    return [replace(row, captured=capture.selects(step, row.seq_id)) for row in rows]
-
-
-def _known(entry: _Wanted, step: int, rows: list[RecordedRow]) -> Scored | None:
-    """What the trace has of the identity arm already: it need not be computed again in the same surroundings."""
-    return entry.target.scored_alike(step, rows, entry.scorer.made_by()) if step in entry.done else None
+    return [replace(row, captured=row.seq_id in new and capture.selects(step, row.seq_id)) for row in rows]
 
 
 def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> ReplayedStep:
-    scorer, contract = entry.scorer, entry.scorer.made_by()
-    if step not in entry.done:
-        entry.target.add(step, scored, contract)
+    scorer = entry.scorer
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
     replayed = np.concatenate([value[row.scored] for row, value in pairs])
-    same = recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32)
+    same = _same_bits(recorded, replayed)
     d = replayed.astype(np.float64) - recorded.astype(np.float64)
     if scorer.arm.is_identity:
         held[step] = bool(same.all())
+    is_other = scorer.arm.is_identity and not held[step]
     return ReplayedStep(
         arm=scorer.arm.name,
         step=step,
@@ -226,8 +406,37 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: dict[int, bool]) -> R
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
         max_abs_d=float(np.abs(d).max(initial=0.0)),
         identity_held=held[step],
-        differs=_differs(scorer, scored.rows, contract) if scorer.arm.is_identity and not held[step] else (),
+        differs=_differs(scorer, scored.rows, scorer.made_by()) if is_other else (),
     )
+
+
+def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
+    return np.asarray(recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32))
+
+
+def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None) -> list[GroupSums]:
+    """What the groups of a sampled step add to the arm's numbers."""
+    if sample is None:
+        return []
+    sampled = sample.steps[step]
+    found: dict[str, GroupSums] = {}
+    for row, value in zip(scored.rows, scored.logprobs, strict=True):
+        recorded, replayed = row.logprobs[row.scored], value[row.scored]
+        d = replayed.astype(np.float64) - recorded.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = GroupSums(
+                arm=entry.scorer.arm.name,
+                step=step,
+                weight=sampled.weight,
+                num_sequences=1,
+                num_tokens=len(d),
+                num_equal=int(_same_bits(recorded, replayed).sum()),
+                sum_abs_d=float(np.abs(d).sum()),
+                sum_k3=float((np.expm1(d) - d).sum()),
+            )
+        unit = sampled.unit_of[row.seq_id]
+        found[unit] = found[unit] + sums if unit in found else sums
+    return list(found.values())
 
 
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ class ExactArmScorer(HfScorer):
 
     numerics_of = ExactNumerics
     hears_routers = False
+    keeps_batches = False
+    """Neighbours change no bit."""
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         super().__init__(run, arm, contract, device, capture)

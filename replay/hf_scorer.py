@@ -25,7 +25,7 @@ from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
-from .batching import PACKED, ForwardBatch, forwards, responses
+from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
@@ -40,6 +40,7 @@ class HfScorer:
     """Scores steps under one arm, on a model that arms of the same load key share."""
 
     numerics_of: type[Numerics] = Numerics
+    starts_with_weights = False
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
@@ -86,7 +87,7 @@ class HfScorer:
             device=self.device,
             factory=self.run.model_factory,
         )
-        if self.arm.padding == PACKED and gives_hidden(model):
+        if self.arm.padding in END_TO_END and gives_hidden(model):
             packing.check(model.config)
         return model
 
@@ -162,6 +163,22 @@ class HfScorer:
         projection = Projection(model=model, dtype=self.numerics.projection_dtype, then=then)
         return tap.distributions(projection, self.capture, self.numerics.temperature)
 
+    def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
+        """What goes through the model for some rows `of` a step: with the recorded batches, all rows of theirs."""
+        if not self.keeps_batches:
+            return rows
+        forwards = {(row.writer, row.forward_id) for row in rows}
+        return [row for row in of if (row.writer, row.forward_id) in forwards]
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether rows go through the model with the neighbours that they were recorded with."""
+        return not self.arm.has_batch_shape
+
+    def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
+        """The rows that a pace is measured on: the first forward's."""
+        return list(self._batches(rows)[0].rows)
+
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows."""
         return work([batch.rows for batch in self._batches(rows)], self.arm.cached_tokens)
@@ -182,10 +199,13 @@ class HfScorer:
 
     def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
         largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
-        if self.arm.is_identity or self.arm.batch_size is not None or largest == 1:
+        if self.arm.is_identity or self.arm.batch_size or self.arm.batch_tokens or largest == 1:
+            fewer = option("batch_size", largest // 2)
+            if self.arm.batch_tokens:
+                fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
             raise CannotReplay(
-                f"arm {self.arm.name}: out of memory with {largest} rows a forward; "
-                + ("use a machine with more" if largest == 1 else f"use {option('batch_size', largest // 2)}")
+                f"arm {self.arm.name}: out of memory with {largest} rows a forward; use "
+                + ("a machine with more" if largest == 1 else fewer)
             ) from error
         warnings.warn(
             f"arm {self.arm.name}: out of memory with {largest} rows a forward; going on with {largest // 2}",
@@ -223,9 +243,16 @@ class HfScorer:
             rows,
             pad_id,
             batch_size=self.arm.batch_size or self._rows,
-            padding=self.arm.padding or "left",
+            batch_tokens=self.arm.batch_tokens,
+            padding=self._padding,
             device=self.device,
         )
+
+    @property
+    def _padding(self) -> str:
+        """The arm's; under a bound of tokens the narrower one where no cache wants prompts that end together."""
+        is_tight = self.arm.batch_tokens is not None and self.arm.cached_tokens is None
+        return self.arm.padding or (RIGHT if is_tight else LEFT)
 
     def _forward(self, batch: ForwardBatch) -> Any:
         """Score a forward; the kernels that the first of them uses are noted."""
@@ -265,14 +292,20 @@ class HfScorer:
                 "temperature": arm.temperature or self.contract.get("temperature"),
                 "model": self.contract["model"] | changed,
                 "attention_kernels": sorted(self.kernels),
-                "rows_a_forward": arm.batch_size or self._rows or self.contract.get("rows_a_forward"),
-                "prompt_padding_side": arm.padding or "left",
+                "rows_a_forward": self._rows_a_forward,
+                "prompt_padding_side": self._padding,
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),
                 **self._head_contract(),
             }
         )
+
+    @property
+    def _rows_a_forward(self) -> Any:
+        if self.arm.batch_tokens:
+            return f"up to {self.arm.batch_tokens} tokens"
+        return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
 
     def _head_contract(self) -> Contract:
         """What makes logits of captured hidden states."""

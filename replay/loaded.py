@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from .meter import Told
@@ -21,9 +22,14 @@ class LoadedModel:
         self._shared: Any = None
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
+        self.load_s = 0.0
+        """Seconds that the last version's weights took; 0 where an engine started with them."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], told: Told) -> Scored:
-        """Score each row with its own version's weights, or all with the arm's; `told` gets the shares that are done."""
+        """Score each row with its own version's weights, or all with the arm's.
+
+        `told` gets the shares that are done, and 0 where weights are loaded and scoring starts.
+        """
         if self._model is None:
             self._model = scorer.build()
         if scorer not in self._attached:
@@ -33,6 +39,7 @@ class LoadedModel:
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
             self._put(scorer, version if stale is None else stale, rows[0].attempt)
+            told(0.0)
             chosen = [row for row in rows if row.policy_version == version]
             whole.extend(scorer.score(chosen, partial(_share_of, told, len(chosen) / len(rows))))
         return whole
@@ -47,8 +54,10 @@ class LoadedModel:
 
     def _put(self, scorer: Scorer, version: int, attempt: int | None) -> None:
         if (version, attempt) != self._version:
+            start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
             scorer.put(self._model, self.weights.load(version, attempt))
             self._version = version, attempt
+            self.load_s = 0.0 if is_start else perf_counter() - start
 
 
 def _share_of(told: Told, part: float, share: float) -> None:

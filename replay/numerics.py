@@ -9,7 +9,7 @@ from typing import Any
 from ..schemas.contract import Contract
 from .arms import DTYPES, Arm
 from .backends import packing, trl
-from .batching import PACKED
+from .batching import END_TO_END
 from .settings import autocast_dtype
 
 
@@ -36,7 +36,7 @@ class Numerics:
     @property
     def attention(self) -> str:
         """The model's attention implementation, as transformers names it."""
-        if self.arm.padding == PACKED:
+        if self.arm.padding in END_TO_END:
             return packing.NAME
         recorded = str(self.recorded["model"]["attention"])
         return {None: recorded, "eager": "eager", "flex": "flex_attention"}.get(self.arm.attention, "sdpa")
@@ -52,7 +52,7 @@ class Numerics:
         """Whether the trainer's own code scores: always where it can do what the arm asks."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
-        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
+        shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
         return trl.scores(self.recorded) and not shaped and all(value is None for value in own)
 
     @property

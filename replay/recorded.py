@@ -141,10 +141,26 @@ class RecordedRun:
 
     def unsealed_steps(self, pass_name: str) -> set[int]:
         """The steps that a pass has scores of in the journals of processes that write just now."""
+        return {step for step, _ in self._unsealed(pass_name)}
+
+    def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
+        """Step -> the sequences that a pass has scores of, sealed or not."""
+        wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
+        sealed = self.table(SCORES, wanted, ["step", "seq_id"])
+        found: dict[int, set[str]] = {step: set() for step in steps}
+        for step, seq_id in zip(sealed["step"].to_pylist(), sealed["seq_id"].to_pylist(), strict=True):
+            found[step].add(seq_id)
+        for step, seq_id in self._unsealed(pass_name):
+            if step in found:
+                found[step].add(seq_id)
+        return found
+
+    def _unsealed(self, pass_name: str) -> list[tuple[int, str]]:
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
-            return set()
-        return set(journal.filter(pc.equal(journal["pass"], pass_name))["step"].to_pylist())
+            return []
+        rows = journal.filter(pc.equal(journal["pass"], pass_name))
+        return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
         """A contract by its hash."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..schemas.results import Table
+from .plan import ReplayPlan
+from .sample import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,39 @@ class ReplayedArm:
     """Steps in which replaying as recorded gave every bit back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSums:
+    """What one group of a sampled step adds to an arm's numbers; d = replay - train, nats."""
+
+    arm: str
+    step: int
+    weight: float
+    """Groups of the step that it stands for."""
+    num_sequences: int
+    num_tokens: int
+    num_equal: int
+    sum_abs_d: float
+    sum_k3: float
+    """Of exp(d) - 1 - d."""
+
+    def __add__(self, other: GroupSums) -> GroupSums:
+        added = ("num_sequences", "num_tokens", "num_equal", "sum_abs_d", "sum_k3")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in added})
+
+
 class ReplayedSteps(list[ReplayedStep], Table):
     """Every step under every arm."""
+
+    def __init__(
+        self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
+    ):
+        super().__init__(steps)
+        self.plan = ReplayPlan() if plan is None else plan
+        """What was to be done; with its time after a dry run."""
+        self.sample = sample
+        """What was drawn, where a sample alone was scored: steps then hold the sample's numbers."""
+        self.groups: list[GroupSums] = []
+        """Of each group of the sample under each arm."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,20 @@ class Scored:
     """Each captured row's, by the sequence's name."""
     routing: list[Routing] = field(default_factory=list)
     """What each row's tokens were routed to; empty where the recorded pass has no routing, or nobody listened."""
+    kept: np.ndarray | None = None
+    """Places of `rows` among those of `batches`; None where they are the same."""
+
+    def only(self, names: Container[str]) -> Scored:
+        """The same of the sequences of these names."""
+        kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
+        return Scored(
+            rows=[self.rows[place] for place in kept],
+            logprobs=[self.logprobs[place] for place in kept],
+            batches=self.batches,
+            distributions={name: value for name, value in self.distributions.items() if name in names},
+            routing=[self.routing[place] for place in kept] if self.routing else [],
+            kept=kept if self.kept is None else self.kept[kept],
+        )
 
     def extend(self, part: Scored) -> None:
         """Take in what other rows of the step were given."""

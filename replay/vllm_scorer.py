@@ -22,9 +22,15 @@ from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
 
+_PROBE_ROWS = 32
+"""Rows that a pace is measured on."""
+
 
 class VllmScorer:
     """Scores steps with a vLLM engine of the recorded arguments, changed by the arm."""
+
+    keeps_batches = False
+    starts_with_weights = True
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
@@ -74,6 +80,14 @@ class VllmScorer:
         arguments["dtype"] = self.dtype
         if self.arm.batch_size is not None:
             arguments["max_num_seqs"] = self.arm.batch_size
+        if self.arm.batch_tokens is not None:
+            # No more sequences at a time than tokens: vLLM refuses that.
+            most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
+            arguments |= {
+                "max_num_batched_tokens": self.arm.batch_tokens,
+                "enable_chunked_prefill": True,
+                "max_num_seqs": most,
+            }
         if self.arm.prefix_caching is not None:
             arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
         if self.arm.kv_dtype is not None:
@@ -102,6 +116,14 @@ class VllmScorer:
     def detach(self) -> None:
         """Let go of the engine."""
         self._engine = None
+
+    def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
+        """What goes through the engine for some rows `of` a step: these alone."""
+        return rows
+
+    def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
+        """The rows that a pace is measured on."""
+        return rows[:_PROBE_ROWS]
 
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows, which the engine batches as it likes."""

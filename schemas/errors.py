@@ -144,6 +144,16 @@ class ColumnsLeftOut(TimTraceWarning):
     """A table is wider than the terminal; the message names the columns that are not shown."""
 
 
+class SampleWarning(TimTraceWarning):
+    """A pass that was asked for has scores of a sample of the sequences alone."""
+
+
+def tell_samples(sentences: Iterable[str]) -> None:
+    """Warn of passes that are a sample, a sentence each, as the caller of who calls this."""
+    for sentence in sentences:
+        warnings.warn(sentence, SampleWarning, stacklevel=_depth())
+
+
 def tell_damage(sentences: Iterable[str]) -> None:
     """Warn of what is damaged or missing, a sentence each, as the caller of who calls this."""
     for sentence in sentences:

@@ -16,6 +16,7 @@ from ..info import attempts
 from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, why_nothing
+from ..trace.samples import tell_sampled
 from ..trace.source import Pair
 from .detectors import find
 from .notes import notes
@@ -54,6 +55,7 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
 
     Raises NothingToCompare when the passes share no token.
     """
+    tell_sampled(database, pair)
     sums = _sums(database, pair)
     sample = _sample(database, pair)
     if not sample.mask.any():

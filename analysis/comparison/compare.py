@@ -17,6 +17,7 @@ from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
+from ..trace.samples import tell_sampled
 from ..trace.sampling import tokens_by_step
 from .comparison import KINDS, Comparison, RunDifference
 from .sequences import logprob_differences, sequence_differences
@@ -46,6 +47,8 @@ def compare(
     """
     names = parse_pair(pair)
     of_a, of_b = opened(a, steps), opened(b, steps)
+    for database in (of_a, of_b):
+        tell_sampled(database, names)
     with progress("comparing runs", 4) as advance:
         series_a, series_b = (read_series(database, pair=names) for database in (of_a, of_b))
         shared = sorted(tokens_by_step(of_a).keys() & tokens_by_step(of_b).keys())

@@ -11,6 +11,7 @@ from ...schemas.passes import REPLAY_PREFIX
 from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.database import Database, quoted
+from ..trace.samples import tell_sampled
 from ..trace.source import Pair
 from .diagnosis import ReplayEffect
 
@@ -32,6 +33,7 @@ _ENGINE_ALONE = {"engine", "mode"}
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
     """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
     found, own_engines = [], _own_engines(database, pair[1])
+    tell_sampled(database, set(passes) - {*pair})
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
             continue

@@ -13,6 +13,7 @@ from ...tracer.progress import Progress, no_progress
 from ..statement import Statement
 from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
+from ..trace.samples import tell_sampled
 from . import changes, laws, lead_lag
 from .changes import ChangePoint
 from .laws import entropy_law, growths
@@ -46,6 +47,7 @@ def dynamics(
     """
     names = parse_pair(pair)
     database = opened(trace, steps)
+    tell_sampled(database, names)
     source = database.sources[0]
     with database.telling(progress):
         series = read_series(database, pair=names)

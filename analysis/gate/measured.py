@@ -30,6 +30,7 @@ from ..statistics.intervals import (
 from ..stats import stats
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, quoted_pair, why_nothing
+from ..trace.samples import tell_sampled
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 
@@ -98,6 +99,7 @@ class Run:
     def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         """Numbers of a framework, with the jackknife's intervals. Tokens are read once, for what each sequence adds."""
         database = Database(self._trace)
+        tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names) as rows:
             numbers = framework.numbers(database, self._names, "run")

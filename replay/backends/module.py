@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.errors import CannotReplay
 from ..arms import Arm
-from ..batching import PaddedBatch
+from ..batching import END_TO_END, PaddedBatch
 from .head import Head
 
 _OF_TRANSFORMERS = ("attention", "lm_head", "mode", "kv_dtype")
@@ -28,7 +28,7 @@ class ModuleScorer:
     def __init__(self, model: Any, head: Head, arm: Arm):
         """Raises CannotReplay for what such a model cannot do."""
         wrong = [name.replace("_", "-") for name in _OF_TRANSFORMERS if name in arm.changes]
-        wrong += ["padding packed"] if arm.padding == "packed" else []
+        wrong += [f"padding {arm.padding}"] if arm.padding in END_TO_END else []
         if wrong:
             raise CannotReplay(
                 f"{wrong[0]}: the model factory's model gives logits alone, so that this cannot be changed; give it "

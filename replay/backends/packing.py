@@ -1,4 +1,4 @@
-"""Attention over rows that lie end to end in one forward: each row sees itself alone.
+"""Attention over rows that lie end to end in one forward: each row sees itself alone, and the prompt that it shares.
 
 Shapes: N heads, G key-value heads, W width of the forward, D head width.
 """
@@ -22,12 +22,21 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Places of a forward whose tokens attend to each other and to a prefix."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] | None = None
+    """First place of what lies before them in their row, and the place after its last; None where nothing does."""
+
+
 @dataclass(slots=True)
-class RowEnds:
+class RowSpans:
     """Which row is where in a packed forward."""
 
-    ends: Sequence[int]
-    """Place after each row's last token."""
+    spans: Sequence[Span]
     num_attentions: int = 0
     """Attention layers that kept to the rows."""
 
@@ -40,7 +49,7 @@ def check(config: Any) -> None:
         raise _cannot(f"{text.model_type} has layers of other kinds ({', '.join(sorted(kinds))})")
 
 
-def check_all(rows: RowEnds, config: Any) -> None:
+def check_all(rows: RowSpans, config: Any) -> None:
     """Raise CannotReplay when a forward had layers that know nothing of rows."""
     layers = config.get_text_config().num_hidden_layers
     if rows.num_attentions != layers:
@@ -49,29 +58,44 @@ def check_all(rows: RowEnds, config: Any) -> None:
 
 def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
-    packed: RowEnds, scaling: float | None = None, **more: Any,
+    packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """scaled_dot_product_attention, causal, row by row; [1, W, N, D]."""
+    """scaled_dot_product_attention, causal, row by row, each after the prefix that it has; [1, W, N, D]."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]
     if special:
         raise _cannot(f"its attention has {special[0]}")
-    parts, start = [], 0
+    parts = []
     grouped = query_1NWD.shape[1] != key_1GWD.shape[1]
-    for end in packed.ends:
-        query, key, value = (states[:, :, start:end] for states in (query_1NWD, key_1GWD, value_1GWD))
+    for span in packed.spans:
+        own = slice(span.start, span.end)
+        query, key, value = (states[:, :, own] for states in (query_1NWD, key_1GWD, value_1GWD))
+        mask = None
+        if span.prefix is not None:
+            prefix = slice(*span.prefix)
+            key, value = (
+                torch.cat([states[:, :, prefix], part], dim=2)
+                for states, part in ((key_1GWD, key), (value_1GWD, value))
+            )
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            mask = mask.tril(key.shape[2] - query.shape[2])
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=end - start > 1, scale=scaling, enable_gqa=grouped
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None and query.shape[2] > 1,
+                scale=scaling,
+                enable_gqa=grouped,
             )
         )
-        start = end
     packed.num_attentions += 1
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _cannot(why: str) -> CannotReplay:
     return CannotReplay(
-        f"padding packed: cannot be done for this model: {why}; use {option('padding', 'left')} or right"
+        f"padding packed or shared: cannot be done for this model: {why}; use {option('padding', 'left')} or right"
     )

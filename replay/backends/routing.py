@@ -111,12 +111,13 @@ def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
     """What was heard, cut into the batch's rows; each call of a router took a part of the width."""
     import torch
 
-    cells_BW = torch.from_numpy(batch.tokens_BW)
+    places_N = torch.from_numpy(batch.places_N)
+    num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]
 
     def cut(values: Sequence[Any]) -> Sequence[Any]:
-        wide = torch.cat([part.unflatten(0, (len(cells_BW), -1)) for part in values], dim=1)
-        return wide[cells_BW.to(wide.device)].cpu().split(lengths)  # type: ignore[no-any-return]
+        wide = torch.cat([part.unflatten(0, (num_rows, -1)) for part in values], dim=1).flatten(0, 1)
+        return wide[places_N.to(wide.device)].cpu().split(lengths)  # type: ignore[no-any-return]
 
     ids, weights = cut([part.expert_ids for part in parts]), cut([part.expert_weights for part in parts])
     return [Routing(expert_ids=one, expert_weights=other) for one, other in zip(ids, weights, strict=True)]

@@ -57,10 +57,9 @@ class HiddenTap:
         hidden_BWH = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         hidden_PH = hidden_BWH.flatten(0, 1)
         found = {}
-        for row, places_T in zip(self._batch.rows, responses(self._batch, self._batch.scored_N), strict=True):
+        for row, places_T in zip(self._batch.rows, responses(self._batch, self._batch.before_N), strict=True):
             if row.captured:
-                # The token at a place is predicted from the hidden state before it.
-                rows_TH = hidden_PH[torch.from_numpy(places_T - 1).to(hidden_PH.device)]
+                rows_TH = hidden_PH[torch.from_numpy(places_T).to(hidden_PH.device)]
                 found[row.seq_id] = projection.distribution([rows_TH], capture, temperature, "cpu")
         return found
 

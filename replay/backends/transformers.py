@@ -58,9 +58,8 @@ class TransformersScorer:
         with keep_double() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            scored_N = torch.from_numpy(batch.scored_N).to(self._device)
-            # The token at a place is predicted from the hidden state before it.
-            return self._head.logprobs(self._model, hidden_WH[scored_N - 1], ids_W[scored_N])
+            scored_N, before_N = (torch.from_numpy(part).to(self._device) for part in (batch.scored_N, batch.before_N))
+            return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
 
     @property
     def backbone(self) -> Any:
@@ -88,7 +87,7 @@ class TransformersScorer:
 
         ids_W = torch.from_numpy(batch.ids_W).to(self._device)
         positions_W = torch.from_numpy(batch.positions_W).to(self._device)
-        rows = packing.RowEnds(batch.ends_B.tolist())
+        rows = packing.RowSpans(batch.spans)
         output = self._backbone(input_ids=ids_W[None], position_ids=positions_W[None], packed=rows)
         packing.check_all(rows, self._model.config)
         return output.last_hidden_state[0], ids_W

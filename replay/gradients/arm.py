@@ -41,7 +41,7 @@ class GradientArm:
         if wrong:
             raise InvalidOption(
                 f"arm {wrong[0]}: has no backward here; with gradients go dtype, quantize, lm-head, logits-dtype, "
-                "attention, batch-size, padding, threads, deterministic, temperature, weights-version, logprobs and "
+                "attention, batch-size, batch-tokens, padding, threads, deterministic, temperature, weights-version, logprobs and "
                 f"correction; or replay it, and use its logprobs: --arm logprobs=replay/{self.forward.name}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):

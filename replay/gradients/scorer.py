@@ -77,8 +77,8 @@ class GradientScorer(HfScorer):
 
     def _half(self, rows: Sequence[LossRow], error: BaseException) -> int:
         largest = self._rows or max(len(batch.rows) for batch, _ in self._forwards(rows))
-        if largest == 1 or self.arm.batch_size is not None:
-            way_out = "use a machine with more" if largest == 1 else "use batch-size with fewer"
+        if largest == 1 or self.arm.batch_size is not None or self.arm.batch_tokens is not None:
+            way_out = "use a machine with more" if largest == 1 else "use batch-size or batch-tokens with fewer"
             raise CannotReplay(
                 f"arm {self.arm.name}: out of memory with {largest} rows a forward; {way_out}"
             ) from error

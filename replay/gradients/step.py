@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...tracer.staging import to_numpy
-from ..batching import PACKED, ForwardBatch, responses
+from ..batching import ForwardBatch, responses
 from ..differences import differences
 from .arm import GradientArm
 from .loss import StepLoss
@@ -82,7 +82,7 @@ class StepPasses:
         """The gradient, and what is kept of its micro-batches; in one run where the arm's own forwards are these."""
         recorded = list(self.update.places.values())
         parts = self.update.parts(self._micro_batches) if self._micro_batches else []
-        own_shape = scorer.arm.batch_size is not None or scorer.arm.padding == PACKED
+        own_shape = scorer.arm.has_batch_shape
         if parts and (own_shape or len(parts) == len(recorded) or not self.update.composition_known):
             return self._run(sums, scorer, loss, parts, seen, is_whole=True)
         total, _ = self._run(sums, scorer, loss, recorded, seen, is_whole=True, keeps=False)

@@ -286,9 +286,12 @@ def test_kinds_of_modules_add_up_to_the_model(loop):
 
 
 def test_other_batch_shapes_and_kernels_change_little_and_double_precision_least(loop):
-    texts = ["batch-size=1", "attention=math", "padding=packed", "dtype=fp64", "quantize=int4", "weights-version=0"]
+    texts = [
+        "batch-size=1", "batch-tokens=64", "attention=math", "padding=packed", "padding=shared", "dtype=fp64", "quantize=int4",
+        "weights-version=0",
+    ]  # fmt: skip
     found = {step.arm: step.whole for step in gradient(loop[0], steps="3", arm=texts).steps}
-    for name in ("batch-size-1", "math", "padding-packed", "fp64"):
+    for name in ("batch-size-1", "batch-tokens-64", "math", "padding-packed", "padding-shared", "fp64"):
         assert found[name].bias < 1e-4 * found[name].norm
         assert found[name].cosine == pytest.approx(1, abs=1e-8)
     assert found["int4"].bias > 1e-3 * found["int4"].norm

@@ -416,6 +416,12 @@ def test_out_of_memory_stops_where_the_batch_shape_is_the_arm(rows, changes):
         scorer.score(recorded)
 
 
+def test_a_bound_of_tokens_is_not_lowered_by_itself():
+    scorer, recorded = scarce(3, batch_tokens=4096)
+    with pytest.raises(CannotReplay, match=r"out of memory with \d+ rows a forward; use batch_tokens=2048"):
+        scorer.score(recorded)
+
+
 def test_finished_steps_are_not_done_again(trace):
     assert [result.step for result in replay(trace, steps="2", dtype="bf16") if result.arm == "bf16"] == [2]
     assert [result.step for result in replay(trace, steps="all", dtype="bf16") if result.arm == "bf16"] == [1, 3]
@@ -646,9 +652,32 @@ def test_a_look_that_one_arm_takes_counts_for_the_others(tmp_path):
         def unsealed_steps(self, name):
             return ()
 
+        def sequences(self, name, steps):
+            return {step: {"sequence"} & {"sequence" for seen in self.seen if seen == step} for step in steps}
+
     run = Run()
     first, second = (ArmPass(run, SimpleNamespace(name=name)) for name in "ab")
     assert not second._has_now(2)
     run.added, run.is_alive = {2}, False
     first._has_now(1)
     assert second._has_now(2)
+
+
+@pytest.mark.slow
+def test_vllm_under_a_bound_of_tokens_gives_the_same_and_says_so(tmp_path):
+    from grouped import record_groups, tiny_model
+
+    trace = record_groups(tmp_path / "run", tiny_model(head_dim=32, max_position_embeddings=256), steps=2)
+    done = tim_trace(
+        "replay", trace, "--engine", "vllm", "--batch-tokens", "64", "--sample", "0.5", "--arm", "dtype=fp64"
+    )
+    assert done.code == 0, done.stderr[-3000:]
+    ((distance, count),) = rows(
+        trace, "SELECT max_abs_d, num_tokens FROM pair_runs('replay/vllm+batch-tokens-64', 'replay/fp64')"
+    )
+    assert distance < 1e-5
+    assert count > 100
+    query = (
+        "SELECT contract_json ->> '$.engine_arguments.max_num_batched_tokens' FROM passes WHERE pass LIKE '%tokens-64'"
+    )
+    assert rows(trace, query) == [("64",)]

@@ -1,0 +1,220 @@
+"""Replaying a random share of the groups."""
+
+import json
+
+import numpy as np
+import pytest
+from builders import tim_trace
+from grouped import record_groups
+from hypothesis import given
+from hypothesis import strategies as st
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.info import info
+from tim_trace.analysis.replay_estimates import estimates, replay_estimates
+from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.database import connect
+from tim_trace.replay.engine import replay
+from tim_trace.replay.results import GroupSums
+from tim_trace.replay.sample import SEED, parse_sample, places
+from tim_trace.schemas.errors import InvalidOption, SampleWarning
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return record_groups(tmp_path / "run")
+
+
+def scores(trace, name):
+    query = f"SELECT step, seq_id, logprobs FROM scores WHERE pass = 'replay/{name}' ORDER BY ALL"
+    return {(step, seq_id): values for step, seq_id, values in connect(trace).execute(query).fetchall()}
+
+
+def groups_of(trace, name):
+    query = f"""SELECT step, group_id, count(*) FROM scores JOIN sequences USING (step, seq_id)
+                WHERE pass = 'replay/{name}' GROUP BY ALL ORDER BY ALL"""
+    return connect(trace).execute(query).fetchall()
+
+
+def test_a_sample_has_whole_groups_of_every_step_and_the_bits_of_the_whole(trace, tmp_path):
+    arms = ["dtype=bf16", "batch-size=1", "padding=packed", "engine=exact"]
+    whole = record_groups(tmp_path / "whole")
+    replay(whole, arm=arms)
+    results = replay(trace, sample=0.34, arm=arms)
+    assert results.sample.num_groups == 18
+    for name in ("as-recorded", "bf16", "batch-size-1", "exact"):
+        found, all_of_them = scores(trace, name), scores(whole, name)
+        assert 0 < len(found) < len(all_of_them)
+        assert all(values == all_of_them[key] for key, values in found.items()), name
+    for name in ("as-recorded", "padding-packed"):
+        found = groups_of(trace, name)
+        assert {step for step, _, _ in found} == {0, 1, 2}
+        assert {size for _, _, size in found} == {4}
+        assert len(found) in (6, 7)
+
+
+def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, monkeypatch):
+    from tim_trace.replay.hf_scorer import HfScorer
+
+    scored = []
+    score = HfScorer.score
+
+    def counted(self, rows, *told):
+        scored.extend(row.seq_id for row in rows)
+        return score(self, rows, *told)
+
+    monkeypatch.setattr(HfScorer, "score", counted)
+    replay(trace, sample=0.2, batch_size=1)
+    small, first = scores(trace, "batch-size-1"), len(scored)
+    results = replay(trace, sample="16", batch_size=1)
+    larger = scores(trace, "batch-size-1")
+    assert small.items() < larger.items()
+    by_arm = {row.arm: row for row in replay_estimates(results)}
+    assert by_arm["batch-size-1"].num_sequences == len(larger)
+    assert by_arm["as-recorded"].num_groups == by_arm["batch-size-1"].num_groups == len(larger) // 4
+    monkeypatch.undo()
+    with pytest.raises(InvalidOption, match="has all of these sequences already"):
+        replay(trace, sample="16", batch_size=1)
+    assert first < len(scored)
+    rest = replay(trace, batch_size=1)
+    assert sum(step.num_tokens for step in rest if step.arm == "batch-size-1") == sum(
+        len(values) for values in scores(trace, "batch-size-1").values()
+    )
+    assert len(scores(trace, "batch-size-1")) == 72
+    twice = "SELECT count(*) FROM (SELECT step, seq_id FROM scores WHERE pass LIKE 'replay/b%' GROUP BY ALL HAVING count(*) > 1)"
+    assert connect(trace).execute(twice).fetchall() == [(0,)]
+    assert larger.items() < scores(trace, "batch-size-1").items()
+    with pytest.raises(InvalidOption, match="has all of these steps already"):
+        replay(trace, batch_size=1)
+
+
+def test_a_sample_of_everything_is_the_whole_and_has_no_width(trace):
+    results = replay(trace, sample=72, dtype="bf16")
+    ((_, bf16),) = [replay_estimates(results)]
+    assert bf16.num_groups == bf16.of_groups == 18
+    assert bf16.mean_abs_d_low == bf16.mean_abs_d == bf16.mean_abs_d_high
+    (run,) = stats(trace, pair="replay/bf16:train").dicts()
+    assert bf16.mean_abs_d == pytest.approx(run["mean_abs_d"], rel=1e-6)
+    assert bf16.k3 == pytest.approx(run["k3"], rel=1e-5)
+
+
+def test_what_a_sample_lacks_is_no_fault_and_is_said(trace):
+    replay(trace, sample=0.5, dtype="bf16")
+    with pytest.warns(SampleWarning, match="replay/bf16 is a sample: 36 of 72 sequences of its steps"):
+        found = check(trace, pair="replay/bf16:train")
+    replay(trace, dtype="bf16")
+    whole = check(trace, pair="replay/bf16:train")
+    assert [finding.code for finding in found.findings] == [finding.code for finding in whole.findings]
+    (bf16,) = [row for row in info(trace).passes if row.name == "replay/bf16"]
+    assert bf16.note is None
+
+
+def test_info_and_stats_say_what_is_a_sample(trace):
+    replay(trace, sample=0.5, dtype="bf16")
+    assert not info(trace).missing
+    (bf16,) = [row for row in info(trace).passes if row.name == "replay/bf16"]
+    assert bf16.note == "a sample: 36 of 72 sequences of its steps"
+    done = tim_trace("stats", trace, "--pair", "replay/bf16:train")
+    assert done.stderr == "tim-trace: replay/bf16 is a sample: 36 of 72 sequences of its steps\n"
+
+
+def test_the_contract_says_that_it_is_a_sample(trace):
+    replay(trace, sample=0.5, dtype="bf16")
+    query = "SELECT contract_json ->> '$.sample' FROM passes WHERE pass = 'replay/bf16'"
+    ((text,),) = connect(trace).execute(query).fetchall()
+    assert json.loads(text) == {"of": "groups, stratified by step", "seed": SEED}
+
+
+def test_the_command_prints_estimates_with_intervals(trace):
+    done = tim_trace("replay", trace, "--sample", "0.6", "--dtype", "bf16", "--json")
+    _, bf16 = done.json()
+    assert (bf16["num_groups"], bf16["of_groups"], bf16["of_sequences"]) == (11, 18, 72)
+    assert bf16["mean_abs_d_low"] < bf16["mean_abs_d"] < bf16["mean_abs_d_high"]
+    assert bf16["k3_low"] < bf16["k3"] < bf16["k3_high"]
+    assert f"a sample of 11 of 18 groups (share 0.6, seed {SEED})" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "nan", "inf"])
+def test_what_is_no_sample_is_refused(trace, text):
+    with pytest.raises(InvalidOption, match="write a share of the sequences below 1"):
+        replay(trace, sample=text)
+
+
+def test_a_share_that_draws_nothing_is_refused(trace):
+    with pytest.raises(InvalidOption, match="draws no group: these steps have 18 groups of 72 sequences"):
+        replay(trace, sample="1e-9")
+
+
+@given(st.integers(1, 40), st.floats(0.01, 1), st.integers(0, 1000), st.integers(0, 5))
+def test_a_step_gives_its_share_of_groups(number, share, seed, step):
+    drawn = sum(place < share for place in places(step, [str(name) for name in range(number)], seed).values())
+    assert abs(drawn - share * number) < 1 + 1e-9
+
+
+def test_every_group_is_drawn_as_often_as_the_share_says():
+    names = [str(name) for name in range(7)]
+    drawn = [[place < 0.3 for place in places(3, names, seed).values()] for seed in range(4000)]
+    by_name = [dict(zip(places(3, names, seed), row, strict=True)) for seed, row in enumerate(drawn)]
+    for name in names:
+        assert np.mean([row[name] for row in by_name]) == pytest.approx(0.3, abs=0.03)
+
+
+def heavy(draw):
+    """Lognormal groups: one in a hundred lies 16 times as far off as the middle one."""
+    return draw.lognormal(-7, 1.2, (20, 60)), 0.1
+
+
+def no_variance(draw):
+    """Student's t with two degrees of freedom, which has no variance."""
+    return np.abs(draw.standard_t(2, (20, 60))) * 1e-3, 0.1
+
+
+def few(draw):
+    """Twelve groups of two hundred."""
+    return draw.lognormal(-7, 0.5, (10, 20)), 0.06
+
+
+def one_bad_step(draw):
+    """One step of forty lies 20 times as far off."""
+    d = draw.lognormal(-7, 0.5, (40, 16))
+    d[7] *= 20
+    return d, 0.15
+
+
+def thin(draw):
+    """A group in two steps, of steps that differ."""
+    return draw.lognormal(-7, 0.5, (100, 8)) * np.exp(draw.normal(0, 0.5, (100, 1))), 0.06
+
+
+@pytest.mark.parametrize("population", [heavy, no_variance, few, one_bad_step, thin])
+def test_the_interval_holds_the_whole_in_nine_of_ten_draws(population):
+    draw = np.random.default_rng(0)
+    d_SG, share = population(draw)
+    tokens_SG = draw.integers(50, 400, d_SG.shape).astype(float)
+    truth = float((tokens_SG * d_SG).sum() / tokens_SG.sum())
+    held = 0
+    for seed in range(200):
+        groups = list(sampled(d_SG, tokens_SG, share, seed))
+        found, why = estimates(groups, d_SG.size)
+        assert why is None
+        held += found["mean_abs_d_low"] <= truth <= found["mean_abs_d_high"]
+    assert held >= 180, held
+
+
+def sampled(d_SG, tokens_SG, share, seed):
+    num_groups = d_SG.shape[1]
+    for step in range(len(d_SG)):
+        found = places(step, [str(group) for group in range(num_groups)], seed).items()
+        drawn = [int(group) for group, place in found if place < share]
+        weight = num_groups / max(len(drawn), 1) if share * num_groups >= 1 else 1 / share
+        for group in drawn:
+            tokens = tokens_SG[step, group]
+            yield GroupSums(
+                arm="a", step=step, weight=weight, num_sequences=1, num_tokens=int(tokens), num_equal=0,
+                sum_abs_d=tokens * d_SG[step, group], sum_k3=tokens * d_SG[step, group] ** 2 / 2,
+            )  # fmt: skip
+
+
+def test_a_number_is_sequences_and_a_fraction_a_share():
+    assert (parse_sample("0.01"), parse_sample(".5"), parse_sample("1"), parse_sample(300)) == (0.01, 0.5, 1.0, 300.0)
