@@ -556,6 +556,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.option(
     "--exact",
     is_flag=True,
+    default=False,
     help="Exact quantiles of a run of any size; past 33,554,432 tokens they are within 0.1 % otherwise.",
 )
 @click.option(

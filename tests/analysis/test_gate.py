@@ -100,7 +100,7 @@ def test_sums_of_sequences_give_what_stats_gives(noisy):
         assert formula(totals) == pytest.approx(row[name], rel=1e-9), name
     for name, largest in LARGEST.items():
         assert columns.largest[largest].max() == row[name]
-    known = {"run", *FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
+    known = {"run", "quantile_error", *FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
     assert set(row) <= known
 
 

@@ -233,7 +233,7 @@ def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     ids = "SELECT step, seq_id, list_sum(response_ids) AS ids FROM sequences ORDER BY step, seq_id"
     expected = Database(trace).ask(ids).rows
     files = f"{trace}/sequences/*.parquet"
-    assert duckdb.sql(ids.replace("FROM sequences", f"FROM read_parquet('{files}')")).fetchall() == expected
+    assert duckdb.connect().sql(ids.replace("FROM sequences", f"FROM read_parquet('{files}')")).fetchall() == expected
     rows = polars.scan_parquet(files).select("step", "seq_id", polars.col("response_ids").list.sum()).collect()
     assert rows.sort("step", "seq_id").rows() == expected
     table = pq.read_table(trace / "sequences", columns=["step", "seq_id", "response_ids"]).to_pylist()
