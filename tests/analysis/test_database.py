@@ -90,7 +90,11 @@ def test_plain_duckdb_reads_the_files_with_the_same_columns(tmp_path):
     import duckdb
 
     make_trace(tmp_path / "run")
-    found = duckdb.connect().execute(f"SELECT count(*), sum(len(logprobs)) FROM '{tmp_path}/run/scores/*.parquet'").fetchone()
+    found = (
+        duckdb.connect()
+        .execute(f"SELECT count(*), sum(len(logprobs)) FROM '{tmp_path}/run/scores/*.parquet'")
+        .fetchone()
+    )
     assert found == tuple(rows(tmp_path / "run", "SELECT count(*), sum(len(logprobs)) FROM scores")[0])
 
 
