@@ -24,7 +24,15 @@ from .grafts import Graft
 from .head import judge_head
 from .reference import Judged, Reference, kind_of, layer_of
 from .results import (
-    A, B, CarriedError, Divergence, Located, LocatedSequence, OperatorError, PatchedSequence, WeightDifference,
+    A,
+    B,
+    CarriedError,
+    Divergence,
+    Located,
+    LocatedSequence,
+    OperatorError,
+    PatchedSequence,
+    WeightDifference,
 )  # fmt: skip
 from .taps import ATTENTION, RowTaps
 
