@@ -14,7 +14,7 @@ import numpy as np
 
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.results import CarriedError, Divergence, Located, OperatorError, WeightDifference
+from ..replay.locate.results import CarriedError, Divergence, Located, OperatorError, Router, WeightDifference
 from ..schemas.results import Result
 from ..tracer.progress import Progress, no_progress
 from .rows import Rows, table
@@ -78,6 +78,7 @@ class Location(Result):
     """What all operators' own errors carry together: 1 where the model is linear in them; None without a gap."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
+    routers: tuple[Router, ...]
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
@@ -145,6 +146,7 @@ def location(found: Located) -> Location:
         explained=sum(each.carried for each in kinds) if total else None,
         first=found.first,
         weights=found.weights,
+        routers=found.routers,
         kinds=kinds,
         layers=tuple(shares.carried(lambda each: (each.side, "", each.layer))),
         patches=tuple(shares.patched()),

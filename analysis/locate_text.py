@@ -34,6 +34,10 @@ def location_text(found: Location, width: int | None = None) -> str:
     ]
     if found.explained is not None:
         facts.append(("explained", f"{found.explained:.1%} of the gap by the operators' own errors, to first order"))
+    flipped = [each for each in found.routers if each.num_flipped]
+    if flipped:
+        number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
+        facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}"))
     if found.no_interval:
         facts.append(("intervals", f"none: {found.no_interval}"))
     if found.unseen:

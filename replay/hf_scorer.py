@@ -29,7 +29,7 @@ from .backends.transformers import TransformersScorer
 from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
-from .recorded import RecordedRow, RecordedRun
+from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
 from .settings import settings
 
@@ -88,13 +88,20 @@ class HfScorer:
             models.without_adapters(self.run.model) if self.adapter else self.run.model,
             dtype=self.numerics.dtype,
             attention=self.numerics.attention,
-            experts=self.numerics.experts,
+            experts=self._experts,
             device=self.device,
             factory=self.run.model_factory,
         )
         if self.arm.padding in END_TO_END and gives_hidden(model):
             packing.check(model.config)
         return model
+
+    @property
+    def _experts(self) -> str | None:
+        """The implementation of a mixture's experts; where none was recorded, the one that computes in float64 for that."""
+        if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
+            return "eager"
+        return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
@@ -276,8 +283,8 @@ class HfScorer:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
-        if self.numerics.experts is not None:
-            changed["experts"] = self.numerics.experts
+        if self._experts is not None:
+            changed["experts"] = self._experts
         if arm.quantize:
             changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
         if self.adapter:

@@ -92,7 +92,7 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     if "Rotary" in kind:
         return rounding.out + 4.0 * _rotary_angle(takes) * 2.0**-24
     if "Embedding" in kind:
-        return (rounding.casts + rounding.out) * exact.abs() + floor
+        return (rounding.casts + 3.0 * rounding.out) * exact.abs() + floor
     if weight is not None and weight.dim() == 2:
         return _product(module, takes[0], exact, slot, rounding) + floor
     if weight is None:

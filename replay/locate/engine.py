@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from .results import (
     LocatedSequence,
     OperatorError,
     PatchedSequence,
+    Router,
     WeightDifference,
 )  # fmt: skip
 from .taps import ATTENTION, RowTaps
@@ -156,6 +157,7 @@ class _Location:
             progress,
         )
         self.arms = arms
+        self.routers: dict[str, Router] = {}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         contract = run.train_contract(rows[0].contract)
         versions = {row.policy_version for row in chosen.rows}
@@ -239,6 +241,7 @@ class _Location:
             operators=operators,
             carried=tuple(carried),
             weights=weights,
+            routers=tuple(self.routers.values()),
             patches=tuple(self._patched(patch, logprobs)) if patch != "none" and np.any(flat) else (),
             unseen=tuple(sorted(unseen)),
             first=_first(operators, weights),
@@ -292,10 +295,21 @@ class _Location:
             theirs = b.calls.get(name)
             if theirs is None:
                 continue
+            self._count_flips(name, ours.gives, theirs.gives)
             for side in (A, B):
                 if (side, name) in pooled:
                     pooled[side, name].inherited.append(_apart(ours.takes, theirs.takes))
                     pooled[side, name].difference.append(_apart(ours.gives, theirs.gives))
+
+    def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+        """Count the tokens for which the two executions choose other experts."""
+        for a, b in zip(ours, theirs, strict=False):
+            if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
+                differs = int((a.sort(-1).values != b.sort(-1).values).any(-1).sum())
+                known = self.routers.get(name, Router(operator=name, layer=layer_of(name), num_tokens=0, num_flipped=0))
+                self.routers[name] = replace(
+                    known, num_tokens=known.num_tokens + len(a), num_flipped=known.num_flipped + differs
+                )
 
     def _weights(self) -> Iterator[WeightDifference]:
         """Tensors of either side that are not the recorded ones."""
@@ -303,7 +317,8 @@ class _Location:
         for side, execution in self.executions.items():
             if execution.scorer.adapter is not None or self.run.model.get("adapters"):
                 continue
-            for name, parameter in execution.model.named_parameters(remove_duplicate=False):
+            for name, held in execution.model.named_parameters(remove_duplicate=False):
+                parameter = held.detach()
                 if name in recorded and recorded[name].shape == parameter.shape:
                     exact = recorded[name]
                     if not bool((parameter == exact.to(parameter.dtype)).all()):

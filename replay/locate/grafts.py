@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ..backends import kernels
 from ..backends.double import keep_double
 from ..batching import ForwardBatch, PaddedBatch
 from ..settings import autocast
@@ -94,6 +95,7 @@ class Graft:
             else:
                 stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(autocast(self._first.device, self._autocast))
+            stack.enter_context(kernels.forced(self._giver.arm.attention))
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:

@@ -381,7 +381,8 @@ class _Run:
                 chosen = given, exact
             elif logits is None and slot == 0:
                 bound = self._bound(name, module, 0, value, takes, call, given)
-                self._add(name, kind, layer, given, exact, bound, (self._called(name), GIVES, slot))
+                # What the scores are made of: an error of theirs is counted with the scores.
+                self._add(name, kind, layer, given, exact, bound)
                 logits = exact, bound
         if chosen is None:
             return
@@ -403,10 +404,10 @@ class _Run:
             ):
                 bound = self._bound(name, module, slot, value, takes, call, score)
                 value = value.reshape(score.shape)
-                self._add(name, kind, layer, score[same], value[same], bound[same])
+                point = self._called(name), GIVES, slot
+                self._add(name, kind, layer, score[same], value[same], bound[same], point)
                 # Scores of other choices cannot be held against each other.
-                off = torch.where(same[:, None], score.double() - value, 0.0)
-                self.errors[self._called(name), GIVES, slot] = off
+                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0)
 
     def _add(
         self,

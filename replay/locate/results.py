@@ -85,6 +85,17 @@ class WeightDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How often the two executions choose other experts: a step in the model, which no sum of small errors explains."""
+
+    operator: str
+    layer: int | None
+    num_tokens: int
+    num_flipped: int
+    """Tokens with another set of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedSequence:
     """One sequence's gap when operators of one execution are computed by the other's code, on their own inputs."""
 
@@ -136,6 +147,8 @@ class Located:
     operators: tuple[OperatorError, ...]
     carried: tuple[CarriedError, ...]
     weights: tuple[WeightDifference, ...]
+    routers: tuple[Router, ...]
+    """In the order of the forward; empty without a mixture of experts."""
     patches: tuple[PatchedSequence, ...]
     unseen: tuple[str, ...]
     """Operators that only one execution has, or whose inside a fused kernel hides: `attention: scores, softmax and values`."""
