@@ -63,7 +63,7 @@ def recorded(folder, config, initialise, seed):
     responses = [draw.integers(5, vocab, draw.integers(25, 41)) for _ in range(ROWS)]
     with Recorder(folder) as recorder:
         recorder.describe(model={"class": config["class"], "config": model.config.to_dict()})
-        made = {"dtypes": {"float32": 1}, "attention": "sdpa"}
+        made = {"dtypes": {"float32": 1}, "attention": config.get("attn_implementation", "sdpa")}
         recorder.add_contract("train", {"engine": "a loop", "model": made})
         recorder.add_weights(0, model.state_dict())
         batch = recorder.add_sequences(

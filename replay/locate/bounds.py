@@ -157,9 +157,7 @@ def of_attention(
     return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
 
 
-def of_logprobs(
-    hidden: Any | None, weight: Any | None, logits: Any, ids: Any, sums: float, out: float, temperature: float
-) -> Any:
+def of_logprobs(hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float) -> Any:
     """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature."""
     p = logits.softmax(-1)
     per_logit = 4.0 * out * logits.abs()

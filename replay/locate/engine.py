@@ -205,22 +205,22 @@ class _Location:
             for part in self._parts():
                 taps: dict[str, dict[str, RowTaps]] = {}
                 for side, execution in self.executions.items():
-                    scored, taps[side] = execution.listen(part, self.rows, self.wanted)
-                    logprobs[side] |= scored
+                    values, taps[side] = execution.listen(part, self.rows, self.wanted)
+                    logprobs[side] |= values
                 for row in part:
                     d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
                     for side, execution in self.executions.items():
-                        heard, scored = taps[side][row.seq_id], logprobs[side][row.seq_id]
-                        for each, product in self._judged(execution, row, heard, scored, d_T):
+                        own = taps[side][row.seq_id], logprobs[side][row.seq_id]
+                        for each, product in self._judged(execution, row, *own, d_T):
                             pooled[side, each.operator].judged.append((row.seq_id, each))
                             if product is not None:
                                 carried.append(_carried(side, each, row, product))
                     self._compare(pooled, taps[A][row.seq_id], taps[B][row.seq_id])
                     unseen |= _unseen(taps[A][row.seq_id], taps[B][row.seq_id])
                 for side, execution in self.doubles.items():
-                    scored, heard = execution.listen(part, self.rows, self.wanted)
+                    values, heard = execution.listen(part, self.rows, self.wanted)
                     for row in part:
-                        for each, _ in self._judged(execution, row, heard[row.seq_id], scored[row.seq_id]):
+                        for each, _ in self._judged(execution, row, heard[row.seq_id], values[row.seq_id]):
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
                 advance(len(part))
@@ -279,14 +279,13 @@ class _Location:
     ) -> Iterator[tuple[Judged, float | None]]:
         """The operators of a row, each with the sum over tokens of d times what its own error adds to the log-probabilities."""
         judgement = self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
-        gradients = {}
+        products = {}
         if d_T is not None and d_T.any():
             temperature = execution.scorer.numerics.temperature
-            gradients = self.reference.gradients(row, d_T, judgement.first_position, temperature)
+            products = self.reference.carried(row, d_T, judgement, temperature)
         for each in judgement.operators:
             if self.wanted(each.operator):
-                gradient = None if each.point is None else gradients.get(each.point)
-                yield each, None if gradient is None else _product(gradient, judgement.errors[each.point])
+                yield each, None if each.point is None else products.get(each.point)
         for each, own_T in judge_head(execution, self.reference, row, taps, logprobs_T, len(judgement.operators)):
             yield each, None if d_T is None else float((d_T * np.nan_to_num(own_T)).sum())
 
@@ -395,10 +394,6 @@ def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> Carri
     return CarriedError(
         side=side, operator=each.operator, kind=each.kind, layer=each.layer, seq_id=row.seq_id, product=sign * product
     )
-
-
-def _product(gradient: Any, error: Any) -> float:
-    return float((gradient.reshape(error.shape) * error).nan_to_num().sum())
 
 
 def _dtype(name: str) -> Any:

@@ -79,7 +79,7 @@ class Judgement:
 
     operators: list[Judged]
     errors: dict[Point, Any]
-    """What was introduced at each point: found less exact, float64 [T, ...]."""
+    """What was introduced at each point: found less exact, float32 [T, ...]."""
     first_position: int
     """The position that the execution gave the row's first token."""
 
@@ -105,33 +105,40 @@ class Reference:
             self._hidden(row, run.first_position)
         return Judgement(run.judged, run.errors, run.first_position)
 
-    def gradients(
-        self, row: RecordedRow, weights_T: np.ndarray, first_position: int, temperature: float
-    ) -> dict[Point, Any]:
-        """Of sum(weights_T * logprobs) of a row's response, by what enters the forward at each point; float64, [T, ...].
+    def carried(
+        self, row: RecordedRow, weights_T: np.ndarray, judgement: Judgement, temperature: float
+    ) -> dict[Point, float]:
+        """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
 
-        The forward is the float64 model's own. To first order, an error that an operator introduces changes the sum by its
-        product with the gradient there.
+        One forward and backward of the float64 model. Gradients are not kept: each is multiplied as soon as it is there.
         """
         import torch
 
-        points: dict[Point, Any] = {}
+        found: dict[Point, float] = {}
         count: dict[str, int] = {}
 
         def called(name: str) -> str:
             count[name] = count.get(name, 0) + 1
             return name if count[name] == 1 else f"{name}#{count[name]}"
 
-        def note(call: str, where: str, values: list[Any]) -> None:
-            for slot, value in enumerate(values):
-                if value.is_floating_point():
-                    points[call, where, slot] = value if value.requires_grad else value.requires_grad_()
+        def note(point: Point, value: Any) -> None:
+            error = judgement.errors.get(point)
+            if error is None:
+                return
+            heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
+
+            def multiply(gradient: Any) -> None:
+                own = gradient[0].transpose(0, 1) if heads_first else gradient
+                found[point] = float((own.reshape(error.shape) * error).nan_to_num().sum())
+
+            (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
 
         def core(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = called(core_name(self._names.get(id(module), "")))
-            note(call, TAKES, list(args[:3]))
+            for slot, value in enumerate(args[:3]):
+                note((call, TAKES, slot), value)
             given = original(module, *args, **kwargs)
-            note(call, GIVES, [given[0]])
+            note((call, GIVES, 0), given[0])
             return given
 
         with ExitStack() as stack:
@@ -141,21 +148,21 @@ class Reference:
                     call = called(name)
                     for slot, value in enumerate(tensors_of(args, kwargs)):
                         if value.requires_grad:
-                            points[call, TAKES, slot] = value
-                    note(call, GIVES, outputs_of(given))
+                            note((call, TAKES, slot), value)
+                    for slot, value in enumerate(outputs_of(given)):
+                        if value.is_floating_point():
+                            note((call, GIVES, slot), value)
 
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             stack.enter_context(attention_around(core))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(keep_double())
-            logprobs_T = self._logprobs(row, self._hidden(row, first_position)[0], temperature)
-            total = (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum()
-            found = torch.autograd.grad(total, list(points.values()), allow_unused=True)
-        return {
-            point: gradient[0].transpose(0, 1) if point[0].endswith(f".{ATTENTION}") and point[1] == TAKES else gradient
-            for point, gradient in zip(points, found, strict=True)
-            if gradient is not None
-        }
+            hidden_TH = self._hidden(row, judgement.first_position)[0]
+            if not hidden_TH.requires_grad:
+                return {}
+            logprobs_T = self._logprobs(row, hidden_TH, temperature)
+            (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
+        return found
 
     def logprobs(self, row: RecordedRow, temperature: float) -> np.ndarray:
         """[T] float64 of a row's response."""
@@ -286,10 +293,10 @@ class _Run:
         exact = given[0].reshape(found.shape)
         rounding = Rounding(given=found.dtype, taken=call.takes[0].dtype)
         scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
+        query, key, value = (state[0].transpose(0, 1) for state in states)
         bound = bounds.of_attention(
-            *(state[0].transpose(0, 1) for state in states), given[1][0], given[0][0], float(scaling), rounding,
-            rounds_scores=self._rounds_scores,
-        )  # fmt: skip
+            query, key, value, given[1][0], given[0][0], float(scaling), rounding, rounds_scores=self._rounds_scores
+        )
         self._add(name, ATTENTION, layer, found, exact, bound.reshape(exact.shape), (self._called(name), GIVES, 0))
         return (like(found, given[0]), *given[1:])
 
@@ -407,7 +414,7 @@ class _Run:
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)
                 # Scores of other choices cannot be held against each other.
-                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0)
+                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).float()
 
     def _add(
         self,
@@ -421,7 +428,7 @@ class _Run:
     ) -> None:
         self.judged.append(judged(operator, kind, layer, len(self.judged), found, exact, bound, point))
         if point is not None:
-            self.errors[point] = found.double() - exact
+            self.errors[point] = (found.double() - exact).float()
 
     def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
         """Whole numbers that have to be equal, such as positions."""
