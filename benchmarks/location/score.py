@@ -33,7 +33,8 @@ NAMES = {
     "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "post_norm", "rotary_emb": "rotary",
     "dense": "o_proj", "out_proj": "o_proj", "act_fn": "activation", "act": "activation", "fc2": "down_proj",
     "dense_4h_to_h": "down_proj", "gate": "router", "norm": "final_norm", "final_layernorm": "final_norm",
-    "final_layer_norm": "final_norm", "ln_f": "final_norm", "embed_out": "lm_head",
+    "final_layer_norm": "final_norm", "ln_f": "final_norm", "embed_out": "lm_head", "queries": "attention",
+    "keys": "attention", "values": "attention",
 }  # fmt: skip
 """What transformers calls an operator -> its word in the list of faults."""
 FUSED = {

@@ -192,7 +192,11 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     centred = bias is not None or "LayerNorm" in type(module).__name__
     rounds = 3.0 * rounding.out + rounding.casts
     if not centred:
-        return (per_sum + rounds) * exact.abs()
+        length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
+        weight = getattr(module, "weight", None)
+        # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
+        off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
+        return (per_sum + 3.0 * rounding.out) * exact.abs() + off
     weight = getattr(module, "weight", None)
     scale = 1.0 if weight is None else weight.double().abs()
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)

@@ -173,21 +173,19 @@ class _Location:
         self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
         self.executions: dict[str, Execution] = {}
         self.doubles: dict[str, Execution] = {}
+        # Where one side's code is the user's, both give logits by the model's own forward, head and all.
+        whole = any(factory is not None or prepare is not None for factory, prepare in sides.values())
+
+        def execution(side: str, arm: Arm) -> Execution:
+            made = Execution(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
+            made.load(self._tensors(arm))
+            return made
+
         for side, arm in arms.items():
-            prepare = sides[side][1]
-            self.executions[side] = self._execution(runs[side], arm, contract, device, prepare)
+            self.executions[side] = execution(side, arm)
             if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
-                self.doubles[side] = self._execution(runs[side], double, contract, device, prepare)
-        if self.executions[A].is_other_code != self.executions[B].is_other_code:
-            for execution in self.executions.values():
-                execution.scorer.calls_whole_model = True
-                execution.load(self._tensors(execution.arm))
-
-    def _execution(self, run: RecordedRun, arm: Arm, contract: Any, device: str, prepare: Prepare | None) -> Execution:
-        execution = Execution(run, arm, contract, device, prepare)
-        execution.load(self._tensors(arm))
-        return execution
+                self.doubles[side] = execution(side, double)
 
     def _tensors(self, arm: Arm) -> Any:
         if arm.weights_version is None:

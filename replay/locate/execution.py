@@ -25,13 +25,22 @@ Prepare = Callable[[Any], None]
 class Execution:
     """An arm's model with the weights of a step."""
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None):
+    def __init__(
+        self,
+        run: RecordedRun,
+        arm: Arm,
+        contract: Contract,
+        device: str,
+        prepare: Prepare | None = None,
+        *,
+        calls_whole_model: bool = False,
+    ):
         """Raises CannotReplay for an arm whose operators cannot be heard."""
         _check(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
         self.scorer = HfScorer(run, arm, contract, device)
-        self.scorer.calls_whole_model = self.is_other_code
+        self.scorer.calls_whole_model = calls_whole_model
         self.model: Any = None
 
     @property

@@ -37,6 +37,8 @@ from .taps import (
 RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiring"
 """What lies between operators that are modules: additions to the residual stream, the rotation of queries and keys, the product
 of gate and up, and anything else."""
+STATES = "queries", "keys", "values"
+"""What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -93,6 +95,7 @@ class Reference:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
+        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self._operators)
 
     def judge(
         self, row: RecordedRow, taps: RowTaps, weight_dtypes: Mapping[str, Any], *, rounds_scores: bool
@@ -273,18 +276,21 @@ class _Run:
         if call is None:
             return original(module, *args, **kwargs)
         states = list(args[:3])
+        are_right = True
         for slot, (state, taken) in enumerate(zip(states, call.takes, strict=True)):
             if taken is None:
                 continue
-            exact = state[0].transpose(0, 1)
-            if slot < 2:
-                rounding = Rounding(given=taken.dtype, taken=taken.dtype)
+            exact, rounding = state[0].transpose(0, 1), Rounding(given=taken.dtype, taken=taken.dtype)
+            bound = bounds.of_sum(exact, rounding)
+            kind = STATES[slot]
+            if slot < 2 and self._reference.has_rotary:
                 bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
-                self._add(
-                    f"layers.{layer}.{ROTARY}.{'qk'[slot]}", ROTARY, layer, taken, exact, bound, (name, TAKES, slot)
-                )
-            else:
-                self._between(name, layer, taken, exact, (name, TAKES, slot))
+                # The same tables turn both: where queries are right and keys are not, keys were changed behind the rotary.
+                found = judged("", "", layer, 0, taken, exact, bound).ratio <= 1.0
+                kind = ROTARY if slot == 0 or found or not are_right else kind
+                are_right = found
+            name_here = f"layers.{layer}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else "")
+            self._add(name_here, kind, layer, taken, exact, bound, (name, TAKES, slot))
             states[slot] = like(taken, state, heads_first=True)
         given = original(module, *states, *args[3:], **kwargs)
         found = call.gives[0]
