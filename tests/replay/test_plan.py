@@ -29,6 +29,7 @@ def replayed(trace):
     return connect(trace).execute("SELECT count(*) FROM scores WHERE pass LIKE 'replay/%'").fetchone()[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_is_to_be_done_and_writes_nothing(trace):
     results = replay(trace, dtype="bf16", dry_run=True)
     identity, bf16 = results.plan

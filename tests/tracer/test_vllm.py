@@ -22,6 +22,7 @@ def rows(run, query):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "capture", ["logprobs", pytest.param("topk:3", marks=SLOW), pytest.param("logits", marks=SLOW)]
 )
