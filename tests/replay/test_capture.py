@@ -148,6 +148,7 @@ def test_bounds_from_top_k_hold_for_the_logits_of_the_same_replay(traces):
             assert (bounds[f"{measure}_high"] >= exact[measure]).all(), (name, measure)
 
 
+@pytest.mark.slow
 def test_stats_of_a_replayed_pair_says_how_far_the_distributions_lie_apart(traces):
     (row,) = stats(traces["logits"], pair="replay/top-k-3:replay/as-recorded").dicts()
     assert row["num_distributions"] == row["num_tokens"] + row["num_inf"]

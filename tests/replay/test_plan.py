@@ -98,6 +98,7 @@ def test_the_pace_is_that_of_the_first_rows():
     assert len(paces) == 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_says_how_long(trace):
     done = tim_trace("replay", trace, "--sample", "0.5", "--dtype", "bf16", "--dry-run", "--json")
     _, bf16 = done.json()

@@ -49,6 +49,7 @@ def without_values(result):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [(), pytest.param(OWN_PROCESS, marks=SLOW)])
 def test_every_completion_is_recorded_with_the_engine_s_logprobs(env):
     run = program("generate.py", capture="topk:3", env=env)
