@@ -315,6 +315,7 @@ def test_a_query_may_come_on_stdin(trace):
     assert done.json() == [{"n": 12}]
 
 
+@pytest.mark.slow
 def test_several_traces_are_queried_together(trace, tmp_path):
     make_trace(tmp_path / "other", steps=1)
     done = tim_trace(
@@ -424,6 +425,7 @@ def test_stats_say_whose_definition_they_are(trace):
     assert "--tis-clip: trl has no such option; it belongs to slime" in refused.stderr
 
 
+@pytest.mark.slow
 def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):
     done = tim_trace("stats", trace, "--like", "slime", "--use-tis", "--no-use-rs", "--json")
     assert {"mis_tis_truncate_fraction", "mis_batch_norm_factor"} <= set(done.json()[0])

@@ -17,6 +17,7 @@ FORMAT = (ROOT / "docs" / "trace-format.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
 
 
+@pytest.mark.slow
 def test_the_generated_parts_are_fresh():
     done = run(sys.executable, ROOT / "docs" / "generate.py", "--check")
     assert done.code == 0, done.stderr
@@ -94,6 +95,7 @@ def fences(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", fences("python"))
 def test_python_in_the_readme_runs(code, tmp_path):
     (tmp_path / "readme.py").write_text(code)

@@ -6,7 +6,8 @@ import pytest
 from fuzz import Fuzzer, table_of
 
 
-@pytest.mark.parametrize(("seed", "num_cases"), [(2, 12), pytest.param(3, 300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "num_cases"), [(2, 12), (3, 300)])
 def test_damaged_traces(tmp_path, seed, num_cases):  # `make fuzz` has seed 1
     fuzzer = Fuzzer(tmp_path, seed)
     try:

@@ -86,6 +86,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"tim_trace", f"tim_trace-{version()}.dist-info"}
@@ -97,6 +98,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert inside == sources | queries | page | {"py.typed"}
 
 
+@pytest.mark.slow
 def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
     done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel)
     assert done.code == 0, done.stderr

@@ -89,6 +89,7 @@ def test_a_trace_of_every_fault_holds_what_was_computed(models, tmp_path, code):
     np.testing.assert_array_equal(d_of(tmp_path / "one" / "trace"), np.sort(torch.cat(computed).numpy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_planted_temperature_is_a_division_of_the_logits(models, index):
     scenario, fault, _, _ = small(models, "temperature", index, num_steps=1)

@@ -73,6 +73,7 @@ def test_every_public_name_is_listed_and_is_what_the_module_of_it_defines():
         assert getattr(tim_trace, name).__doc__ == defined.__doc__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["tim_trace", "tim_trace.analysis"])
 def test_a_verb_stays_a_function_whatever_is_imported_before_or_after(package):
     program = """
@@ -257,6 +258,7 @@ def test_a_result_prints_as_what_the_command_prints(trace, verb):
     assert type(found).__name__ in repr(found)
 
 
+@pytest.mark.slow
 def test_a_gate_and_a_view_print_as_what_the_command_prints(trace):
     found = tim_trace.gate(trace, fail_on=["tim.k3>1"])
     printed = CliRunner().invoke(cli.main, ["gate", trace, "--fail-on", "tim.k3>1"]).stdout
@@ -385,6 +387,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(trace, tmp_path):
     (tmp_path / "my_toy.py").write_text(TOY)
     (tmp_path / "my_toy.sql").write_text(TOY_SQL)

@@ -114,6 +114,7 @@ def test_every_figure_is_drawn_and_nothing_is_fetched(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_hovering_one_series_tells_the_values_of_all(opened):
     shown = opened()
     shown.page.locator("#f-reward .plot").hover(position={"x": 500, "y": 40})
@@ -125,6 +126,7 @@ def test_hovering_one_series_tells_the_values_of_all(opened):
         assert told == pytest.approx(value, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_click_shows_that_step_everywhere(opened):
     shown = opened()
     shown.page.locator("#f-k3 .plot").click(position={"x": 700, "y": 40})
@@ -149,6 +151,7 @@ def test_a_click_shows_that_step_everywhere(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_a_link_to_a_step_opens_at_that_step(opened):
     shown = opened(link="#step=21")
     shown.wait("document.querySelector('#f-d-by-position .of').textContent === 'step 21'")
@@ -158,6 +161,7 @@ def test_a_link_to_a_step_opens_at_that_step(opened):
     assert abs(int(shown.ask("document.body.dataset.step")) - 20) <= 2
 
 
+@pytest.mark.slow
 def test_zooming_one_series_zooms_all(opened):
     shown = opened()
     shown.page.locator("#f-k3 .plot").scroll_into_view_if_needed()
@@ -173,6 +177,7 @@ def test_zooming_one_series_zooms_all(opened):
     shown.wait(f"timTrace.state.views.reward.model.x_range.end > {NUM_STEPS}")
 
 
+@pytest.mark.slow
 def test_the_words_of_a_model_stay_words(opened):
     shown = opened()
     for place in range(6):
@@ -192,6 +197,7 @@ def test_the_words_of_a_model_stay_words(opened):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened):
     shown = opened()
     row = shown.page.locator("#sequences tbody tr").first
@@ -219,6 +225,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_the_arrow_keys_go_from_sequence_to_sequence(opened):
     shown = opened()
     shown.page.locator("#sequences tbody tr").first.focus()
@@ -232,6 +239,7 @@ def test_the_arrow_keys_go_from_sequence_to_sequence(opened):
     )
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_struck_and_prompts_dimmed(opened):
     shown = opened()
     shown.page.fill("#filter-text", "</em>-0")
@@ -242,6 +250,7 @@ def test_masked_tokens_are_struck_and_prompts_dimmed(opened):
     assert float(shown.ask(style.format(".prompt", "opacity"))) < 1
 
 
+@pytest.mark.slow
 def test_the_table_is_sorted_and_filtered(opened):
     shown = opened()
     shown.page.locator("#sequences th", has_text="reward").locator("button").click()
@@ -260,6 +269,7 @@ def test_the_table_is_sorted_and_filtered(opened):
     assert shown.ask("!document.querySelector('#none-shown').hidden")
 
 
+@pytest.mark.slow
 def test_the_first_screen_has_the_answers_and_a_curve(opened):
     shown = opened(size=(1280, 800))
     curve = shown.page.locator("#run figure.chart .plot").first.bounding_box()
@@ -267,6 +277,7 @@ def test_the_first_screen_has_the_answers_and_a_curve(opened):
     assert curve["y"] + curve["height"] <= 800
 
 
+@pytest.mark.slow
 def test_an_opened_answer_stretches_no_other_and_covers_nothing(opened):
     shown = opened(size=(1280, 800))
     boxes = "[...document.querySelectorAll('.answers li')].map((each) => each.getBoundingClientRect().height)"
@@ -286,6 +297,7 @@ def test_an_opened_answer_stretches_no_other_and_covers_nothing(opened):
     shown.wait("!document.querySelector('.answers').style.marginBottom")
 
 
+@pytest.mark.slow
 def test_tokens_are_shown_without_a_click_and_follow_the_chosen_step(opened):
     shown = opened()
     first = "document.querySelector('#sequences tbody tr').dataset.step"
@@ -311,6 +323,7 @@ def test_a_step_is_shown_before_any_figure_is_drawn(browser, files):
     page.close()
 
 
+@pytest.mark.slow
 def test_bins_that_hold_what_is_beyond_are_marked(opened):
     shown = opened()
     labels = """Object.fromEntries(['ratio-positive', 'ratio-negative', 'd-by-probability'].map((key) => [key,
@@ -325,6 +338,7 @@ def test_bins_that_hold_what_is_beyond_are_marked(opened):
     assert shown.ask(f"{bins}.at(-1)").startswith("above ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_no_figure_is_ever_drawn_in_another_theme(opened, scheme):
     shown = opened(scheme=scheme, init=WATCH_COLOURS)
@@ -347,6 +361,7 @@ new MutationObserver((changes) => {
 """Notes what colour the labels of each figure have when it enters the page."""
 
 
+@pytest.mark.slow
 def test_the_theme_that_was_chosen_is_kept(opened):
     light = opened(scheme="light")
     paper = "getComputedStyle(document.body).backgroundColor"
@@ -368,12 +383,14 @@ def test_dark_and_light_are_told_apart_and_can_be_changed(opened):
     light.wait(f"{ink} === '{dark.ask(ink)}'")
 
 
+@pytest.mark.slow
 def test_a_phone_needs_no_sideways_scrolling(opened):
     shown = opened(size=(390, 844))
     assert shown.ask("document.documentElement.scrollWidth") <= 390
     assert shown.ask("document.querySelector('#verdict h1').getBoundingClientRect().top") < 844
 
 
+@pytest.mark.slow
 def test_a_note_opens_inside_the_window(opened):
     shown = opened(size=(390, 844))
     outside = """[...document.querySelectorAll('.term')].filter((term) => {
@@ -384,6 +401,7 @@ def test_a_note_opens_inside_the_window(opened):
     assert shown.ask(outside) == 0
 
 
+@pytest.mark.slow
 def test_the_slider_sticks_below_the_header_however_many_lines_that_has(opened):
     shown = opened("two", size=(390, 844))
     shown.ask("document.querySelector('#f-reward').scrollIntoView()")
@@ -393,6 +411,7 @@ def test_the_slider_sticks_below_the_header_however_many_lines_that_has(opened):
     assert abs(top - bottom) <= 2
 
 
+@pytest.mark.slow
 def test_runs_lie_over_each_other(opened):
     shown = opened("two")
     assert len(shown.data("reward", 0)["x"]) == NUM_STEPS
@@ -427,6 +446,7 @@ def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, files):
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-pass", "empty"])
 def test_a_trace_that_cannot_say_much_says_that(opened, name):
     shown = opened(name)
@@ -436,6 +456,7 @@ def test_a_trace_that_cannot_say_much_says_that(opened, name):
     assert shown.troubles == []
 
 
+@pytest.mark.slow
 def test_every_control_can_be_reached_with_the_keyboard(opened):
     shown = opened()
     shown.page.keyboard.press("Tab")

@@ -66,6 +66,7 @@ def test_diagnose_watch_and_the_report_name_the_same_alarms_with_the_same_figure
         assert alarm_sentence(reading) in size.detail
 
 
+@pytest.mark.slow
 def test_an_alarm_sounds_where_one_step_passes_its_level_and_the_mean_of_the_run_does_not(tmp_path):
     found = diagnose(spiked(tmp_path / "run"))
     by_metric = {(each.alarm.who, each.alarm.metric): each for each in found.alarms.raised}

@@ -180,6 +180,7 @@ def evidence_of(found, code):
     return {each.code: each.points for each in suspect.evidence}
 
 
+@pytest.mark.slow
 def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
     noisy = attribute(record(tmp_path / "noise", Story(reward=FALLING, noise=level(0.6))))
     certain = attribute(record(tmp_path / "entropy", Story(reward=sliding, entropy=lambda step: max(0.9**step, 0.2))))
@@ -188,6 +189,7 @@ def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
     assert (noisy.cause, certain.cause) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=sliding)))
     assert found.cause is None
@@ -195,6 +197,7 @@ def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
     assert "not the mismatch" in found.sentence
 
 
+@pytest.mark.slow
 def test_a_control_that_did_not_fall_makes_the_difference_the_cause(tmp_path):
     run = record(tmp_path / "run", Story(reward=sliding, gap=level(0.03)))
     control = record(tmp_path / "control", Story(gap=level(0.0)))
@@ -203,6 +206,7 @@ def test_a_control_that_did_not_fall_makes_the_difference_the_cause(tmp_path):
     assert any("mean |d|" in each for each in beside.differences)
 
 
+@pytest.mark.slow
 def test_a_control_that_fell_too_clears_what_they_differ_in(tmp_path):
     run = record(tmp_path / "run", Story(reward=FALLING, gap=level(0.3)))
     control = record(tmp_path / "control", Story(reward=FALLING, gap=level(0.0)))
@@ -282,6 +286,7 @@ def test_noise_alone_falls_in_fewer_than_one_of_a_hundred_runs():
     assert falls <= 4
 
 
+@pytest.mark.slow
 def test_the_onset_lies_within_its_interval():
     # From the level of the best window, which is too high, breaks come too early: they held 8 of 10 and 1 of 4.
     for phi, slope in ((0.0, 0.02), (0.5, 0.005)):
@@ -310,6 +315,7 @@ def test_a_fall_is_told_with_its_interval(tmp_path):
     assert f"from step {found.fall.step} on (95 % interval {first} to {last})" in found.sentence
 
 
+@pytest.mark.slow
 def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     run = record(tmp_path / "run", Story(reward=drops(60, 0.7, 0.1)))
     fall, moved = attribute(run).fall, dynamics(run)
@@ -372,6 +378,7 @@ def test_a_reference_that_is_swapped_is_seen_row_by_row():
     assert found.share == pytest.approx(0.8, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_reward_that_becomes_another_one_without_a_fall_is_told(tmp_path):
     run = record(tmp_path / "run", Story(pays=lambda step: 1.0 if step < 60 else 2.0))
     found = attribute(run)
@@ -417,6 +424,7 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert title in answer.text.short
 
 
+@pytest.mark.slow
 def test_rewards_that_are_not_the_control_s_are_told_where_nothing_fell(tmp_path):
     run, control = record(tmp_path / "run", INVERTED), record(tmp_path / "control")
     found = attribute(run, control=control)
@@ -502,6 +510,7 @@ def test_beside_a_control_a_fall_is_seen_that_noise_would_hide():
     assert find_fall(sound, sound) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [1e-6, 1e-3])
 def test_a_learning_rate_that_decays_or_warms_up_is_no_spike(tmp_path, floor):
     shapes = {

@@ -61,6 +61,7 @@ def cases(draw):
     return a, b, k, draw(st.sampled_from([0.5, 1.0, 2.0])), draw(st.booleans())
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=300, deadline=None)
 def test_they_hold_for_the_distributions_that_were_cut(case):
@@ -75,6 +76,7 @@ def test_they_hold_for_the_distributions_that_were_cut(case):
     assert_hold(exact, compare_partly(part_a, whole_b))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([0.05, 1.0, 50.0]))
 @settings(max_examples=200, deadline=None)
 def test_they_hold_for_any_other_tail_that_fits(seed, k, alpha):

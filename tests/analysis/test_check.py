@@ -406,6 +406,7 @@ def test_what_cannot_be_asked_is_said(tmp_path):
         assert part in notes
 
 
+@pytest.mark.slow
 def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
     hot, healthy = HOT.write(tmp_path / "hot"), HEALTHY_RUNS["float32"].write(tmp_path / "healthy")
     done = tim_trace("check", hot)

@@ -194,6 +194,7 @@ def test_an_infinite_value_of_one_run_is_a_difference():
     assert np.isnan(found.a)
 
 
+@pytest.mark.slow
 def test_chance_alone_rarely_gives_a_difference():
     draw, found = np.random.default_rng(5), 0
     for num in (5, 8, 15, 40, 200):
@@ -244,6 +245,7 @@ def test_the_table_fits_80_columns(plain, tmp_path):
     assert len(comparison_rows(found)) == len(found.differences)
 
 
+@pytest.mark.slow
 def test_compare_on_the_command_line(plain, tmp_path):
     other = write(tmp_path / "other", Planted(at=9, learning_rate=2e-6))
     done = command("compare", plain, other)

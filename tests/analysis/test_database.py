@@ -98,6 +98,7 @@ def test_plain_duckdb_reads_the_files_with_the_same_columns(tmp_path):
     assert found == tuple(rows(tmp_path / "run", "SELECT count(*), sum(len(logprobs)) FROM scores")[0])
 
 
+@pytest.mark.slow
 def test_a_filter_by_step_reads_that_step_s_row_groups_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tim_trace.tracer.seal.ROW_GROUP_TOKENS", 20)
     make_trace(tmp_path / "run", steps=20, rows=8)
@@ -136,12 +137,14 @@ def test_a_live_trace_shows_what_was_recorded_by_now(tmp_path, sealed):
             )
 
 
+@pytest.mark.slow
 def test_a_trace_without_a_row_answers_with_nothing(tmp_path):
     Recorder(tmp_path / "run").close()
     for view in ("sequences", "scores", "metrics", "passes", "steps", "tokens", "pair_steps('train', 'rollout')"):
         assert rows(tmp_path / "run", f"SELECT * FROM {view}") == []
 
 
+@pytest.mark.slow
 def test_several_traces_are_one_database(tmp_path):
     make_trace(tmp_path / "a", steps=1)
     make_trace(tmp_path / "b", steps=2)
@@ -181,6 +184,7 @@ def test_sums_of_an_earlier_release_are_passed_over_and_made_anew(trace_v1):
     assert stats(again, by="step").rows == found
 
 
+@pytest.mark.slow
 def test_a_file_of_sums_with_other_columns_answers_nothing(tmp_path):
     trace = tmp_path / "run"
     make_trace(trace)

@@ -26,6 +26,7 @@ def test_a_healthy_run_is_normal_and_says_what_it_was_computed_in(tmp_path):
     assert not found.alarms.raised
 
 
+@pytest.mark.slow
 def test_its_figures_are_those_of_stats(tmp_path):
     trace = HOT.write(tmp_path / "trace")
     found, rows = diagnose(trace).metrics, stats(trace).dicts()[0]
@@ -139,6 +140,7 @@ def test_a_replay_of_one_sequence_has_no_interval(tmp_path):
     assert replay.no_interval == "fewer than 8 groups"
 
 
+@pytest.mark.slow
 def test_the_command_tells_it_and_its_exit_code(tmp_path):
     healthy = BF16.write(tmp_path / "healthy")
     done, verbose = tim_trace("diagnose", healthy), tim_trace("diagnose", healthy, "--verbose")

@@ -171,6 +171,7 @@ def test_the_function_reads_nothing_but_the_trace_s_own_groups(tmp_path):
             sql(trace, call.format(group))
 
 
+@pytest.mark.slow
 def test_hidden_states_are_projected_by_the_weights_of_their_own_attempt(tmp_path):
     draw = torch.Generator().manual_seed(0)
     heads = [torch.randn(VOCAB, 4, generator=draw) for _ in range(2)]
@@ -205,6 +206,7 @@ def test_without_captures_there_are_no_rows_and_python_says_how_to_capture(tmp_p
     assert "num_distributions" not in stats(tmp_path / "run").columns
 
 
+@pytest.mark.slow
 def test_stats_without_a_capture_needs_no_zarr(tmp_path):
     make_trace(tmp_path / "run")
     program = (

@@ -242,6 +242,7 @@ def test_the_long_run_variance_is_that_of_the_mean(phi):
     assert found == pytest.approx(1 / (1 - phi) ** 2, rel=0.35)
 
 
+@pytest.mark.slow
 def test_stationary_noise_and_trends_rarely_change():
     draw = np.random.default_rng(3)
     runs = alarms = 0
@@ -421,6 +422,7 @@ def collapsing(path, steps=56):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_is_told_from_its_first_move_to_its_schedule(tmp_path):
     trace = collapsing(tmp_path / "run")
     found = dynamics(trace)

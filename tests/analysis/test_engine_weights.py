@@ -161,6 +161,7 @@ def test_the_table_names_each_tensor_and_each_module(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
     trace = traced(tmp_path / "whole", run_of(lambda v, t, of: of(v)))
     told = tim_trace("weights", trace, "--engine").stdout

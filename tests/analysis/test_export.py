@@ -85,6 +85,7 @@ def test_jsonl_has_the_same_rows_and_no_number_that_json_lacks(run, tmp_path):
     assert found[-1]["rewards"] == {"digits": "NaN"}
 
 
+@pytest.mark.slow
 def test_what_was_exported_imports_as_the_same_run(tmp_path):
     make_trace(tmp_path / "run")
     done = tim_trace("export", tmp_path / "run", "--to", "parquet", "-o", tmp_path / "out")
@@ -107,6 +108,7 @@ def expected_figures(run):
     return figures
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_every_number_of_every_step(run, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -144,6 +146,7 @@ def records_of(path):
             part = b""
 
 
+@pytest.mark.slow
 def test_an_offline_run_of_wandb_holds_every_number_and_the_settings(run, tmp_path):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

@@ -43,6 +43,7 @@ def noisy(tmp_path_factory):
     return record(tmp_path_factory.mktemp("gate") / "run", gaps, lambda place: -1 - place % 3)
 
 
+@pytest.mark.slow
 def test_junit_has_a_test_case_a_condition(noisy, tmp_path):
     conditions = ["tim.k3>1", "tim.k3>1e-9", "check"]
     for _ in range(2):  # what lies there is replaced
@@ -190,6 +191,7 @@ def test_quantiles_have_the_interval_of_resampled_sequences(noisy):
     assert (verdict.low, verdict.high) == (pytest.approx(low, rel=0.1), pytest.approx(high, rel=0.1))
 
 
+@pytest.mark.slow
 def test_a_framework_s_number_has_the_jackknife_s_interval(noisy):
     ours, theirs = judged(noisy, "tim.k3>1", "verl.k3_kl>1")
     assert theirs.metric == "rollout_corr/k3_kl"
@@ -261,6 +263,7 @@ def test_a_framework_s_numbers_are_read_once(noisy):
     assert stats(database, like="trl") == once
 
 
+@pytest.mark.slow
 def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
     # Values that tie, zeros and a NaN: the median of a part is NaN as long as the NaN is left.
     gaps = [[0.0, -0.1], [0.0, math.nan], [-0.3], [-0.1, -0.2], *[[-0.1 * place] for place in range(1, 7)]]
@@ -281,6 +284,7 @@ def test_medians_over_tokens_are_those_of_what_is_left(tmp_path):
     assert sum(math.isnan(row[0]) for row in found) == 9
 
 
+@pytest.mark.slow
 def test_agreement_of_router_choices_has_an_interval(tmp_path):
     # Of 10 sequences of one layer, one expert of two and 4 tokens each.
     draw = np.random.default_rng(4)
@@ -304,6 +308,7 @@ def test_a_framework_s_largest_value_has_no_interval(noisy):
     assert verdict.how == "no interval: single sequences decide it"
 
 
+@pytest.mark.slow
 def test_leaving_sequences_out_keeps_nothing_of_it(noisy, tmp_path):
     before = stats(noisy).dicts()
     judged(noisy, "verl.k3_kl>1", "verl.ppl_ratio>2")
@@ -398,6 +403,7 @@ def make_healthy(path):
     return path
 
 
+@pytest.mark.slow
 def test_the_exit_code_goes_by_the_value(noisy):
     passed = tim_trace("gate", noisy, "--fail-on", "tim.k3>1", "--json")
     failed = tim_trace("gate", noisy, "--fail-on", "tim.k3>1", "--fail-on", "tim.k3<1")

@@ -40,6 +40,7 @@ def mean_of(values, groups, confidence=0.95, **options):
     return bootstrap({"mean": lambda t: t["value"] / t["one"]}, columns, groups, confidence, **options)["mean"]
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_where_prompts_differ(coverage):
     # The smaller part of benchmarks/coverage.py: 12 prompts of 8 sequences that have most of their error in common.
     alone, cell = (

@@ -109,6 +109,7 @@ def test_settings_without_a_meaning_are_refused():
         LengthDecay(stretch=0)
 
 
+@pytest.mark.slow
 def test_analysis_needs_no_torch_until_the_scheduler_is_asked_for():
     program = (
         "import sys; import tim_trace.analysis; import tim_trace.analysis.dynamics.dynamics; assert 'torch' not in sys.modules;"

@@ -198,6 +198,7 @@ def test_slime_s_example_mis(steps, per_token, options):
     agree(steps, "slime", slime, use_tis=True, calculate_per_token_loss=per_token, **options)
 
 
+@pytest.mark.slow
 def test_weights_of_mean_0_are_not_divided_by_it(tmp_path):
     # exp(-20) is the smallest weight: its mean is above 0, and below slime's bound of 1e-8.
     there, mask, rollout, _, *rest = batch(3, 0.1)
@@ -359,6 +360,7 @@ def test_nemo_rl_has_no_numbers_of_a_step_that_is_masked_as_a_whole(tmp_path):
     assert {row[name] for name in ("token_mult_prob_error", "sampling_importance_ratio", "probs_ratio")} == {None}
 
 
+@pytest.mark.slow
 def test_nemo_rl_leaves_infinite_ratios_out_of_the_largest(tmp_path):
     given = batch(5, 0.1)
     given[3][0, 0] = -math.inf
@@ -481,6 +483,7 @@ def test_openrlhf(steps, openrlhf, options):
     agree(steps, "openrlhf", openrlhf, rel=1e-7, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [math.nan, -math.inf], ids=["nan", "cut"])
 def test_what_is_odd_passes_through(tmp_path, openrlhf, odd):
     given = batch(9, 0.1)
@@ -505,6 +508,7 @@ def masked_out(tmp_path):
     return sound, given, tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_what_lies_on_a_token_that_does_not_count_is_left_out(masked_out, openrlhf):
     sound, given, path = masked_out
     for name, rendering in {"slime": slime, "nemo-rl": nemo_rl, "prime-rl": prime_rl, "openrlhf": openrlhf}.items():
@@ -574,6 +578,7 @@ def two_sequences(path):
     return path
 
 
+@pytest.mark.slow
 def test_worked_by_hand(tmp_path):
     path = two_sequences(tmp_path / "run")
     log2 = math.log(2)
@@ -607,6 +612,7 @@ def test_the_direction_of_nemo_rl_s_errors(tmp_path):
     assert row["js_divergence_error"] == pytest.approx(4.3067, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_is_one_batch(steps, tmp_path):
     path, batches = steps
     record(tmp_path / "one", [tuple(np.concatenate(part) for part in zip(*batches, strict=True))])
@@ -627,6 +633,7 @@ def test_an_open_database_answers_of_one_pair_after_the_other(steps):
     assert a != b
 
 
+@pytest.mark.slow
 def test_the_macros_give_the_same(steps):
     path, _ = steps
     connection = connect(path, like=list(FRAMEWORKS))

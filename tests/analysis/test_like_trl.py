@@ -271,6 +271,7 @@ def test_what_the_loss_clips_and_drops_is_trl_s(loss, steps, options):
     assert shares > 0 or options == {"loss_type": "sapo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_log_is_a_mean_over_generation_batches_and_their_processes(trl, tmp_path, monkeypatch, mode):
     # Each process's batch of each of five steps, of which TRL generates at four, and what it logs at the second and later.

@@ -544,6 +544,7 @@ def test_sapo_and_vespo_by_hand(tmp_path):
     assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
 
 
+@pytest.mark.slow
 def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
     """Five rows went through the loss: one masked, one without a token, one without the engine's logprobs. A sixth did not."""
     with Recorder(tmp_path / "run") as recorder:
@@ -830,6 +831,7 @@ def test_sequences_that_a_pass_lacks_are_counted(tmp_path):
     assert any("1 of 3 sequences have no logprobs in one of the passes" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_words_and_as_json(tmp_path):
     trace = write(tmp_path / "run", [make(seed) for seed in (16, 17, 18)], LOSSES["ppo"])
     done = tim_trace("objective", trace)

@@ -153,6 +153,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_pictures_have_the_width_of_a_column_or_of_a_page_and_show_something(written):
     keys = ("arms", "d-by-probability", "k3", "loss", "ratio", "run")
     names = sorted(path.name for path in (written / "png").iterdir())
@@ -299,6 +300,7 @@ def test_hostile_names_are_drawn_and_written_everywhere(tmp_path):
     assert list(names) == [name.replace("\ud800", "\\ud800") for name in HOSTILE]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_left_out_and_the_rest_is_drawn():
     steps = np.arange(3)
     odd = [

@@ -89,6 +89,7 @@ def test_histograms_of_parts_are_that_of_the_whole_in_any_order(parts, order):
         assert gathered.cuts() == histogram.cuts() == (None, None, None)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(values=st.lists(sizes, min_size=1, max_size=60))
 def test_quantiles_of_a_step_have_the_digits_of_duckdb(values):

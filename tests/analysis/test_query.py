@@ -140,6 +140,7 @@ def test_what_is_there_is_listed_before_it_was_asked(trace, listing):
     assert {"sequences", "steps", "tokens"} <= {name for (name,) in sql(trace, listing).rows}
 
 
+@pytest.mark.slow
 def test_every_macro_can_be_the_first_that_is_called(trace):
     names = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE NOT internal AND function_type LIKE '%macro'"
     macros = {name for (name,) in sql(trace, names).rows}

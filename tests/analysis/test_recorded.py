@@ -208,6 +208,7 @@ def test_every_verb_names_one_onset(traces, name):
     assert f"({fall.step}; {fall.interval[0]} to {fall.interval[1]})" in told["story"]
 
 
+@pytest.mark.slow
 def test_the_view_has_numbers_and_texts_in_columns_of_their_own(traces):
     query = (
         "SELECT kind, step, before, after, before_text, after_text, size_in_sd, shape FROM changes WHERE series = '{}'"
@@ -219,6 +220,7 @@ def test_the_view_has_numbers_and_texts_in_columns_of_their_own(traces):
     assert text == set_at | {"before": None, "after": None, "before_text": "exact", "after_text": "model"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sign of advantages", "scale of advantages", "baseline"])
 def test_the_same_trace_has_the_same_changes_each_time(traces, name):
     first, *others = (read_recorded(Database(traces(name)), PAIR) for _ in range(4))
@@ -275,6 +277,7 @@ def test_a_rank_that_disappears_is_listed_with_its_step(tmp_path, monkeypatch):
     assert change_sentence(change) == f"num_writers goes from 4 to 3 at step {AT}"
 
 
+@pytest.mark.slow
 def test_a_rank_whose_tokens_are_off_is_named_with_its_step(tmp_path, monkeypatch):
     (change,) = of_writers(several_ranks(tmp_path / "run", monkeypatch, off=3))
     assert (change.series, change.step, change.low, change.high) == ("mean_abs_d of rank 3", AT, AT, AT)
@@ -325,6 +328,7 @@ def test_a_run_in_which_nothing_was_changed_has_no_change_of_what_it_was_given(t
     assert not [change for change in read_recorded(Database(calm), PAIR) if change.kind in given]
 
 
+@pytest.mark.slow
 def test_a_series_that_is_exactly_0_before_a_change_says_0(tmp_path):
     run = record(tmp_path / "run", Plan(right=always(0.7), gap=from_at(0.0, 0.2)))
     recorded = {change.series: change for change in read_recorded(Database(run), PAIR)}
@@ -345,6 +349,7 @@ def test_an_engine_that_was_exact_until_the_fall_is_the_cause(tmp_path):
     assert any(f"the engine was exact until step {AT}" in each.sentence for each in found.suspects[0].evidence)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_holds_while_the_reward_falls_is_a_fall_and_clears_the_policy(tmp_path):
     found = attribute(record(tmp_path / "run", Plan(prompt_length=from_at(4, 12), evaluation=always(0.8))))
     assert (found.outcome, found.fall.outcome, found.cause) == ("eval/accuracy", "reward", "data")
@@ -379,6 +384,7 @@ def differing(found):
     return {difference.suspect for difference in found.difference_codes}
 
 
+@pytest.mark.slow
 def test_a_control_that_differs_in_one_thing_is_an_intervention(tmp_path):
     run = record(tmp_path / "run", Plan(settings={"kl_coef": 5.0}))
     control = record(tmp_path / "control", Plan(right=SOUND, settings={"kl_coef": 0.0}))
@@ -386,6 +392,7 @@ def test_a_control_that_differs_in_one_thing_is_an_intervention(tmp_path):
     assert (found.kind, found.cause, differing(found)) == ("intervention", "reference", {"reference"})
 
 
+@pytest.mark.slow
 def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     run = record(tmp_path / "run", Plan(settings={"kl_coef": 5.0}, gap=always(0.3)))
     control = record(tmp_path / "control", Plan(right=SOUND, settings={"kl_coef": 0.0}))
@@ -411,6 +418,7 @@ def test_a_control_without_the_rounding_of_bf16_earns_the_mismatch_nothing(tmp_p
         assert any("differ in nothing that the traces hold" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_control_lists_prompts_and_what_was_changed_near_the_fall(tmp_path):
     run = record(
         tmp_path / "run", Plan(prompt_length=from_at(4, 12), settings={"kl_coef": 0.01}, settings_at={"kl_coef": 5.0})

@@ -29,6 +29,7 @@ def test_a_trace_on_s3_answers_as_it_does_on_disk(s3, trace):
     assert dataclasses.replace(there, path="", num_bytes={}) == dataclasses.replace(here, path="", num_bytes={})
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_urls(s3, trace):
     s3.put(str(trace), "bucket/cli/run", recursive=True)
     done = tim_trace("sql", "s3://bucket/cli/run", "SELECT count(*) AS n FROM tokens", "--json")

@@ -55,6 +55,7 @@ def asked(run, query):
     return Database(run).ask(query)
 
 
+@pytest.mark.slow
 def test_every_query_gives_the_values_of_its_figure(run, made):
     queries = {one.key: one for one in made.run if not one.sql.startswith("tim-trace")}
     assert {"k3", "p99_abs_d", "max_abs_d", "ess", "reward", "length", "grad_norm", "evaluation"} & set(queries) >= {
@@ -66,6 +67,7 @@ def test_every_query_gives_the_values_of_its_figure(run, made):
         np.testing.assert_allclose([row[1] for row in rows], one.lines[0].y, rtol=1e-9, err_msg=key)
 
 
+@pytest.mark.slow
 def test_a_figure_s_command_is_one_that_runs(run, made):
     commands = {one.sql for one in made.charts if one.sql.startswith("tim-trace")}
     for each in commands:
@@ -314,6 +316,7 @@ def test_series_that_never_move_are_told_in_a_line(made, html):
     assert f"{SERIES['learning_rate'].title} 0.001" in re.sub(r"\s+", " ", html)
 
 
+@pytest.mark.slow
 def test_runs_of_one_folder_name_are_told_apart(tmp_path):
     for name in ("a", "b"):
         make_trace(tmp_path / name / "trace")
@@ -322,6 +325,7 @@ def test_runs_of_one_folder_name_are_told_apart(tmp_path):
     assert [line.name for line in made.run[0].lines] == ["a/trace", "b/trace"]
 
 
+@pytest.mark.slow
 def test_a_file_that_lies_there_is_replaced_with_force_alone(run, tmp_path):
     target = tmp_path / "report.html"
     target.write_text("mine")
@@ -338,6 +342,7 @@ def test_nothing_is_written_where_there_is_no_trace(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_in_a_notebook_a_report_shows_itself_in_a_frame(run):
     shown = tim_trace.analysis.report(run)._repr_html_()
     assert shown.startswith("<iframe srcdoc=")
@@ -350,6 +355,7 @@ def test_the_package_is_named_like_what_it_makes_before_and_after_it_is_imported
     assert done.stdout.strip() == "True"
 
 
+@pytest.mark.slow
 def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
     done = command("report", run, "-o", tmp_path / "out" / "report.html")
     assert done.code == 0, done.stderr

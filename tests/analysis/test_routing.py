@@ -44,6 +44,7 @@ def rows(trace, query):
     return connect(trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("close", [True, False], ids=["sealed", "journal"])
 def test_agreement_worked_by_hand(tmp_path, close):
     recorder = make_routed(tmp_path / "run", close=close)

@@ -75,6 +75,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
     check_readable(trace, 24, damaged=True)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_is_named_with_what_is_lost(trace):
     file = file_of(trace, "scores", 2)
     file.unlink()
@@ -83,6 +84,7 @@ def test_a_file_that_is_gone_is_named_with_what_is_lost(trace):
     check_readable(trace, 24, damaged=True)
 
 
+@pytest.mark.slow
 def test_a_copy_under_another_name_does_not_count(trace):
     for table in ("sequences", "scores"):
         file = file_of(trace, table, 2)
@@ -105,6 +107,7 @@ def test_two_files_that_were_exchanged_are_named(trace):
         assert connect(trace).execute("SELECT count(*) FROM scores").fetchone() == (0,)
 
 
+@pytest.mark.slow
 def test_without_its_state_a_writer_s_files_do_not_count_and_are_named(trace):
     writer = file_of(trace, "scores", 2).name[:-15]
     (trace / "writers" / f"{writer}.json").unlink()
@@ -114,6 +117,7 @@ def test_without_its_state_a_writer_s_files_do_not_count_and_are_named(trace):
     check_readable(trace, 24, damaged=True)
 
 
+@pytest.mark.slow
 def test_a_writer_s_files_of_another_run_do_not_count(trace, tmp_path):
     make_trace(tmp_path / "other")
     for file in [*(tmp_path / "other").rglob("*.parquet"), *(tmp_path / "other" / "writers").iterdir()]:
@@ -135,6 +139,7 @@ def test_foreign_files_do_no_harm(trace, name):
     assert all(name in sentence for sentence in info(str(trace)).ignored)
 
 
+@pytest.mark.slow
 def test_a_foreign_journal_is_named_and_the_rest_is_read(trace):
     (trace / "journal").mkdir(exist_ok=True)
     (trace / "journal" / "w-000000.scores.arrows").write_bytes(b"not Arrow at all" * 9)
@@ -143,6 +148,7 @@ def test_a_foreign_journal_is_named_and_the_rest_is_read(trace):
     check_readable(trace, 40, damaged=True)
 
 
+@pytest.mark.slow
 def test_a_broken_writer_state_or_contract_is_named(trace):
     with Recorder(trace, resume=True) as recorder:
         recorder.add_contract("train", {"engine": "trl"})
@@ -154,6 +160,7 @@ def test_a_broken_writer_state_or_contract_is_named(trace):
     check_readable(trace, 40, damaged=True)
 
 
+@pytest.mark.slow
 def test_damaged_sums_are_passed_over_and_made_anew(trace):
     wanted = tim_trace("stats", trace, "--json").json()
     for file in (trace / "sums").iterdir():
@@ -218,6 +225,7 @@ def test_verify_names_a_captured_chunk_with_bytes_behind_its_end(tmp_path):
     assert "bytes more than were written" in json.loads(done.stdout)["damaged"][0]
 
 
+@pytest.mark.slow
 def test_verify_names_a_journal_of_captured_distributions(tmp_path):
     subprocess.run([sys.executable, fuzz_bases.__file__, "dense", tmp_path / "run"], check=True, capture_output=True)
     (journal,) = (tmp_path / "run" / "journal").glob("*.dense.arrows")
@@ -230,6 +238,7 @@ def test_verify_names_a_journal_of_captured_distributions(tmp_path):
         assert any(journal.name in sentence for sentence in json.loads(done.stdout)["damaged"]), place
 
 
+@pytest.mark.slow
 def test_sums_of_files_that_are_gone_are_not_used(trace):
     tim_trace("stats", trace)
     file_of(trace, "scores", 3).unlink()
@@ -348,6 +357,7 @@ BEFORE_TOKENS = {"info", "weights", "replay", "triangulate", "gradient"}
 """Commands that read no logprobs, or find no weights in this trace before they would."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "column"), [("scores", "logprobs"), ("sequences", "step")])
 def test_damage_that_no_checksum_tells_is_named_by_every_command(tmp_path, monkeypatch, table, column):
     monkeypatch.chdir(tmp_path)

@@ -187,6 +187,7 @@ def test_sums_and_tokens_give_the_same_numbers(tmp_path_factory, seed, steps):
     assert {by: stats(path, by=by).rows for by in ("step", "run")} == from_tokens
 
 
+@pytest.mark.slow
 def test_statistics_by_step_of_a_finished_trace_read_no_tokens(tmp_path):
     make_trace(tmp_path / "run")
 
@@ -212,6 +213,7 @@ def test_sums_grow_with_a_live_trace(tmp_path):
     assert stats(tmp_path / "run", by="step").rows == live
 
 
+@pytest.mark.slow
 def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     path = tmp_path / "run"
     make_trace(path, steps=4)
@@ -238,6 +240,7 @@ def test_only_steps_without_sums_are_computed(tmp_path, monkeypatch):
     assert len(list((path / "sums").glob("sequence_sums-*"))) == 2
 
 
+@pytest.mark.slow
 def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     make_trace(tmp_path / "run", steps=7, rows=5)
     whole = {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")}
@@ -254,6 +257,7 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
 ROW = ("p50_abs_d", "p95_abs_d", "p99_abs_d")
 
 
+@pytest.mark.slow
 def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp_path, monkeypatch):
     path = tmp_path / "run"
     make_trace(path, steps=7, rows=5)

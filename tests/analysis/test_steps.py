@@ -118,6 +118,7 @@ def test_a_control_is_held_against_over_the_same_steps(both):
     )
 
 
+@pytest.mark.slow
 def test_a_report_of_some_steps_shows_what_one_of_a_trace_with_these_alone_does(both):
     whole, part, steps = both
     found, expected = report(whole, steps=steps), report(part)
@@ -138,6 +139,7 @@ def test_a_report_of_some_steps_shows_what_one_of_a_trace_with_these_alone_does(
     assert "steps" not in dict(expected.provenance[0].facts)
 
 
+@pytest.mark.slow
 def test_what_a_report_offers_to_copy_is_of_its_steps(whole):
     made = report(whole, steps="5:11")
     for answer in made.verdicts[0].answers:
@@ -187,6 +189,7 @@ def test_steps_apply_to_each_of_several_traces(tmp_path):
         stats([tmp_path / "a", tmp_path / "b"], steps="5:")
 
 
+@pytest.mark.slow
 def test_a_choice_of_no_step_names_the_option(whole):
     for verb in ("stats", "check", "diagnose", "corrections", "objective", "attribute", "dynamics"):
         done = command(verb, whole, "--steps", "99:")

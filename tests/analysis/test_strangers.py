@@ -145,6 +145,7 @@ class Tags(HTMLParser):
         self.handlers += [name for name, value in attributes if name.startswith("on") or "javascript:" in (value or "")]
 
 
+@pytest.mark.slow
 def test_a_report_of_hostile_text_has_the_tags_of_ours_alone(trace, tmp_path):
     done = called("report", trace, "-o", tmp_path / "page.html")
     assert done.exit_code == 0, done.stderr

@@ -136,6 +136,7 @@ def test_wrong_use_is_explained(tmp_path):
         triangulate(tmp_path / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_bfloat16_engine_is_found_beside_a_float32_trainer(tmp_path):
     run = train_with_trl("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")

@@ -214,6 +214,7 @@ def test_every_rejection_is_verl_s(verl, steps, option):
         rejects_as_verl(verl, *steps, rollout_rs=option, rollout_rs_threshold=bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "bounds"),
     [
@@ -238,6 +239,7 @@ def rejects_as_verl(verl, path, batches, **options):
         np.testing.assert_array_equal(per_token(connection, given, macro, "keep", step), kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [math.nan, -math.inf], ids=["nan", "cut"])
 def test_corrections_of_what_is_odd_are_verl_s(verl, tmp_path, odd):
     given = batch(1, 0.1, rows=20, odd=odd)
@@ -273,6 +275,7 @@ def test_a_sequence_s_sums_have_the_same_bits_whatever_is_beside_it():
         np.testing.assert_array_equal(alone[:, 0].view(np.int64), together[:, row].view(np.int64))
 
 
+@pytest.mark.slow
 def test_digits_do_not_depend_on_the_number_of_threads(tmp_path):
     record(tmp_path / "run", [batch(seed, 0.3, rows=400) for seed in range(6)])
     whole = stats(tmp_path / "run", like="verl").rows

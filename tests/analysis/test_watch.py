@@ -153,6 +153,7 @@ def _capture():
     return Capture.parse("logprobs", 1.0)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     make_trace(tmp_path / "run", steps=5)
     monkeypatch.setattr(memory, "MOST_TOKENS", 1)
@@ -166,6 +167,7 @@ def test_a_long_run_is_read_in_portions_the_newest_first(tmp_path, monkeypatch):
     assert [one.num_unread_steps for one in watch(tmp_path / "run", every=0.01)] == [4, 3, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_trace_is_watched_while_files_are_sealed_and_vanish(tmp_path):
     recorder = Recorder(tmp_path / "run")
     recorder.writer.segments.seal_bytes = 1
@@ -426,6 +428,7 @@ def test_a_view_names_the_alarms_the_steps_and_the_course(seen, width):
     assert BLOCKS[-1] in text
 
 
+@pytest.mark.slow
 def test_names_do_not_act_on_the_terminal(seen, collapsing):
     for encoding in ("utf-8", "ascii"):
         text = drawn(seen, encoding=encoding)
@@ -495,6 +498,7 @@ def test_on_a_terminal_it_ends_with_the_recording_and_leaves_the_last_view(tmp_p
     assert "tim-trace diagnose" in left
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_view_and_not_the_recording(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add(recorder, 1)

@@ -159,6 +159,7 @@ def forwards_of(trace, name):
     return connect(trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_steps_of_the_same_weights_fill_forwards_together(tmp_path, monkeypatch):
     scored = []
     score = HfScorer.score
@@ -183,6 +184,7 @@ def test_steps_of_the_same_weights_fill_forwards_together(tmp_path, monkeypatch)
         np.testing.assert_allclose(one[3], other[3], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_whose_sequences_have_the_same_names_stay_apart(tmp_path):
     """Each step's logprobs are its own, with names that come again in every step."""
     trace = record_groups(tmp_path / "run", steps=2, name=lambda step, place: f"s{place}")

@@ -124,6 +124,7 @@ def test_hidden_states_give_the_logits_that_were_captured(traces):
         np.testing.assert_allclose(hidden, logits, rtol=0, atol=5e-3 if "bf16" in name else 1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_hidden_states_name_their_head(traces):
     ((head,),) = rows(
         traces["hidden"], "SELECT contract_json ->> '$.head.weight' FROM passes WHERE pass = 'replay/bf16'"
@@ -132,6 +133,7 @@ def test_hidden_states_name_their_head(traces):
     assert rows(traces["logits"], "SELECT count(*) FROM passes WHERE contract_json ->> '$.head' IS NOT NULL") == [(0,)]
 
 
+@pytest.mark.slow
 def test_bounds_from_top_k_hold_for_the_logits_of_the_same_replay(traces):
     def measured(trace, name):
         query = f"SELECT * FROM pair_distributions('{name}', 'replay/as-recorded') ORDER BY step, seq_id, position"
@@ -146,6 +148,7 @@ def test_bounds_from_top_k_hold_for_the_logits_of_the_same_replay(traces):
             assert (bounds[f"{measure}_high"] >= exact[measure]).all(), (name, measure)
 
 
+@pytest.mark.slow
 def test_stats_of_a_replayed_pair_says_how_far_the_distributions_lie_apart(traces):
     (row,) = stats(traces["logits"], pair="replay/top-k-3:replay/as-recorded").dicts()
     assert row["num_distributions"] == row["num_tokens"] + row["num_inf"]

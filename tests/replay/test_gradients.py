@@ -41,6 +41,7 @@ EACH_STEP, IN_PAIRS = [(1, 0), (2, 1), (3, 2)], [(1, 0), (1, 1), (3, 2), (3, 3)]
 """The step whose sequences an update trains on, and the policy version before it."""
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "config", "updates"),

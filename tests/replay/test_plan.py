@@ -29,6 +29,7 @@ def replayed(trace):
     return connect(trace).execute("SELECT count(*) FROM scores WHERE pass LIKE 'replay/%'").fetchone()[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_is_to_be_done_and_writes_nothing(trace):
     results = replay(trace, dtype="bf16", dry_run=True)
     identity, bf16 = results.plan
@@ -97,6 +98,7 @@ def test_the_pace_is_that_of_the_first_rows():
     assert len(paces) == 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_says_how_long(trace):
     done = tim_trace("replay", trace, "--sample", "0.5", "--dtype", "bf16", "--dry-run", "--json")
     _, bf16 = done.json()

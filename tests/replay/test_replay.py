@@ -314,6 +314,7 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
     assert distance["as-recorded"] < 1e-6 < distance["bf16"] < 0.1
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_factory_s_model_are_captured(table):
     done = tim_trace(
         "replay", table, "--model-factory", "factory:build", "--arm", "top-k=2", "--capture", "logits", cwd=table.parent

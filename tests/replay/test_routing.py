@@ -135,6 +135,7 @@ def test_forced_routers_choose_what_was_recorded_under_every_change(change, arms
     assert results[name].identity_held == results[name].num_steps
 
 
+@pytest.mark.slow
 def test_bf16_chooses_other_experts_unless_it_is_forced(arms):
     trace, results = arms
     free, forced = (
@@ -151,6 +152,7 @@ def test_bf16_chooses_other_experts_unless_it_is_forced(arms):
     assert sum(row["share_same_experts"] for row in layers) / 2 == pytest.approx(agreement)
 
 
+@pytest.mark.slow
 def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
     trace, _ = arms
     ((tokens, joined, flipped),) = rows(

@@ -54,6 +54,7 @@ def test_a_sample_has_whole_groups_of_every_step_and_the_bits_of_the_whole(trace
         assert len(found) in (6, 7)
 
 
+@pytest.mark.slow
 def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, monkeypatch):
     from tim_trace.replay.hf_scorer import HfScorer
 
@@ -99,6 +100,7 @@ def test_a_sample_of_everything_is_the_whole_and_has_no_width(trace):
     assert bf16.k3 == pytest.approx(run["k3"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_sample_lacks_is_no_fault_and_is_said(trace):
     replay(trace, sample=0.5, dtype="bf16")
     with pytest.warns(SampleWarning, match="replay/bf16 is a sample: 36 of 72 sequences of its steps"):
@@ -110,6 +112,7 @@ def test_what_a_sample_lacks_is_no_fault_and_is_said(trace):
     assert bf16.note is None
 
 
+@pytest.mark.slow
 def test_info_and_stats_say_what_is_a_sample(trace):
     replay(trace, sample=0.5, dtype="bf16")
     assert not info(trace).missing
@@ -126,6 +129,7 @@ def test_the_contract_says_that_it_is_a_sample(trace):
     assert json.loads(text) == {"of": "groups, stratified by step", "seed": SEED}
 
 
+@pytest.mark.slow
 def test_the_command_prints_estimates_with_intervals(trace):
     done = tim_trace("replay", trace, "--sample", "0.6", "--dtype", "bf16", "--json")
     _, bf16 = done.json()

@@ -105,6 +105,7 @@ def test_every_command_counts_a_step_once_as_its_newest_attempt_made_it(traces):
         check_same(found, expected, " ".join(command))
 
 
+@pytest.mark.slow
 def test_figures_of_a_report_show_a_step_once(traces, tmp_path):
     figures = []
     for place, path in enumerate(traces):
@@ -139,6 +140,7 @@ def test_all_views_hold_what_every_attempt_made(traces):
         assert set(shown) == {(step, 2 if step in SECOND else 1, rows) for step in range(1, 9)}
 
 
+@pytest.mark.slow
 def test_info_and_check_tell_which_attempt_counts(traces):
     text = info_text(info(str(traces[0])))
     table = [line.split("  ") for line in text.splitlines()]
@@ -174,6 +176,7 @@ def attempts_of(path):
     return made, counted
 
 
+@pytest.mark.slow
 def test_processes_without_a_rank_that_record_at_once_are_one_attempt(tmp_path):
     program = """
 import sys

@@ -81,6 +81,7 @@ def test_rows_are_in_the_order_of_steps_and_row_groups_end_where_steps_do(tmp_pa
     assert file.num_row_groups > 6
 
 
+@pytest.mark.slow
 def test_a_large_step_is_cut_and_files_have_about_the_wanted_size(tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "ROW_GROUP_TOKENS", 60)
     trace = make_run(tmp_path / "run")
@@ -140,6 +141,7 @@ def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_
     assert points > 20
 
 
+@pytest.mark.slow
 def test_of_a_run_that_is_recorded_closed_steps_are_merged_and_the_rest_later(tmp_path):
     trace = tmp_path / "run"
     recorder = Recorder(trace)
@@ -198,6 +200,7 @@ def test_damage_that_is_met_while_merging_leaves_the_trace_as_it_is(tmp_path):
     assert not [entry for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
 
 
+@pytest.mark.slow
 def test_another_folder_gets_the_merged_trace_and_the_first_one_stays(tmp_path):
     trace = make_run(tmp_path / "run")
     files = sealed_files(trace)
@@ -227,6 +230,7 @@ def test_object_storage_gets_the_merged_trace(tmp_path, s3):
     assert answers(tmp_path / "back" / "run") == before
 
 
+@pytest.mark.slow
 def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     trace = make_run(tmp_path / "run", attempts=False)
     compact(trace)

@@ -26,11 +26,13 @@ def check_stopped(done, path):
     assert 0 < steps[0] == steps[1] < 2000
 
 
+@pytest.mark.slow
 def test_when_files_may_grow_no_more_training_goes_on_and_what_was_recorded_stays(tmp_path):
     done = run(sys.executable, PROGRAMS / "fills_disk.py", tmp_path / "run", 200_000)
     check_stopped(done, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_recording_and_marks_the_trace(tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
@@ -47,6 +49,7 @@ def test_a_full_disk_ends_the_recording_and_marks_the_trace(tmp_path):
         subprocess.run(["umount", mount], check=True)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_makes_training_wait_and_drops_nothing(tmp_path, monkeypatch):
     gate = threading.Event()
     with Recorder(tmp_path / "run", queue_bytes=1) as recorder:

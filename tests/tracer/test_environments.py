@@ -31,6 +31,7 @@ def script(path, text):
     return path
 
 
+@pytest.mark.slow
 def test_a_module_a_console_script_and_a_wrapper_are_recorded(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(RECORDS.read_text().replace("__file__", repr(str(RECORDS))))
@@ -71,6 +72,7 @@ def test_a_virtual_environment_without_tim_trace_says_how_to_install_it_there(tm
     assert f"{python} -m pip install tim-trace" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ['it\'s $HOME "quoted" [x]*?', "日本語 é\n-o"])
 def test_a_folder_may_have_any_name(tmp_path, name):
     (tmp_path / name).mkdir()
@@ -111,6 +113,7 @@ def test_answers_while_it_is_recorded_are_those_of_the_steps_so_far(tmp_path):
     assert list((path / "journal").glob("*.scores.arrows"))
 
 
+@pytest.mark.slow
 def test_processes_that_make_sums_at_once_agree(tmp_path):
     make_trace(tmp_path / "run", steps=6, rows=16)
     commands = [["stats", tmp_path / "run", "--json"]] * 2 + [

@@ -59,6 +59,7 @@ def test_no_figure_of_a_run_is_over_its_evaluation(pair, verb):
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_views_of_its_own(pair):
     plain, evaluated = pair
     assert rows(evaluated, "SELECT step, count(*) FROM eval_sequences GROUP BY step ORDER BY step") == [

@@ -125,6 +125,7 @@ def test_the_text_of_verl_is_sequences_without_tokens(tmp_path):
         check(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_slime_joins_rollouts_and_what_the_trainer_made_of_them(tmp_path):
     steps = make_steps(0)
     dumps.write_rollouts(tmp_path / "dump", steps)
@@ -422,6 +423,7 @@ import_dump("nemo-rl", sys.argv[1], output=sys.argv[2], progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_an_addition_that_is_killed_leaves_the_trace_as_it_was(tmp_path):
     dumps.write_nemo_rl(tmp_path / "dump", make_steps(1))
     import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")

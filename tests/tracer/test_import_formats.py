@@ -247,6 +247,7 @@ THEIRS = {
 }
 
 
+@pytest.mark.slow
 def test_other_people_s_names_are_mapped(tmp_path):
     rows = rows_of()
     import_parquet(write_jsonl(tmp_path / "ours.jsonl", rows), output=tmp_path / "ours")

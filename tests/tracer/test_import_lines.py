@@ -95,6 +95,7 @@ def completion(sample, **choice):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_responses_of_vllm_are_the_engine_s_side(tmp_path):
     samples = make_samples(1)
     chat = completion(samples[1])

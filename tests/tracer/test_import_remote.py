@@ -76,6 +76,7 @@ def test_every_format_is_imported_from_a_url():
     assert FORMATS.keys() == formats.FORMATS.keys() | {"parquet"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["prime-rl", "slime"])
 def test_what_came_since_is_added_from_a_url(s3, tmp_path, format):
     FORMATS[format](tmp_path / "some", make_steps(3))
@@ -114,6 +115,7 @@ def test_a_file_that_changed_there_is_refused(s3, tmp_path):
         import_dump("nemo-rl", url, output=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_one_file_is_imported_by_its_url_from_the_command_line(s3, tmp_path):
     FORMATS["vllm"](tmp_path / "dump", make_steps(3))
     put(s3, tmp_path / "dump", "one")

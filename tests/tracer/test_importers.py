@@ -77,6 +77,7 @@ def test_every_column_comes_in(tmp_path, name):
     assert connection.execute("SELECT DISTINCT policy_version FROM scores").fetchall() == [(2,)]
 
 
+@pytest.mark.slow
 def test_parquet_and_json_lines_give_the_same_trace(tmp_path):
     rows = rows_of()
     write_parquet(tmp_path / "a.parquet", rows)
@@ -119,6 +120,7 @@ def test_rows_may_come_in_any_order_of_steps(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_steps_and_a_sample_of_parquet_are_chosen(tmp_path):
     write_parquet(tmp_path / "dump.parquet", rows_of(steps=5, rows=20))
     query = "SELECT step, seq_id FROM sequences ORDER BY ALL"
@@ -323,6 +325,7 @@ def test_a_disk_that_is_full_from_the_start_is_the_import_s_error(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_failing_import_leaves_the_trace_that_force_would_replace(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW])
     import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")

@@ -153,6 +153,7 @@ def test_damage_behind_a_footer_that_the_index_holds_is_found(indexed):
     assert any(path.name in sentence for sentence in verify(indexed).damaged)
 
 
+@pytest.mark.slow
 def test_few_requests_open_a_trace_on_object_storage_however_many_its_writers_are(s3, tmp_path, requests):
     trace = make_run(tmp_path / "run", writers=12, steps=8, attempts=False)
     summarize(trace)
@@ -199,6 +200,7 @@ def test_a_file_that_goes_while_it_is_asked_is_told_as_that(indexed):
         database.ask("SELECT sum(len(logprobs)) FROM scores WHERE logprobs[1] < 0")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_sent_has_an_index_of_nearly_all_that_is_there(s3, tmp_path):
     upload = Upload(tmp_path / "run", "s3://bucket/growing/run")
     indexed = []

@@ -59,6 +59,7 @@ def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path, seed):
     assert any("ended without closing" in sentence for sentence in found.missing)
 
 
+@pytest.mark.slow
 def test_a_killed_writers_journal_can_be_sealed_by_another_process(tmp_path):
     told = kill_after(tmp_path / "run", 25)
     adopt(tmp_path / "run")
@@ -79,6 +80,7 @@ def test_captured_distributions_survive_a_kill(tmp_path, sealed):
         assert arrays["token_ids"].tolist() == [[step, step]] * tokens
 
 
+@pytest.mark.slow
 def test_info_of_a_killed_recording_says_so_and_goes_on(tmp_path):
     kill_after(tmp_path / "run", 3)
     shown = tim_trace("info", tmp_path / "run")

@@ -11,6 +11,7 @@ from tim_trace.analysis.info import info
 SAY = [sys.executable, "-c"]
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_the_command_s(tmp_path):
     for code in (0, 3):
         done = tim_trace("record", "-o", tmp_path / f"run{code}", "--", *SAY, f"raise SystemExit({code})")
@@ -75,6 +76,7 @@ def test_wrong_use_is_one_line_and_leaves_nothing(tmp_path, arguments, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_there_is_refused_before_the_command_starts(tmp_path):
     tim_trace("record", "-o", tmp_path / "run", "--", *SAY, "pass")
     done = tim_trace("record", "-o", tmp_path / "run", "--", *SAY, "print('ran')")
@@ -116,6 +118,7 @@ def test_a_recorded_python_starts_without_the_heavy_libraries(tmp_path):
     assert json.loads(done.stdout) == []
 
 
+@pytest.mark.slow
 def test_processes_below_processes_are_recorded(tmp_path):
     shell = f"{sys.executable} {PROGRAMS / 'forks.py'}"
     done = tim_trace("record", "-o", tmp_path / "run", "--", "sh", "-c", f"sh -c '{shell}'")

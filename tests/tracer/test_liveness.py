@@ -126,6 +126,7 @@ def test_a_machine_that_was_started_anew_since_has_no_writer_of_before(killed, t
     assert was_adopted(killed) is (expected[0] == "killed")
 
 
+@pytest.mark.slow
 def test_a_recording_is_live_before_anything_is_recorded_and_is_not_replaced(tmp_path):
     command = ["record", "-o", tmp_path / "run", "--", sys.executable, "-c", "print('up', flush=True); input()"]
     with subprocess.Popen(

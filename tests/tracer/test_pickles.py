@@ -345,6 +345,7 @@ def test_a_hostile_dump_of_each_pickled_format_is_refused(tmp_path):
     assert not (tmp_path / "was-run").exists()
 
 
+@pytest.mark.slow
 def test_reading_a_dump_needs_no_torch(tmp_path):
     dumps.write_verl(tmp_path / "verl", make_steps(1))
     dumps.write_rollouts(tmp_path / "slime", make_steps(1))

@@ -35,6 +35,7 @@ def test_a_second_run_of_ranks_into_the_same_folder_is_refused(tmp_path, monkeyp
         Recorder(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_children_of_a_recorded_process_record_with_files_of_their_own(tmp_path):
     done = tim_trace("record", "-o", tmp_path / "run", "--", sys.executable, PROGRAMS / "forks.py")
     assert done.code == 0, done.stderr

@@ -307,6 +307,7 @@ def test_two_writers_of_one_process_share_a_trace(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_segment_is_sealed_whenever_enough_has_gathered(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.writer.segments.seal_bytes = 4000

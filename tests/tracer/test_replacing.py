@@ -103,6 +103,7 @@ def test_a_command_that_cannot_start_leaves_everything_as_it_was(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_an_import_that_finds_a_bad_row_at_last_leaves_the_old_trace(tmp_path):
     make_trace(tmp_path / "run")
     before = tree(tmp_path / "run")
@@ -117,6 +118,7 @@ def test_an_import_that_finds_a_bad_row_at_last_leaves_the_old_trace(tmp_path):
     assert not (tmp_path / "new" / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_import_for_which_the_disk_is_too_small_leaves_the_old_trace(tmp_path):
     make_trace(tmp_path / "run")
     before = tree(tmp_path / "run")
@@ -157,6 +159,7 @@ def test_an_import_that_is_interrupted_leaves_the_old_trace_and_the_next_one_wor
     assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["record", "import"])
 def test_of_several_that_begin_at_once_one_makes_the_trace(tmp_path, how):
     rows = rows_file(tmp_path / "rows.jsonl", 40)

@@ -90,6 +90,7 @@ def test_every_signal_reaches_the_command_once(tmp_path):
         assert process.wait(PLENTY_S) == 7
 
 
+@pytest.mark.slow
 def test_a_command_that_ignores_ctrl_c_goes_on_and_so_does_the_recording(tmp_path):
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); print(input())"
     with started(tmp_path, program, stdin=subprocess.PIPE) as process:

@@ -91,6 +91,7 @@ def timing(name):
     return name.endswith(("_time", "_runtime", "_per_second"))
 
 
+@pytest.mark.slow
 def test_sequences_hold_what_the_trainer_logged(on_policy, off_policy, vllm, rloo):
     for run in (on_policy, off_policy, vllm, rloo):
         query = """
@@ -292,6 +293,7 @@ def same_as_logged(run, **options):
     return [row for row in logs if any(row.get(name) for name in names if "clip_ratio" in name)]
 
 
+@pytest.mark.slow
 def test_means_over_logged_steps_are_what_trl_logged():
     # Micro-batches whose responses are all cut off, so that no token counts, are in TRL's means as well.
     config = MOVED | {"loss_type": "grpo", "epsilon_high": 0.02, "mask_truncated_completions": True}
@@ -305,6 +307,7 @@ def test_means_over_logged_steps_are_what_trl_logged():
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -474,6 +477,7 @@ def test_responses_that_are_masked_for_being_cut_off_keep_their_length_and_have_
         assert tokens == 3 or reason == "stop"
 
 
+@pytest.mark.slow
 def test_tool_output_is_masked_and_has_no_rollout_logprob():
     run = train("--rollout-function", capture="logprobs")
     query = """
@@ -551,6 +555,7 @@ def test_what_a_class_below_trl_s_changed_is_what_is_recorded():
     assert rows(derived, query) == [(2 * advantage,) for (advantage,) in rows(plain, query)]
 
 
+@pytest.mark.slow
 def test_a_trainer_with_other_functions_is_named():
     run = train("--trainer", "other", "--steps", "2", capture="logprobs")
     for said in (run.done.stderr, *info(str(run.trace)).missing):

@@ -324,6 +324,7 @@ def test_the_loss_s_logprobs_find_their_sequences(session, padding, queue):
     assert attempts == 1
 
 
+@pytest.mark.slow
 def test_rows_that_the_loss_sees_again_are_further_iterations(session, padding, queue):
     recorded(session, queue, ONE)
     trace = updated(session, batches=((0, 1), (1, 0)))
@@ -331,6 +332,7 @@ def test_rows_that_the_loss_sees_again_are_further_iterations(session, padding, 
     assert rows(trace, query) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 def test_the_loss_s_first_logprobs_are_the_trainer_s_where_verl_computed_none(session, padding, queue):
     recorded(session, queue, ONE, a_trainer(config(correction={"bypass_mode": True})))
     trace = updated(session, is_train=True, batches=((0, 1), (1, 0)))
@@ -338,6 +340,7 @@ def test_the_loss_s_first_logprobs_are_the_trainer_s_where_verl_computed_none(se
     assert rows(trace, query) == [("a-b_0_0", TRAIN[0]), ("a-b_1_0", TRAIN[1])]
 
 
+@pytest.mark.slow
 def test_of_processes_with_the_same_rows_one_records(session, padding, queue):
     recorded(session, queue, ONE)
     trace = updated(session, is_first=False)

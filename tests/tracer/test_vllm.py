@@ -22,6 +22,7 @@ def rows(run, query):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "capture", ["logprobs", pytest.param("topk:3", marks=SLOW), pytest.param("logits", marks=SLOW)]
 )
@@ -48,6 +49,7 @@ def without_values(result):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [(), pytest.param(OWN_PROCESS, marks=SLOW)])
 def test_every_completion_is_recorded_with_the_engine_s_logprobs(env):
     run = program("generate.py", capture="topk:3", env=env)
