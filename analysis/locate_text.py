@@ -11,7 +11,7 @@ _MOST_ROWS = 12
 """Of a table, on a terminal."""
 _REMOVES = 0.5
 """Share of the gap from which a patch is the answer."""
-_TRIES = {"attention": "--attention math", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32"}
+_TRIES = {"attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32"}
 """Kind of operator -> the replay that computes it with more digits."""
 
 

@@ -1,9 +1,13 @@
 """Planted faults and harmless re-implementations in real transformers models (written blind)."""
 
 from __future__ import annotations
-import copy, importlib, math
+
+import copy
+import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -20,7 +24,7 @@ class Fault:
 
 # ------------------------------------------------------------------ architectures
 def _arch(cls, cfg, **kw):
-    mod, c = cls.rsplit(".", 1)
+    mod = cls.rpartition(".")[0]
     conf = getattr(importlib.import_module(mod), cfg)(**kw)
     d = conf.to_dict()
     d["class"] = cls
@@ -236,10 +240,10 @@ def layers(m):
 
 
 def attn(m, i):
-    l = layers(m)[i]
+    layer = layers(m)[i]
     for n in ("self_attn", "attention", "attn"):
-        if hasattr(l, n):
-            return getattr(l, n)
+        if hasattr(layer, n):
+            return getattr(layer, n)
 
 
 def final_norm(m):
@@ -470,14 +474,14 @@ def low_layer(i):
     """one layer in bfloat16 (in a bfloat16 model: float8-rounded activations before its projections)"""
 
     def plant(m):
-        l = layers(m)[i]
-        dt = next(l.parameters()).dtype
+        layer = layers(m)[i]
+        dt = next(layer.parameters()).dtype
         if dt == torch.bfloat16:
-            for n, s in l.named_modules():
+            for _, s in layer.named_modules():
                 if isinstance(s, torch.nn.Linear):
                     wrap(s, lambda old, x: old(fp8(x)))
             return
-        l.to(torch.bfloat16)
+        layer.to(torch.bfloat16)
 
         def cast(x):
             return x.to(torch.bfloat16) if torch.is_tensor(x) and x.is_floating_point() else x
@@ -501,7 +505,7 @@ def low_layer(i):
                 else tuple(x.to(dt) if torch.is_tensor(x) and x.is_floating_point() else x for x in r)
             )
 
-        wrap(l, f)
+        wrap(layer, f)
 
     return plant
 
@@ -512,7 +516,7 @@ def residual(i, which, fn):
     def plant(m):
         def f(old, h, *a, **k):
             r = old(h, *a, **k)
-            return fn(r, h) if torch.is_tensor(r) else (fn(r[0], h),) + tuple(r[1:])
+            return fn(r, h) if torch.is_tensor(r) else (fn(r[0], h), *r[1:])
 
         wrap(layers(m)[i], f)
 
@@ -757,7 +761,6 @@ def window(d):
         idx = [i for i in range(len(layers(m))) if m.config.layer_types[i] == "sliding_attention"]
 
         def ed(al, r, c):
-            lastrow = torch.arange(al.shape[-1], device=al.device)
             real = al.diagonal(dim1=-2, dim2=-1)[..., None, :] if al.shape[-1] == al.shape[-2] else True
             return (c <= r) & (c > r - (w + d)) & real
 
@@ -1209,7 +1212,7 @@ add(
 
 def stale_layer(i, rel):
     def plant(m):
-        for j, (n, p) in enumerate(layers(m)[i].named_parameters()):
+        for j, p in enumerate(layers(m)[i].parameters()):
             step_param(p, rel, 70 + j)
 
     return plant
@@ -1311,7 +1314,7 @@ def chunk_softmax(module, q, k, v, al, s, cap):
     """online softmax over blocks of 7 keys, in float32 or the model's own if wider"""
     dt = torch.float64 if q.dtype == torch.float64 else torch.float32
     x = scores(q.to(dt), k.to(dt), al, s, cap)
-    mx = torch.full(x.shape[:-1] + (1,), -float("inf"), dtype=dt, device=x.device)
+    mx = torch.full((*x.shape[:-1], 1), -float("inf"), dtype=dt, device=x.device)
     den = torch.zeros_like(mx)
     acc = torch.zeros(q.shape, dtype=dt, device=x.device)
     for a in range(0, x.shape[-1], 7):
@@ -1389,10 +1392,10 @@ def gelu_erf(m, i):
 
 
 def experts_loop(m):
-    for l in layers(m):
-        if not hasattr(l.mlp, "experts"):
+    for layer in layers(m):
+        if not hasattr(layer.mlp, "experts"):
             continue
-        e = l.mlp.experts
+        e = layer.mlp.experts
 
         def f(x, ix, w, e=e):
             y = torch.zeros_like(x)
@@ -1413,28 +1416,28 @@ def head_chunks(m):
 
 
 def residual_other_order(m, i):
-    l = layers(m)[i]
+    layer = layers(m)[i]
 
     def f(h, **k):
-        a = l.attention(l.input_layernorm(h), **k)[0]
-        b = l.mlp(l.post_attention_layernorm(h))
+        a = layer.attention(layer.input_layernorm(h), **k)[0]
+        b = layer.mlp(layer.post_attention_layernorm(h))
         w = torch.float64 if h.dtype == torch.float64 else torch.float32
         return (h.to(w) + a.to(w) + b.to(w)).to(h.dtype)
 
-    l.forward = f
+    layer.forward = f
 
 
 def residual32(m, i):
-    l = layers(m)[i]
+    layer = layers(m)[i]
 
     def f(hidden_states, **k):
         w = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         dt = hidden_states.dtype
         h = hidden_states
-        h = (l.self_attn(hidden_states=l.input_layernorm(h), **k)[0].to(w) + h.to(w)).to(dt)
-        return (l.mlp(l.post_attention_layernorm(h)).to(w) + h.to(w)).to(dt)
+        h = (layer.self_attn(hidden_states=layer.input_layernorm(h), **k)[0].to(w) + h.to(w)).to(dt)
+        return (layer.mlp(layer.post_attention_layernorm(h)).to(w) + h.to(w)).to(dt)
 
-    l.forward = f
+    layer.forward = f
 
 
 def silu_formula(m, i):

@@ -106,14 +106,12 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """[T, N, D]: a rotation of pairs, whichever of the two usual ways they are paired in, with tables of float32 angles."""
-    halves = exact.unflatten(-1, (2, -1)) if exact.shape[-1] % 2 == 0 else exact[..., None, :]
-    split = halves.square().sum(-2).sqrt()
-    near = exact.unflatten(-1, (-1, 2)).square().sum(-1).sqrt() if exact.shape[-1] % 2 == 0 else split
-    size = exact.abs()
-    if exact.shape[-1] % 2 == 0:
-        size = split.repeat(*[1] * (exact.dim() - 1), 2).maximum(near.repeat_interleave(2, -1)).maximum(size)
-    return (6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)
+    """[T, N, D]: a rotation of pairs, however they are paired, with tables of float32 angles.
+
+    A rotation keeps the length of a pair, which is at most sqrt(2) times the largest number.
+    """
+    size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
+    return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
