@@ -51,7 +51,7 @@ def words(operator: str, kind: str) -> set[str]:
     return FUSED.get(kind, {NAMES.get(kind, kind)})
 
 
-def recorded(folder, config, initialise, seed):
+def recorded(folder, config, initialise, seed, num_rows=ROWS):
     """A trace of one step of a model with random weights."""
     path, _, name = config["class"].rpartition(".")
     model_class = getattr(importlib.import_module(path), name)
@@ -60,8 +60,8 @@ def recorded(folder, config, initialise, seed):
     initialise(model, seed)
     draw = np.random.default_rng(seed)
     vocab = model.config.get_text_config().vocab_size
-    prompts = [draw.integers(5, vocab, draw.integers(5, 21)) for _ in range(ROWS)]
-    responses = [draw.integers(5, vocab, draw.integers(25, 41)) for _ in range(ROWS)]
+    prompts = [draw.integers(5, vocab, draw.integers(5, 21)) for _ in range(num_rows)]
+    responses = [draw.integers(5, vocab, draw.integers(25, 41)) for _ in range(num_rows)]
     with Recorder(folder) as recorder:
         recorder.describe(model={"class": config["class"], "config": model.config.to_dict()})
         made = {"dtypes": {"float32": 1}, "attention": config.get("attn_implementation", "sdpa")}
@@ -69,7 +69,7 @@ def recorded(folder, config, initialise, seed):
         recorder.add_weights(0, model.state_dict())
         batch = recorder.add_sequences(
             step=1, prompt_ids=prompts, response_ids=responses, policy_version=0,
-            group_ids=[f"g{row}" for row in range(ROWS)],
+            group_ids=[f"g{row}" for row in range(num_rows)],
         )  # fmt: skip
         logprobs = [np.full(len(ids), -1.0, np.float32) for ids in responses]
         recorder.add_scores("train", batch, logprobs=logprobs, forward=forward_of(responses, ROWS_A_FORWARD))
