@@ -186,15 +186,17 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
+    # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
+    out = max(rounding.out, unit(rounding.taken))
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    rounds = 3.0 * rounding.out + rounding.casts
+    rounds = 3.0 * out + rounding.casts
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
         # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
-        return (per_sum + 3.0 * rounding.out) * exact.abs() + off
+        return (per_sum + 3.0 * out) * exact.abs() + off
     weight = getattr(module, "weight", None)
     scale = 1.0 if weight is None else weight.double().abs()
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)

@@ -15,7 +15,7 @@ from ..backends.double import keep_double
 from ..batching import ForwardBatch, PaddedBatch
 from ..settings import autocast
 from .execution import Execution
-from .taps import ATTENTION, attention_around, core_name, operators
+from .taps import ATTENTION, attention_around, core_name, operators, tensors_of
 
 
 class Graft:
@@ -45,7 +45,7 @@ class Graft:
             if name not in names or name not in masks:
                 return original(module, *args, **kwargs)
             function, theirs, mask, words = masks[name]
-            dtype = args[0].dtype if self._autocast is not None else self._dtype
+            dtype = self._dtype if self._autocast is None else self._narrowed(args[0].dtype)
             with self._as_giver():
                 given = function(theirs, *(_cast(state, dtype) for state in args[:3]), mask, **words)[0]
             return _as(given, args[0]), None
@@ -61,7 +61,10 @@ class Graft:
         theirs = self._theirs[name]
 
         def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            dtype = None if self._autocast is not None else next(theirs.parameters(), self._first).dtype
+            dtype = next(theirs.parameters(), self._first).dtype
+            if self._autocast is not None:
+                given_dtypes = [value.dtype for value in tensors_of(args, kwargs) if value.is_floating_point()]
+                dtype = self._narrowed(given_dtypes[0]) if given_dtypes else dtype
             with self._as_giver():
                 new = theirs(
                     *(_cast(value, dtype) for value in args),
@@ -79,6 +82,12 @@ class Graft:
     @property
     def _dtype(self) -> Any:
         return self._first.dtype
+
+    def _narrowed(self, dtype: Any) -> Any:
+        """Under autocast numbers have the dtypes that they come in; it leaves float64 alone, which the giver does not have."""
+        import torch
+
+        return self._dtype if dtype == torch.float64 else dtype
 
     @property
     def _autocast(self) -> Any:

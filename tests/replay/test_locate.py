@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from runs import train
 from tim_trace.analysis.locate import locate, location
 from tim_trace.analysis.locate_text import location_text, sentence
 from tim_trace.replay.locate import bounds
@@ -312,3 +313,17 @@ def test_the_command_says_where_and_ends_with_1(traces, tmp_path):
     plain = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
     assert json.loads(plain.stdout)["first"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "config", [None, {"bf16": True}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "temperature": 0.7}]
+)  # fmt: skip
+def test_of_what_trl_recorded_nothing_but_rounding_is_found(config):
+    trace = train(config=config, capture="logprobs").trace
+    found = locate(trace, patch="all")
+    assert found.first is None
+    assert found.gap_rms > 0
+    assert found.explained == pytest.approx(1, abs=0.05)
+    assert {each.patch for each in found.patches} >= {"attention", "all operators"}
