@@ -7,6 +7,7 @@ Nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -64,6 +65,7 @@ SECTIONS = {
     "more to replay": {
         "triangulate": "Split the mismatch between trainer and engine.",
         "gradient": "Recompute gradients, as recorded and under each arm.",
+        "locate": "Find the layer and operator where two executions part.",
         "weights": "List, verify and export recorded weights.",
     },
 }
@@ -964,6 +966,56 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
         text=lambda width: gradient_text(found, by, width),
         rows=lambda: gradient_rows(found, by),
     )
+
+
+@_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("--steps", default="-1", show_default=True, metavar="STEP", help="One recorded step; -1 is the last.")
+@click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; as recorded without it.")
+@click.option("--against", default="dtype=fp64", show_default=True, metavar="CHANGES", help="Execution b.")
+@click.option(
+    "--sequences", default="8", show_default=True, metavar="WHICH",
+    help="How many, where trainer and engine lie farthest apart; random:N; or names with commas.",
+)  # fmt: skip
+@click.option("--layers", metavar="LAYERS", help="Look at these alone, as 3 or 2:8; the first is 0.")
+@click.option(
+    "--patch", default="kinds", show_default=True, type=click.Choice(["kinds", "layers", "all", "none"]),
+    help="Which operators are computed by the other execution's code, as proof.",
+)  # fmt: skip
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds the model of a.")
+@click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
+@_weights_from
+@click.option(
+    "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch"]),
+    help="What a row of --csv stands for.",
+)  # fmt: skip
+@_prints()
+def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
+    """Find where two executions of recorded tokens part: the operator, and proof.
+
+    Each operator of either is held against a float64 model on the same inputs: an error beyond what rounding can do is a
+    divergence, and what came before does not count. carried is what an operator's own error adds to the gap's mean square;
+    removed is what is gone of it where the other execution's code computes the operator. Exit code 1: something else than
+    rounding was found.
+    """
+    from dataclasses import asdict
+
+    from .analysis import locate as find
+    from .analysis.locate import location_rows
+    from .analysis.locate_text import location_text, next_command, sentence
+
+    with _library_output_held_back():
+        found = find(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: asdict(found) | {"sentence": sentence(found)},
+        text=lambda width: location_text(found, width),
+        rows=lambda: location_rows(found, by),
+    )
+    if found.first is not None or found.kinds:
+        _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
+    if found.first is not None:
+        raise click.exceptions.Exit(1)
 
 
 @_example("tim-trace weights runs/demo --by module")

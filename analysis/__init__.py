@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .export.export import export_run
     from .gate.gate import gate
     from .info import info
+    from .locate import locate
     from .objective.objective import objective
     from .queries.catalogue import query
     from .query import sql
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LengthDecayLR", "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
-    "import_dump", "import_parquet", "info", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "import_dump", "import_parquet", "info", "locate", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -62,6 +63,7 @@ make_lazy(
         "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral",
         "info": ".info",
+        "locate": ".locate",
         "objective": ".objective.objective",
         "query": ".queries.catalogue",
         "record": "..tracer.launch",

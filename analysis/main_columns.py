@@ -21,6 +21,8 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "replay_plan": (
         "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "all_seconds", "tokens_per_s", "num_versions", "load_s",
     ),
+    "locate_kinds": ("side", "kind", "carried", "carried_low", "carried_high", "ratio", "num_operators"),
+    "locate_patches": ("patch", "taker", "removed", "removed_low", "removed_high", "num_operators"),
     "weights": (
         "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
         "stored_bytes",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +29,7 @@ from .backends.transformers import TransformersScorer
 from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, responses
 from .meter import Told, untold, work
 from .numerics import Numerics
-from .recorded import RecordedRow, RecordedRun
+from .recorded import RecordedRow, RecordedRun, has_experts
 from .scored import Scored
 from .settings import settings
 
@@ -65,6 +66,10 @@ class HfScorer:
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Rows of a forward, once memory has run out; None before."""
+        self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext()
+        """Gives a context that is entered around each forward."""
+        self.calls_whole_model = False
+        """Whether logits are what the model's own forward gives, head and all."""
 
     @cached_property
     def _weights(self) -> models.Weights:
@@ -83,13 +88,20 @@ class HfScorer:
             models.without_adapters(self.run.model) if self.adapter else self.run.model,
             dtype=self.numerics.dtype,
             attention=self.numerics.attention,
-            experts=self.numerics.experts,
+            experts=self._experts,
             device=self.device,
             factory=self.run.model_factory,
         )
         if self.arm.padding in END_TO_END and gives_hidden(model):
             packing.check(model.config)
         return model
+
+    @property
+    def _experts(self) -> str | None:
+        """The implementation of a mixture's experts; where none was recorded, the one that computes in float64 for that."""
+        if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
+            return "eager"
+        return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, rounded to the arm's dtype where it has one. Raises CannotReplay."""
@@ -130,7 +142,7 @@ class HfScorer:
 
     def _make(self, model: Any) -> Any:
         arm = self.arm
-        if self.numerics.uses_trl:
+        if self.numerics.uses_trl and not self.calls_whole_model:
             return trl.TrlScorer(
                 model,
                 self.contract,
@@ -144,6 +156,8 @@ class HfScorer:
             projection_dtype=self.numerics.projection_dtype,
             logits_dtype=self.numerics.logits_dtype,
         )
+        if self.calls_whole_model and gives_hidden(model):
+            return ModuleScorer(model, head, replace(arm, attention=None))
         if not gives_hidden(model):
             if self.capture.level == HIDDEN:
                 raise CannotReplay("capture hidden: the model factory's model gives logits alone; use logits or topk:K")
@@ -177,11 +191,11 @@ class HfScorer:
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
         """The rows that a pace is measured on: the first forward's."""
-        return list(self._batches(rows)[0].rows)
+        return list(self.batches(rows)[0].rows)
 
     def work(self, rows: list[RecordedRow]) -> int:
         """The work of scoring rows."""
-        return work([batch.rows for batch in self._batches(rows)], self.arm.cached_tokens)
+        return work([batch.rows for batch in self.batches(rows)], self.arm.cached_tokens)
 
     def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
         """Score rows with the weights that are loaded; `told` gets the shares that are done.
@@ -198,7 +212,7 @@ class HfScorer:
                 self._rows = self._fewer_rows(rows, error)
 
     def _fewer_rows(self, rows: list[RecordedRow], error: BaseException) -> int:
-        largest = self._rows or max(len(batch.rows) for batch in self._batches(rows))
+        largest = self._rows or max(len(batch.rows) for batch in self.batches(rows))
         if self.arm.is_identity or self.arm.batch_size or self.arm.batch_tokens or largest == 1:
             fewer = option("batch_size", largest // 2)
             if self.arm.batch_tokens:
@@ -215,7 +229,7 @@ class HfScorer:
         return largest // 2
 
     def _score(self, rows: list[RecordedRow], told: Told) -> Scored:
-        scored = Scored(batches=self._batches(rows))
+        scored = Scored(batches=self.batches(rows))
         share = 1 / max(len(scored.batches), 1)
         tells = isinstance(self._scorer, TransformersScorer) and self.arm.cached_tokens is not None
         if tells:
@@ -229,6 +243,7 @@ class HfScorer:
                 with (
                     HiddenTap(self._scorer, batch) as tap,
                     routing.followed(self._routers, batch, recorded, scored.routing),
+                    self.around(batch),
                 ):
                     scored.logprobs.extend(responses(batch, to_numpy(self._forward(batch).cpu())))
                 if tap.heard:
@@ -237,7 +252,7 @@ class HfScorer:
                     told(share)
         return scored
 
-    def _batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
+    def batches(self, rows: list[RecordedRow]) -> list[ForwardBatch]:
         pad_id = self.run.model["config"].get("pad_token_id") or 0
         return forwards(
             rows,
@@ -268,8 +283,8 @@ class HfScorer:
         """The contract of what this arm gives: the recorded one, with what was really used."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
-        if self.numerics.experts is not None:
-            changed["experts"] = self.numerics.experts
+        if self._experts is not None:
+            changed["experts"] = self._experts
         if arm.quantize:
             changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
         if self.adapter:

@@ -23,6 +23,7 @@ from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
+from tim_trace.analysis.locate import locate
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
@@ -60,6 +61,7 @@ TWINS = {
     "verify": verify,
     "triangulate": triangulate,
     "gradient": gradient,
+    "locate": locate,
     "replay": replay,
     "watch": watch,
     "gate": gate,
@@ -109,7 +111,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         parameters |= {"deterministic": False, "compile": False}
     if name == "weights":  # those of `attach`
         options = {option: value for option, value in options.items() if option not in ("tokenizer", "force")}
-    if name in ("objective", "gradient", "triangulate"):  # their values hold every row
+    if name in ("objective", "gradient", "locate", "triangulate"):  # their values hold every row
         options.pop("by")
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
@@ -137,6 +139,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "replay",
         "triangulate",
         "gradient",
+        "locate",
         "watch",
         "gate",
         "report",
@@ -146,7 +149,7 @@ def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 
 
-ON_THE_DEMO = {"record", "replay", "triangulate", "gradient"}
+ON_THE_DEMO = {"record", "replay", "triangulate", "gradient", "locate"}
 """Their examples take a minute and more, as does the recording that they look at; the others look at a short one."""
 
 
@@ -245,10 +248,13 @@ def options_of(name):
 
 def test_a_thing_has_one_option_name():
     every = {name: options_of(name) for name in TWINS}
-    assert not any({"--against", "--table"} & options for options in every.values())
-    assert {name for name, options in every.items() if "--arm" in options} == {"replay", "triangulate", "gradient"}
+    assert not any("--table" in options for options in every.values())
+    assert {name for name, options in every.items() if "--against" in options} == {"locate"}
+    assert {name for name, options in every.items() if "--arm" in options} == {
+        "replay", "triangulate", "gradient", "locate",
+    }  # fmt: skip
     assert {name for name, options in every.items() if "--steps" in options} == {
-        "replay", "triangulate", "gradient", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
+        "replay", "triangulate", "gradient", "locate", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
         "attribute", "report", "compare", "import", "export",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())

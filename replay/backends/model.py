@@ -47,7 +47,10 @@ def build(
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        return model.to(device=device, dtype=getattr(torch, dtype))
+        # Buffers stay as they were built: tables of rotary frequencies are float32 in models of any dtype.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        return model.to(device)
     trusted.check_experts(experts)
     path = str(identity.get("class", ""))
     model_class, config = trusted.model_class(path), trusted.safe_config(identity["config"])

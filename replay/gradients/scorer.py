@@ -118,7 +118,7 @@ class GradientScorer(HfScorer):
     def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
         """Forwards in the arm's batch shape, each with the rows that it is of."""
         entries: Mapping[int, LossRow] = {id(entry.row): entry for entry in rows}
-        for batch in self._batches([entry.row for entry in rows]):
+        for batch in self.batches([entry.row for entry in rows]):
             yield batch, [entries[id(row)] for row in batch.rows]
 
 

@@ -1,0 +1,126 @@
+"""`tim-trace locate` as text."""
+
+from __future__ import annotations
+
+from ..replay.locate.results import Divergence, WeightDifference
+from .locate import Location, OperatorShare, PatchShare, location_rows
+from .main_columns import MAIN_COLUMNS
+from .rows import Rows, shown, to_text
+
+_MOST_ROWS = 12
+"""Of a table, on a terminal."""
+_REMOVES = 0.5
+"""Share of the gap from which a patch is the answer."""
+_TRIES = {"attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32"}
+"""Kind of operator -> the replay that computes it with more digits."""
+
+
+def location_text(found: Location, width: int | None = None) -> str:
+    """Write where two executions part, for reading."""
+    named = found
+    found = shown(found)
+    groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
+    facts = [
+        ("a", found.a),
+        ("b", found.b),
+        (
+            "step",
+            f"{found.step}, {found.num_sequences} sequences ({found.chosen}){groups}, {found.num_tokens:,} tokens",
+        ),
+        (
+            "gap",
+            f"{found.gap_rms:.3g} nats rms, mean |d| {found.mean_abs_d:.3g}, largest {found.max_abs_d:.3g} (d = b - a)",
+        ),
+    ]
+    if found.explained is not None:
+        facts.append(("explained", f"{found.explained:.1%} of the gap by the operators' own errors, to first order"))
+    flipped = [each for each in found.routers if each.num_flipped]
+    if flipped:
+        number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
+        facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}"))
+    if found.no_interval:
+        facts.append(("intervals", f"none: {found.no_interval}"))
+    if found.unseen:
+        facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution alone"))
+    parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
+    parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
+    for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
+        if rows := _largest(location_rows(found, by), value):
+            parts.append(to_text(rows, width, MAIN_COLUMNS[name]))
+    return "\n\n".join(parts)
+
+
+def _largest(rows: Rows, value: str) -> Rows | None:
+    """The rows with the largest values, up to _MOST_ROWS; those that change nothing are left out."""
+    kept = sorted((row for row in rows.dicts() if row[value]), key=lambda row: -row[value])[:_MOST_ROWS]
+    return Rows(rows.columns, [tuple(row.values()) for row in kept]) if kept else None
+
+
+def sentence(found: Location) -> str:
+    """The answer in a sentence or two."""
+    if found.first is not None:
+        return _first(found.first, found)
+    if not found.gap_rms:
+        return "There is no gap: both executions give every token the same logprob."
+    said = "Nothing but rounding: no operator of a or b is beyond its bound."
+    top = max(found.kinds, key=lambda each: each.carried, default=None)
+    best = max(_single(found), key=lambda each: each.removed, default=None)
+    if best is not None and best.removed > _REMOVES:
+        return f"{said} {_removes(best)}"
+    return said if top is None else f"{said} {_carries(top)}"
+
+
+def next_command(found: Location) -> str:
+    """What to run next, of this trace."""
+    if found.first is not None and found.first.why == "weights":
+        return "tim-trace weights RUN --engine"
+    best = max(_single(found), key=lambda each: each.removed, default=None)
+    kind = max(found.kinds, key=lambda each: each.carried).kind if found.kinds else ""
+    if found.first is not None:
+        kind = found.first.kind
+    elif best is not None and best.removed > _REMOVES:
+        kind = best.patch
+    return f"tim-trace replay RUN --steps {found.step} {_TRIES.get(kind, '--dtype fp32')}"
+
+
+def _single(found: Location) -> list[PatchShare]:
+    """Patches of one kind of operator."""
+    return [each for each in found.patches if any(each.patch == kind.kind for kind in found.kinds)]
+
+
+def _removes(best: PatchShare) -> str:
+    other = "a" if best.taker == "b" else "b"
+    return (
+        f"{best.patch} computed in {best.taker} as {other} computes it removes {best.removed:.0%}"
+        f"{_interval(best.removed_low, best.removed_high)} of the gap's mean square."
+    )
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f" (95 % interval: {low:.0%} to {high:.0%})"
+
+
+def _carries(top: OperatorShare) -> str:
+    sure = _interval(top.carried_low, top.carried_high)
+    return f"Of the gap's mean square, {top.kind} in {top.side} carries {top.carried:.0%}{sure}, more than any other."
+
+
+def _first(first: Divergence, found: Location) -> str:
+    whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
+    if first.why == "weights":
+        of = f"; they are those of version {first.version}" if first.version is not None else ""
+        return f"The first divergence is {first.operator}: {whose} holds other weights there than were recorded{of}."
+    if first.why == "beyond":
+        size = "a choice that rounding does not explain" if first.ratio == float("inf") else (
+            f"its own error is {first.ratio or 0.0:,.3g} times what rounding can do"
+        )  # fmt: skip
+        return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
+    return (
+        f"The first divergence is {first.operator} in {whose}: its code computes something else, which rounding hides there "
+        "and float64 shows."
+    )
+
+
+def _weights(each: WeightDifference) -> str:
+    of = f", which is version {each.version}'s" if each.version is not None else ""
+    return f"{each.side} holds another {each.tensor} than was recorded{of}: up to {each.largest:.3g} off"

@@ -1,0 +1,246 @@
+"""How far from exact arithmetic an operator's result may lie, of what it was given.
+
+u is the unit roundoff of a dtype (half the distance of 1 to the next number). A sum of n products in precision u lies within
+g(n) u sum|a||b| of the exact one, in any order of adding: with certainty for g(n) = n (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero with a probability of at least
+1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is taken.
+sum|a||b| is bounded by the two vectors' lengths (Cauchy and Schwarz).
+
+Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs of a product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .taps import are_experts
+
+_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+_SAFETY = 8.0
+"""Of the probabilistic bound: lambda in the paper's terms."""
+_FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
+"""Activations that are one operation and round once."""
+_ROWS = 64
+"""Queries whose scores exist at a time."""
+
+
+def unit(dtype: Any) -> float:
+    """The unit roundoff of one of torch's dtypes."""
+    return _UNITS.get(str(dtype).removeprefix("torch."), 2.0**-4)
+
+
+def tiny(dtype: Any) -> float:
+    """The largest error of a number that lies below the dtype's range."""
+    import torch
+
+    return float(torch.finfo(dtype).smallest_normal * unit(dtype))
+
+
+def growth(length: int) -> float:
+    """g(n): how many units a sum of n products may be off, of the sum of its terms' sizes."""
+    return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """The units of roundoff that an operator computes with."""
+
+    given: Any
+    """torch's dtype of what it gives."""
+    taken: Any
+    """Of its first input."""
+    weight: Any = None
+    """Of its weight; None without one."""
+    recorded: Any = None
+    """Of the recorded weight, of which the operator's may be a rounded one."""
+
+    @property
+    def out(self) -> float:
+        return unit(self.given)
+
+    @property
+    def sums(self) -> float:
+        """In which sums are kept: float32 for narrower numbers, as every matrix product of torch and vLLM."""
+        return min(max(self.out, 2.0**-53), 2.0**-24)
+
+    @property
+    def casts(self) -> float:
+        """Of inputs and weights that are rounded to a narrower dtype before they are multiplied."""
+        found = 0.0
+        if self.weight is not None and self.recorded is not None:
+            found += max(unit(self.weight) - unit(self.recorded), 0.0)
+        for wider in (self.taken, self.weight):
+            if wider is not None and wider.is_floating_point and unit(wider) < self.out:
+                found += self.out
+        return found
+
+
+def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding) -> Any:
+    """The bound of each number that a module gives, and whether it is one of theory; of the shape of `exact` or to broadcast.
+
+    `takes` are the inputs that the result was made of, in float64, `exact` what the float64 module makes of them.
+    """
+    floor = tiny(rounding.given)
+    kind = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if are_experts(module):
+        return _experts(module, takes, exact, rounding) + floor
+    if "Norm" in kind:
+        return _norm(module, takes[0], exact, rounding) + floor
+    if "Rotary" in kind:
+        return rounding.out + 4.0 * _rotary_angle(takes) * 2.0**-24
+    if "Embedding" in kind:
+        return (rounding.casts + 3.0 * rounding.out) * exact.abs() + floor
+    if weight is not None and weight.dim() == 2:
+        return _product(module, takes[0], exact, slot, rounding) + floor
+    if weight is None:
+        size = takes[0].abs() if takes[0].shape == exact.shape else exact.abs().amax(-1, keepdim=True)
+        return (
+            (4.0 if kind in _FUSED else 12.0) * rounding.out * exact.abs()
+            + floor
+            + (8.0 * (rounding.sums if kind in _FUSED else rounding.out)) * size
+        )
+    return _whole(takes[0].shape[-1], exact, rounding) + floor
+
+
+def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
+    """[T, N, D]: a rotation of pairs, however they are paired, with tables of float32 angles.
+
+    A rotation keeps the length of a pair, which is at most sqrt(2) times the largest number.
+    """
+    size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
+    return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
+
+
+def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
+    """Of one addition or product, element by element, with a factor before or after it."""
+    return steps * rounding.out * exact.abs() + tiny(rounding.given)
+
+
+def of_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    weights: Any,
+    exact: Any,
+    scaling: float,
+    rounding: Rounding,
+    *,
+    rounds_scores: bool,
+) -> Any:
+    """[T, N, D], to first order in the scores' errors.
+
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` where
+    scores and softmax are rounded to the dtype that is given, as unfused attention does.
+    """
+    import torch
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
+    query = query.transpose(0, 1)
+    lengths = key.norm(dim=-1)[:, None, :]
+    per_score = growth(query.shape[-1]) * rounding.sums
+    per_size = 3.0 * rounding.out if rounds_scores else 4.0 * rounding.sums
+    parts = []
+    for start in range(0, query.shape[1], _ROWS):
+        rows = query[:, start : start + _ROWS]
+        p = weights[:, start : start + _ROWS]
+        off = scaling * per_score * rows.norm(dim=-1, keepdim=True) * lengths
+        off = off + per_size * scaling * (rows @ key.mT).abs()
+        off = off + (p * off).sum(-1, keepdim=True)
+        rest = (growth(key.shape[1]) * rounding.sums + 2.0 * rounding.out) * p
+        parts.append((p * off + rest) @ value.abs())
+    return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
+
+
+def of_logprobs(hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float) -> Any:
+    """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature."""
+    p = logits.softmax(-1)
+    per_logit = 4.0 * out * logits.abs()
+    if weight is not None:
+        lengths = weight.norm(dim=-1)
+        per_logit = (
+            per_logit + growth(weight.shape[1]) * sums * hidden.norm(dim=-1, keepdim=True) * lengths / temperature
+        )
+    taken = per_logit.gather(-1, ids[:, None])[:, 0] + (p * per_logit).sum(-1)
+    value = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    largest = logits.amax(-1).abs()
+    return taken + (growth(logits.shape[-1]) + 4.0) * 2.0**-24 + 4.0 * 2.0**-24 * (largest + value.abs())
+
+
+def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
+    """Of a linear layer; a router's, whose further results are scores of its choices, to first order."""
+    weight = module.weight.double()
+    if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
+        weight = weight.mT
+    lengths = weight.norm(dim=-1)
+    x = x.reshape(-1, x.shape[-1])
+    per_term = growth(x.shape[-1]) * rounding.sums + rounding.casts
+    off = per_term * x.norm(dim=-1, keepdim=True) * lengths
+    if slot:
+        return 2.0 * off.amax(-1, keepdim=True) * exact.abs() + 8.0 * rounding.out * exact.abs() + 8.0 * 2.0**-24
+    return (off + 2.0 * rounding.out * exact.reshape(off.shape).abs()).reshape(exact.shape)
+
+
+def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
+    per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
+    # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
+    out = max(rounding.out, unit(rounding.taken))
+    bias = getattr(module, "bias", None)
+    centred = bias is not None or "LayerNorm" in type(module).__name__
+    rounds = 3.0 * out + rounding.casts
+    if not centred:
+        length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
+        weight = getattr(module, "weight", None)
+        # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
+        off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
+        return (per_sum + 3.0 * out) * exact.abs() + off
+    weight = getattr(module, "weight", None)
+    scale = 1.0 if weight is None else weight.double().abs()
+    spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
+    size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
+    added = 0.0 if bias is None else bias.double().abs()
+    return 2.0 * per_sum * size + rounds * (exact.abs() + added)
+
+
+def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
+    """Of the sum over a token's experts, each a gated layer: [T, H]."""
+    import torch
+
+    x, chosen, shares = takes[0], takes[1], takes[2]
+    x = x.reshape(-1, x.shape[-1])
+    up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
+    if up_EIK.shape[-1] != x.shape[-1]:
+        up_EIK, down_EHI = up_EIK.mT, down_EHI.mT
+    first = growth(x.shape[-1]) * rounding.sums + rounding.casts
+    second = growth(down_EHI.shape[-1]) * rounding.sums + rounding.casts
+    bound = torch.zeros(len(x), down_EHI.shape[1], dtype=torch.float64, device=x.device)
+    for expert in chosen.unique().tolist():
+        if not 0 <= expert < len(up_EIK):
+            continue
+        token, place = torch.where(chosen == expert)
+        rows = x[token]
+        both = rows @ up_EIK[expert].mT
+        off = first * rows.norm(dim=-1, keepdim=True) * up_EIK[expert].norm(dim=-1) + 2.0 * rounding.out * both.abs()
+        (gate, up), (off_gate, off_up) = both.chunk(2, -1), off.chunk(2, -1)
+        made = module.act_fn(gate).abs()
+        hidden = made * up.abs()
+        off_hidden = 1.2 * off_gate * up.abs() + made * off_up + 4.0 * rounding.out * hidden
+        weight = down_EHI[expert]
+        total = off_hidden @ weight.abs().mT + second * hidden.norm(dim=-1, keepdim=True) * weight.norm(dim=-1)
+        total = total + 4.0 * rounding.out * (hidden @ weight.abs().mT)
+        bound.index_add_(0, token, total * shares[token, place, None].double().abs())
+    return bound.reshape(exact.shape) + 2.0 * rounding.out * exact.abs()
+
+
+def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
+    """Of an operator whose inside is not known: relative to a token's largest number."""
+    return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
+
+
+def _rotary_angle(takes: tuple[Any, ...]) -> float:
+    """The largest angle of a table, up to a unit: the last position, the highest frequency being 1."""
+    positions = [value for value in takes if value is not None and not value.is_floating_point()]
+    return float(positions[0].max()) + 2.0 if positions else 2.0

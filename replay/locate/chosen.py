@@ -1,0 +1,73 @@
+"""Which sequences of a step are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.dataset as ds
+
+from ...schemas.errors import InvalidOption
+from ...schemas.layout import SCORES, SEQUENCES
+from ...schemas.passes import ROLLOUT
+from ..recorded import RecordedRow, RecordedRun
+
+RANDOM = "random"
+_SEED = 20260000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Sequences of a step."""
+
+    rows: tuple[RecordedRow, ...]
+    how: str
+    """`worst`: the farthest apart of trainer and engine; `random`, or `named`."""
+    groups: dict[str, str]
+    """Sequence -> its group of one prompt; its own name without one."""
+
+
+def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
+    """Read `8`, `random:8` or names. Raises InvalidOption for what names none."""
+    usable = [row for row in rows if row.scored.any()]
+    by_name = {row.seq_id: row for row in usable}
+    head, _, tail = text.rpartition(":")
+    if tail.isdigit() and head in ("", RANDOM) and (number := int(tail)):
+        order = np.random.default_rng(_SEED + step).permutation(len(usable)).tolist()
+        how = RANDOM
+        apart = {} if head else _apart(run, step, by_name)
+        if apart:
+            how = "worst"
+            order = sorted(range(len(usable)), key=lambda place: -apart.get(usable[place].seq_id, -1.0))
+        found = [usable[place] for place in order[:number]]
+    else:
+        names = [name.strip() for name in text.split(",")]
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise InvalidOption(
+                f"{missing[0]!r} is no scored sequence of step {step}; write a number, random:N, or names such as "
+                f"{usable[0].seq_id if usable else 'none'}",
+                option="sequences",
+            )
+        found, how = [by_name[name] for name in names], "named"
+    version = found[0].policy_version
+    same = tuple(row for row in found if row.policy_version == version)
+    table = run.table(SEQUENCES, ds.field("step") == step, ["seq_id", "group_id"])
+    named = dict(zip(table["seq_id"].to_pylist(), table["group_id"].to_pylist(), strict=True))
+    return Chosen(rows=same, how=how, groups={row.seq_id: named.get(row.seq_id) or row.seq_id for row in same})
+
+
+def _apart(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
+    """Sequence -> mean |train - rollout|, nats, where the engine's logprobs were recorded."""
+    table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
+    found = {}
+    for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
+        row = rows.get(seq_id)
+        if row is None or not logprobs.is_valid or len(logprobs.values) != len(row.logprobs):
+            continue
+        rollout = np.asarray(logprobs.values.cast("float64").fill_null(np.nan))
+        d = np.abs(row.logprobs.astype(np.float64) - rollout)[row.scored]
+        if np.isfinite(d).any():
+            found[seq_id] = float(np.nanmean(np.where(np.isfinite(d), d, np.nan)))
+    return found

@@ -1,0 +1,464 @@
+"""`tim-trace locate`: where two executions of recorded sequences part, and which operators carry the gap."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.passes import TRAIN
+from ...schemas.steps import parse_steps
+from ...tracer.progress import Progress, no_progress
+from ..arms import Arm, parse_arm
+from ..batching import ForwardBatch, PaddedBatch, check_tokens
+from ..hf_scorer import HfScorer
+from ..recorded import RecordedRow, RecordedRun
+from .chosen import Chosen, choose
+from .execution import Execution, Prepare
+from .grafts import Graft
+from .head import judge_head
+from .reference import Judged, Reference, kind_of, layer_of
+from .results import (
+    A,
+    B,
+    CarriedError,
+    Divergence,
+    Located,
+    LocatedSequence,
+    OperatorError,
+    PatchedSequence,
+    Router,
+    WeightDifference,
+)  # fmt: skip
+from .taps import ATTENTION, RowTaps
+
+REFERENCE = "dtype=fp64"
+CODE_DIFFERS = 4e-6
+"""A token's error, relative, from which code that runs in float64 computes something else; float32 inside of it stays below."""
+LAYER_STEPS = 8
+"""Points at which layers are replaced from the front on."""
+_TAPPED_BYTES = 2 << 30
+_NEAR_VERSIONS = 8
+"""Recorded versions that a foreign tensor is looked for in, on either side of the step's."""
+
+
+def locate(
+    trace: str | os.PathLike[str],
+    *,
+    steps: str = "-1",
+    arm: str | Arm | None = None,
+    against: str | Arm = REFERENCE,
+    sequences: str = "8",
+    layers: str | None = None,
+    patch: str = "kinds",
+    model_factory: str | None = None,
+    against_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
+    prepare: Prepare | None = None,
+    prepare_against: Prepare | None = None,
+    progress: Progress = no_progress,
+) -> Located:
+    """Run sequences of a recorded step through two executions, and say where they part and what carries the gap.
+
+    `arm` is the one that is asked about (by default as recorded), `against` the one that it is held against (by default the
+    recorded model in float64): arms as `replay` takes them, in one forward a row. `steps` names one step. `sequences` are how
+    many (the ones where trainer and engine lie farthest apart, where both were recorded), `random:N`, or names with commas.
+
+    Of each operator: what it took and gave is held against a float64 model on the same inputs, so that an error which came
+    before does not count, in units of the bound of what rounding can do (module `bounds`). The first one beyond its bound is the
+    divergence. `layers` (3 or 2:8) looks at these alone.
+
+    `patch`: `kinds` computes the operators of a kind in `against` by the code of `arm`, on their own inputs, and back; `layers`
+    all operators of the layers from the front on; `all` both; `none` neither. What is left of the gap says what they carry.
+
+    `model_factory` and `against_factory`, as `module:function`, build the model of either side by the user's code; from
+    Python `prepare` and `prepare_against` change a model that transformers built, once its weights are loaded. Such a side runs once
+    more in float64: a difference of its code shows there that rounding hides.
+
+    Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    """
+    if patch not in ("kinds", "layers", "all", "none"):
+        raise InvalidOption(f"got {patch!r}; use kinds, layers, all or none", option="patch")
+    arms = {A: _arm(arm), B: _arm(against)}
+    run = RecordedRun(trace, weights_from=weights_from)
+    sides = {A: (model_factory, prepare), B: (against_factory, prepare_against)}
+    runs = {
+        side: run if factory is None else RecordedRun(trace, model_factory=factory, weights_from=weights_from)
+        for side, (factory, _) in sides.items()
+    }
+    asked = parse_steps(steps, run.steps(TRAIN))
+    if len(asked) != 1:
+        raise InvalidOption(f"{steps!r} names {len(asked)} steps; name one", option="steps")
+    rows = run.step(asked[0])
+    check_tokens(rows, run.model["config"])
+    chosen = choose(run, asked[0], rows, sequences)
+    return _Location(run, runs, arms, sides, asked[0], rows, chosen, _layers(layers), progress).found(patch)
+
+
+def _arm(given: str | Arm | None) -> Arm:
+    return given if isinstance(given, Arm) else Arm() if given is None else parse_arm(given)
+
+
+def _layers(text: str | None) -> Callable[[str], bool]:
+    """Which operators are looked at, by the layer in their names."""
+    if text is None:
+        return lambda name: True
+    try:
+        ends = [int(part) if part else None for part in text.split(":")]
+        first, last = (ends[0], ends[0]) if len(ends) == 1 else ends
+    except ValueError as error:
+        raise InvalidOption(f"got {text!r}; write a layer, or FIRST:LAST", option="layers") from error
+
+    def wanted(name: str) -> bool:
+        layer = layer_of(name)
+        return layer is None or ((first is None or layer >= first) and (last is None or layer <= last))
+
+    return wanted
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """What one operator of one side introduced, over rows."""
+
+    judged: list[tuple[str, Judged]] = field(default_factory=list)
+    inherited: list[tuple[float, float]] = field(default_factory=list)
+    difference: list[tuple[float, float]] = field(default_factory=list)
+    """Sums of squares of the difference, and of a's."""
+
+
+class _Location:
+    """The work of one question."""
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        runs: Mapping[str, RecordedRun],
+        arms: Mapping[str, Arm],
+        sides: Mapping[str, tuple[str | None, Prepare | None]],
+        step: int,
+        rows: list[RecordedRow],
+        chosen: Chosen,
+        wanted: Callable[[str], bool],
+        progress: Progress,
+    ):
+        import torch
+
+        self.run, self.step, self.rows, self.chosen, self.wanted, self.progress = (
+            run,
+            step,
+            rows,
+            chosen,
+            wanted,
+            progress,
+        )
+        self.arms = arms
+        self.routers: dict[str, Router] = {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        contract = run.train_contract(rows[0].contract)
+        versions = {row.policy_version for row in chosen.rows}
+        if len(versions) != 1:
+            raise CannotReplay(
+                f"{run.store.url}: the chosen sequences have {len(versions)} policy versions; choose of one"
+            )
+        self.version = versions.pop()
+        self.tensors = run.weights.load(self.version, rows[0].attempt)
+        plain = HfScorer(run, Arm(dtype="fp64", attention="eager"), contract, device)
+        model = plain.build()
+        plain.put(model, self.tensors)
+        self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
+        self.executions: dict[str, Execution] = {}
+        self.doubles: dict[str, Execution] = {}
+        # Where one side's code is the user's, both give logits by the model's own forward, head and all.
+        whole = any(factory is not None or prepare is not None for factory, prepare in sides.values())
+
+        def execution(side: str, arm: Arm) -> Execution:
+            made = Execution(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
+            made.load(self._tensors(arm))
+            return made
+
+        for side, arm in arms.items():
+            self.executions[side] = execution(side, arm)
+            if self.executions[side].is_other_code and arm.dtype != "fp64":
+                double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
+                self.doubles[side] = execution(side, double)
+
+    def _tensors(self, arm: Arm) -> Any:
+        if arm.weights_version is None:
+            return self.tensors
+        return self.run.weights.load(arm.weights_version, self.rows[0].attempt)
+
+    def found(self, patch: str) -> Located:
+        """Everything that was asked for."""
+        pooled: dict[tuple[str, str], _Pooled] = defaultdict(_Pooled)
+        doubles: dict[tuple[str, str], float] = {}
+        logprobs: dict[str, dict[str, np.ndarray]] = {A: {}, B: {}}
+        unseen: set[str] = set()
+        carried: list[CarriedError] = []
+        with self.progress("running operators", len(self.chosen.rows)) as advance:
+            for part in self._parts():
+                taps: dict[str, dict[str, RowTaps]] = {}
+                for side, execution in self.executions.items():
+                    values, taps[side] = execution.listen(part, self.rows, self.wanted)
+                    logprobs[side] |= values
+                for row in part:
+                    d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
+                    for side, execution in self.executions.items():
+                        own = taps[side][row.seq_id], logprobs[side][row.seq_id]
+                        for each, product in self._judged(execution, row, *own, d_T):
+                            pooled[side, each.operator].judged.append((row.seq_id, each))
+                            if product is not None:
+                                carried.append(_carried(side, each, row, product))
+                    self._compare(pooled, taps[A][row.seq_id], taps[B][row.seq_id])
+                    unseen |= _unseen(taps[A][row.seq_id], taps[B][row.seq_id])
+                for side, execution in self.doubles.items():
+                    values, heard = execution.listen(part, self.rows, self.wanted)
+                    for row in part:
+                        for each, _ in self._judged(execution, row, heard[row.seq_id], values[row.seq_id]):
+                            key = side, each.operator
+                            doubles[key] = max(doubles.get(key, 0.0), each.largest)
+                advance(len(part))
+        weights = tuple(self._weights())
+        operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.items())
+        d = {name: logprobs[B][name] - logprobs[A][name] for name in logprobs[A]}
+        flat = np.concatenate([d[row.seq_id][row.scored] for row in self.chosen.rows])
+        return Located(
+            run=self.run.store.name,
+            step=self.step,
+            a=self.arms[A].name,
+            b=self.arms[B].name,
+            sequences=tuple(self._sequence(row, d[row.seq_id]) for row in self.chosen.rows),
+            chosen=self.chosen.how,
+            num_tokens=len(flat),
+            mean_abs_d=float(np.abs(flat).mean()) if len(flat) else 0.0,
+            max_abs_d=float(np.abs(flat).max(initial=0.0)),
+            operators=operators,
+            carried=tuple(carried),
+            weights=weights,
+            routers=tuple(self.routers.values()),
+            patches=tuple(self._patched(patch, logprobs)) if patch != "none" and np.any(flat) else (),
+            unseen=tuple(sorted(unseen)),
+            first=_first(operators, weights),
+        )
+
+    def _sequence(self, row: RecordedRow, d_T: np.ndarray) -> LocatedSequence:
+        return LocatedSequence(
+            seq_id=row.seq_id,
+            group=self.chosen.groups[row.seq_id],
+            num_tokens=int(row.scored.sum()),
+            sum_square=float(np.square(d_T[row.scored]).sum()),
+        )
+
+    def _parts(self) -> Iterator[list[RecordedRow]]:
+        """Chosen sequences whose operators' numbers fit into memory together."""
+        config = self.reference.model.config.get_text_config()
+        width = getattr(config, "hidden_size", 1024) * 40 * getattr(config, "num_hidden_layers", 32)
+        per_token = 4 * 2 * (width + 2 * getattr(config, "vocab_size", 32_000))
+        part: list[RecordedRow] = []
+        for row in self.chosen.rows:
+            if part and sum(each.num_tokens for each in (*part, row)) * per_token > _TAPPED_BYTES:
+                yield part
+                part = []
+            part.append(row)
+        if part:
+            yield part
+
+    def _judged(
+        self,
+        execution: Execution,
+        row: RecordedRow,
+        taps: RowTaps,
+        logprobs_T: np.ndarray,
+        d_T: np.ndarray | None = None,
+    ) -> Iterator[tuple[Judged, float | None]]:
+        """The operators of a row, each with the sum over tokens of d times what its own error adds to the log-probabilities."""
+        judgement = self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
+        products = {}
+        if d_T is not None and d_T.any():
+            temperature = execution.scorer.numerics.temperature
+            products = self.reference.carried(row, d_T, judgement, temperature)
+        for each in judgement.operators:
+            if self.wanted(each.operator):
+                yield each, None if each.point is None else products.get(each.point)
+        for each, own_T in judge_head(execution, self.reference, row, taps, logprobs_T, len(judgement.operators)):
+            yield each, None if d_T is None else float((d_T * np.nan_to_num(own_T)).sum())
+
+    def _compare(self, pooled: dict[tuple[str, str], _Pooled], a: RowTaps, b: RowTaps) -> None:
+        for name, ours in a.calls.items():
+            theirs = b.calls.get(name)
+            if theirs is None:
+                continue
+            self._count_flips(name, ours.gives, theirs.gives)
+            for side in (A, B):
+                if (side, name) in pooled:
+                    pooled[side, name].inherited.append(_apart(ours.takes, theirs.takes))
+                    pooled[side, name].difference.append(_apart(ours.gives, theirs.gives))
+
+    def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+        """Count the tokens for which the two executions choose other experts."""
+        for a, b in zip(ours, theirs, strict=False):
+            if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
+                differs = int((a.sort(-1).values != b.sort(-1).values).any(-1).sum())
+                known = self.routers.get(name, Router(operator=name, layer=layer_of(name), num_tokens=0, num_flipped=0))
+                self.routers[name] = replace(
+                    known, num_tokens=known.num_tokens + len(a), num_flipped=known.num_flipped + differs
+                )
+
+    def _weights(self) -> Iterator[WeightDifference]:
+        """Tensors of either side that are not the recorded ones."""
+        recorded = dict(self.reference.model.named_parameters(remove_duplicate=False))
+        for side, execution in self.executions.items():
+            if execution.scorer.adapter is not None or self.run.model.get("adapters"):
+                continue
+            for name, held in execution.model.named_parameters(remove_duplicate=False):
+                parameter = held.detach()
+                if name in recorded and recorded[name].shape == parameter.shape:
+                    exact = recorded[name]
+                    if not bool((parameter == exact.to(parameter.dtype)).all()):
+                        largest = float((parameter.double() - exact).abs().max())
+                        version = None if execution.arm.quantize else self._version_of(name, parameter)
+                        yield WeightDifference(
+                            side=side, tensor=name, layer=layer_of(name), largest=largest, version=version
+                        )
+
+    def _version_of(self, name: str, parameter: Any) -> int | None:
+        """The recorded version, near the step's, that a tensor is of."""
+        from ..backends.model import to_torch
+
+        near = sorted(self.run.weights.versions, key=lambda version: abs(version - self.version))[: 2 * _NEAR_VERSIONS]
+        for version in near:
+            tensor = self.run.weights.load(version, self.rows[0].attempt).get(name)
+            if tensor is not None and bool((to_torch(tensor).to(parameter.dtype) == parameter.cpu()).all()):
+                return version
+        return None
+
+    def _patched(self, patch: str, logprobs: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[PatchedSequence]:
+        grafts = {side: Graft(self.executions[side], self.executions[other]) for side, other in ((B, A), (A, B))}
+        plans = {side: list(self._plans(patch, graft)) for side, graft in grafts.items()}
+        with self.progress("patching operators", sum(map(len, plans.values()))) as advance:
+            for side, graft in grafts.items():
+                other = A if side == B else B
+                for name, operators in plans[side]:
+
+                    def around(batch: ForwardBatch, graft: Graft = graft, operators: frozenset[str] = operators) -> Any:
+                        return graft.put(operators, batch)
+
+                    scored = self.executions[side].score(self.chosen.rows, self.rows, around)
+                    for row in self.chosen.rows:
+                        left = scored[row.seq_id] - logprobs[other][row.seq_id]
+                        yield PatchedSequence(
+                            name=name,
+                            taker=side,
+                            num_operators=len(operators),
+                            seq_id=row.seq_id,
+                            sum_square_left=float(np.square(left[row.scored]).sum()),
+                        )
+                    advance(1)
+
+    def _plans(self, patch: str, graft: Graft) -> Iterator[tuple[str, frozenset[str]]]:
+        """Names of what is put in together."""
+        names = [name for name in graft.names if self.wanted(name)]
+        if any(not isinstance(batch, PaddedBatch) for batch in self._batches(graft)):
+            names = [name for name in names if not name.endswith(f".{ATTENTION}")]
+        if patch in ("kinds", "all"):
+            kinds: dict[str, list[str]] = defaultdict(list)
+            for name in names:
+                kinds[kind_of(name)].append(name)
+            for kind, members in kinds.items():
+                yield kind, frozenset(members)
+        if patch in ("layers", "all"):
+            layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
+            ends = (
+                sorted({layers[round(i * (len(layers) - 1) / LAYER_STEPS)] for i in range(LAYER_STEPS + 1)})
+                if layers
+                else []
+            )
+            for end in ends:
+                part = frozenset(name for name in names if (layer := layer_of(name)) is not None and layer <= end)
+                yield f"layers 0 to {end}", part
+        yield "all operators", frozenset(names)
+
+    def _batches(self, graft: Graft) -> list[ForwardBatch]:
+        scorer = graft.taker.scorer
+        return scorer.batches(scorer.together(list(self.chosen.rows), self.rows))
+
+
+def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> CarriedError:
+    sign = 1.0 if side == B else -1.0
+    return CarriedError(
+        side=side, operator=each.operator, kind=each.kind, layer=each.layer, seq_id=row.seq_id, product=sign * product
+    )
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _apart(a: Sequence[Any], b: Sequence[Any]) -> tuple[float, float]:
+    """Sums of squares of the difference of the first floating tensors of both, and of a's."""
+    for ours, theirs in zip(a, b, strict=False):
+        if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
+            continue
+        exact = ours.double()
+        return float((theirs.double().reshape(ours.shape) - exact).square().sum()), float(exact.square().sum())
+    return float("nan"), float("nan")
+
+
+def _relative(parts: list[tuple[float, float]]) -> float | None:
+    off, size = (sum(part[i] for part in parts) for i in range(2))
+    return None if not parts or np.isnan(off) else float(np.sqrt(off / size)) if size else 0.0
+
+
+def _pooled(side: str, name: str, found: _Pooled, doubles: Mapping[tuple[str, str], float]) -> OperatorError:
+    seq_id, worst = max(found.judged, key=lambda item: item[1].ratio)
+    number = sum(each.num_values for _, each in found.judged)
+    square = sum(each.num_values * each.error**2 for _, each in found.judged)
+    return OperatorError(
+        side=side,
+        order=min(each.order for _, each in found.judged),
+        operator=name,
+        kind=worst.kind,
+        layer=worst.layer,
+        dtype=worst.dtype,
+        num_values=number,
+        introduced=float(np.sqrt(square / max(number, 1))),
+        ratio=worst.ratio,
+        seq_id=seq_id,
+        token=worst.token,
+        inherited=_relative(found.inherited),
+        difference=_relative(found.difference),
+        in_double=doubles.get((side, name)),
+    )
+
+
+def _unseen(a: RowTaps, b: RowTaps) -> set[str]:
+    """Operators that one execution alone has."""
+    return {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
+
+
+def _first(operators: Sequence[OperatorError], weights: Sequence[WeightDifference]) -> Divergence | None:
+    """The first operator in the order of the forward that rounding does not explain."""
+    foreign = {(each.side, each.tensor.rpartition(".")[0]): each for each in weights}
+    for each in sorted(operators, key=lambda each: each.order):
+        held = foreign.get((each.side, each.operator))
+        code = each.in_double is not None and each.in_double > CODE_DIFFERS
+        if held is None and not each.is_beyond and not code:
+            continue
+        return Divergence(
+            side=each.side,
+            operator=each.operator,
+            kind=each.kind,
+            layer=each.layer,
+            why="weights" if held is not None else "beyond" if each.is_beyond else "code",
+            ratio=each.ratio,
+            version=None if held is None else held.version,
+            seq_id=each.seq_id,
+            token=each.token,
+        )
+    return None

@@ -1,0 +1,127 @@
+"""One of the two executions that are compared: an arm's model, which can be listened to and changed while it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ...schemas.contract import Contract
+from ...schemas.errors import CannotReplay, option
+from ...tracer.weights.reader import Tensor
+from ..arms import Arm
+from ..backends.double import keep_double
+from ..batching import ForwardBatch
+from ..hf_scorer import HfScorer
+from ..recorded import RecordedRow, RecordedRun
+from .taps import RowTaps, Taps
+
+Prepare = Callable[[Any], None]
+"""Changes a model, once its weights are loaded."""
+
+
+class Execution:
+    """An arm's model with the weights of a step."""
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        arm: Arm,
+        contract: Contract,
+        device: str,
+        prepare: Prepare | None = None,
+        *,
+        calls_whole_model: bool = False,
+    ):
+        """Raises CannotReplay for an arm whose operators cannot be heard."""
+        _check(arm)
+        self.arm, self.run = arm, run
+        self._prepare = prepare
+        self.scorer = HfScorer(run, arm, contract, device)
+        self.scorer.calls_whole_model = calls_whole_model
+        self.model: Any = None
+
+    @property
+    def is_other_code(self) -> bool:
+        """Whether the model is not transformers' own, as the trace names it."""
+        return self._prepare is not None or self.run.model_factory is not None
+
+    @property
+    def rounds_scores(self) -> bool:
+        """Whether scores and softmax are rounded to the dtype, or may be: torch chooses its kernel by itself."""
+        return self.arm.attention not in ("flash", "efficient", "cudnn")
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these weights. Raises CannotReplay."""
+        if self.model is None:
+            self.model = self.scorer.build()
+        self.scorer.put(self.model, tensors)
+        if self._prepare is not None:
+            self._prepare(self.model)
+        self.scorer.attach(self.model)
+
+    @property
+    def weight_dtypes(self) -> dict[str, Any]:
+        """Parameter -> torch's dtype."""
+        return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+
+    def score(
+        self,
+        rows: Sequence[RecordedRow],
+        of: list[RecordedRow],
+        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
+    ) -> dict[str, np.ndarray]:
+        """Sequence -> [T] float64 log-probabilities, of some rows `of` a step, in the arm's batches."""
+        import torch
+
+        double = next(self.model.parameters()).dtype == torch.float64
+
+        @contextmanager
+        def both(batch: ForwardBatch) -> Iterator[None]:
+            with keep_double() if double else nullcontext(), around(batch):
+                yield
+
+        self.scorer.around = both
+        try:
+            scored = self.scorer.score(self.scorer.together(list(rows), of))
+        finally:
+            self.scorer.around = lambda batch: nullcontext()
+        wanted = {row.seq_id for row in rows}
+        return {
+            row.seq_id: np.asarray(values, np.float64)
+            for row, values in zip(scored.rows, scored.logprobs, strict=True)
+            if row.seq_id in wanted
+        }
+
+    def listen(
+        self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
+    ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
+        """The same, and what operators took and gave for these rows."""
+        taps = Taps(self.model, wanted)
+        found: dict[str, RowTaps] = {}
+        names = {row.seq_id for row in rows}
+
+        @contextmanager
+        def heard(batch: ForwardBatch) -> Iterator[None]:
+            chosen = {
+                index: found.setdefault(row.seq_id, RowTaps())
+                for index, row in enumerate(batch.rows)
+                if row.seq_id in names
+            }
+            with taps.heard(batch, chosen) if chosen else nullcontext():
+                yield
+
+        return self.score(rows, of, heard), found
+
+
+def _check(arm: Arm) -> None:
+    if arm.engine != "hf":
+        raise CannotReplay(
+            f"arm {arm.name}: the operators of engine {arm.engine} cannot be heard; compare arms of {option('engine', 'hf')}"
+        )
+    if arm.compile:
+        raise CannotReplay(f"arm {arm.name}: operators inside a compiled model cannot be heard; leave compile out")
+    if arm.mode != "prefill":
+        raise CannotReplay(f"arm {arm.name}: operators are compared in one forward a row; leave mode {arm.mode} out")

@@ -1,0 +1,89 @@
+"""The last operators: the head's projection and the log-softmax, held against float64.
+
+Shapes: T response tokens, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...tracer.logits import scaled
+from ..recorded import RecordedRow
+from . import bounds
+from .bounds import Rounding
+from .execution import Execution
+from .reference import Judged, Reference, judged
+from .taps import RowTaps
+
+LOG_SOFTMAX = "log_softmax"
+
+
+def judge_head(
+    execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray, order: int
+) -> list[tuple[Judged, np.ndarray]]:
+    """What lies behind the last hidden states; in one where the projection is no call of its own.
+
+    Beside each, [T] nats: what its own error adds to the log-probabilities.
+    """
+    import torch
+
+    name = head_name(execution.model)
+    hidden = final_hidden(taps, name)
+    if hidden is None or not len(row.response_ids):
+        return []
+    before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
+    numerics, model = execution.scorer.numerics, reference.model
+    ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    hidden_TH = hidden[before]
+    dtype = numerics.projection_dtype or hidden_TH.dtype
+    found: list[tuple[Judged, np.ndarray]] = []
+    with torch.no_grad():
+        logits_TV = head(hidden_TH.double())
+        call = taps.calls.get(name)
+        made = None if call is None else call.gives[0]
+        weight, out = head.weight, bounds.unit(dtype)
+        if made is not None:
+            made = made[before]
+            recorded = reference.recorded_dtypes.get(f"{name}.weight")
+            rounding = Rounding(
+                given=made.dtype, taken=hidden_TH.dtype, weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=recorded
+            )  # fmt: skip
+            bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
+            own = _logprobs(scaled(made.double(), config) / numerics.temperature, ids_T)
+            own = own - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)
+            each = judged(name, name.rpartition(".")[2], None, order, made, logits_TV, bound)
+            found.append((each, np.asarray(own.cpu())))
+            logits_TV, weight, out = made.double(), None, bounds.unit(made.dtype)
+        logits_TV = scaled(logits_TV, config) / numerics.temperature
+        exact_T = _logprobs(logits_TV, ids_T)
+        sums = min(max(out, 2.0**-53), 2.0**-24)
+        bound_T = bounds.of_logprobs(
+            hidden_TH.double(), weight, logits_TV, ids_T, sums, out if weight is not None or out > 2.0**-24 else 2.0**-24,
+            numerics.temperature,
+        )  # fmt: skip
+        kind = name.rpartition(".")[2] if weight is not None else LOG_SOFTMAX
+        values_T = torch.from_numpy(np.asarray(logprobs_T, np.float64)).to(exact_T.device)
+        scored_T = torch.from_numpy(row.scored).to(exact_T.device)
+        if bool(scored_T.any()):
+            each = judged(kind, kind, None, order + 1, values_T[scored_T], exact_T[scored_T], bound_T[scored_T])
+            found.append((each, np.asarray((values_T - exact_T).cpu())))
+    return found
+
+
+def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
+    return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
+
+
+def head_name(model: Any) -> str:
+    """The name of the module that gives logits."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
+def final_hidden(taps: RowTaps, head: str) -> Any:
+    """[T, H] of prompt and response: what the last operator before the head gave."""
+    calls = [call for name, call in taps.calls.items() if name != head]
+    return calls[-1].gives[0] if calls and calls[-1].gives else None

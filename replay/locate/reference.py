@@ -1,0 +1,511 @@
+"""What each operator of an execution should have given for what it took, in float64.
+
+The recorded model runs once in float64 over a row. Before each operator, what the execution's operator took is put in the place of
+what the float64 model has there, and what it gave afterwards: so each operator, and what lies between two of them (additions,
+rotations, products), is computed of the execution's own numbers, and no error that came before counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...tracer.logits import scaled
+from ..backends.double import keep_double
+from ..recorded import RecordedRow
+from . import bounds
+from .bounds import Rounding
+from .taps import (
+    ATTENTION,
+    Call,
+    RowTaps,
+    attention_around,
+    core_name,
+    like,
+    operators,
+    outputs_of,
+    tensors_of,
+    with_outputs,
+    with_tensors,
+)  # fmt: skip
+
+RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiring"
+"""What lies between operators that are modules: additions to the residual stream, the rotation of queries and keys, the product
+of gate and up, and anything else."""
+STATES = "queries", "keys", "values"
+"""What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
+_QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
+               "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
+_ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
+_ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One operator of one row's forward, held against float64."""
+
+    operator: str
+    """Its module's name; `<layer>.residual` and the like for what lies between modules."""
+    kind: str
+    layer: int | None
+    order: int
+    num_values: int
+    error: float
+    """Root mean square of what it introduced, relative to that of the exact result."""
+    largest: float
+    """The same of the token where it is largest."""
+    ratio: float
+    """The largest introduced error in units of its bound; inf where only one of the two is finite, or a choice differs."""
+    token: int
+    """The row's token (prompt and response) where that is."""
+    dtype: str
+    """torch's name of the dtype of what it gave."""
+    point: Point | None = None
+    """Where its own error enters the forward; None for choices and for the head."""
+
+
+Point = tuple[str, str, int]
+"""An operator's call; TAKES or GIVES; which of its tensors."""
+TAKES, GIVES = "takes", "gives"
+
+
+@dataclass(slots=True)
+class Judgement:
+    """A row's forward, held against float64."""
+
+    operators: list[Judged]
+    errors: dict[Point, Any]
+    """What was introduced at each point: found less exact, float32 [T, ...]."""
+    first_position: int
+    """The position that the execution gave the row's first token."""
+
+
+class Reference:
+    """A model in float64 that judges the operators of executions."""
+
+    def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
+        """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own dtypes."""
+        self.model = model.eval().requires_grad_(False)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._operators = operators(model)
+        self.recorded_dtypes = recorded_dtypes or {}
+        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self._operators)
+
+    def judge(
+        self, row: RecordedRow, taps: RowTaps, weight_dtypes: Mapping[str, Any], *, rounds_scores: bool
+    ) -> Judgement:
+        """The operators of a row's forward, in their order, but for the head. `weight_dtypes` are those of the execution's weights."""
+        import torch
+
+        run = _Run(self, taps, weight_dtypes, rounds_scores)
+        with torch.no_grad(), keep_double(), run.listening():
+            self._hidden(row, run.first_position)
+        return Judgement(run.judged, run.errors, run.first_position)
+
+    def carried(
+        self, row: RecordedRow, weights_T: np.ndarray, judgement: Judgement, temperature: float
+    ) -> dict[Point, float]:
+        """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
+
+        One forward and backward of the float64 model. Gradients are not kept: each is multiplied as soon as it is there.
+        """
+        import torch
+
+        found: dict[Point, float] = {}
+        count: dict[str, int] = {}
+
+        def called(name: str) -> str:
+            count[name] = count.get(name, 0) + 1
+            return name if count[name] == 1 else f"{name}#{count[name]}"
+
+        def note(point: Point, value: Any) -> None:
+            error = judgement.errors.get(point)
+            if error is None:
+                return
+            heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
+
+            def multiply(gradient: Any) -> None:
+                own = gradient[0].transpose(0, 1) if heads_first else gradient
+                found[point] = float((own.reshape(error.shape) * error).nan_to_num().sum())
+
+            (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
+
+        def core(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = called(core_name(self._names.get(id(module), "")))
+            for slot, value in enumerate(args[:3]):
+                note((call, TAKES, slot), value)
+            given = original(module, *args, **kwargs)
+            note((call, GIVES, 0), given[0])
+            return given
+
+        with ExitStack() as stack:
+            for name, module in self._operators.items():
+
+                def hook(_module: Any, args: Any, kwargs: Any, given: Any, name: str = name) -> None:
+                    call = called(name)
+                    for slot, value in enumerate(tensors_of(args, kwargs)):
+                        if value.requires_grad:
+                            note((call, TAKES, slot), value)
+                    for slot, value in enumerate(outputs_of(given)):
+                        if value.is_floating_point():
+                            note((call, GIVES, slot), value)
+
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(attention_around(core))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(keep_double())
+            hidden_TH = self._hidden(row, judgement.first_position)[0]
+            if not hidden_TH.requires_grad:
+                return {}
+            logprobs_T = self._logprobs(row, hidden_TH, temperature)
+            (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
+        return found
+
+    def logprobs(self, row: RecordedRow, temperature: float) -> np.ndarray:
+        """[T] float64 of a row's response."""
+        import torch
+
+        with torch.no_grad(), keep_double():
+            return np.asarray(self._logprobs(row, self._hidden(row, 0)[0], temperature).cpu())
+
+    def _logprobs(self, row: RecordedRow, hidden_TH: Any, temperature: float) -> Any:
+        import torch
+
+        ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden_TH.device)
+        before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
+        logits_TV = self.model.get_output_embeddings()(hidden_TH[before])
+        logits_TV = scaled(logits_TV, self.model.config.get_text_config()) / temperature
+        return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
+
+    def _hidden(self, row: RecordedRow, first_position: int) -> Any:
+        """[1, T, H] of prompt and response."""
+        import torch
+
+        ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
+        device = next(self.model.parameters()).device
+        positions = first_position + torch.arange(len(ids), device=device)
+        output = self.model.base_model(
+            input_ids=torch.from_numpy(ids).to(device)[None], position_ids=positions[None], use_cache=False
+        )
+        return output.last_hidden_state
+
+
+class _Run:
+    """One row's forward in float64 with an execution's numbers put in."""
+
+    def __init__(self, reference: Reference, taps: RowTaps, weight_dtypes: Mapping[str, Any], rounds_scores: bool):
+        self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
+        self._rounds_scores = rounds_scores
+        self.judged: list[Judged] = []
+        self.errors: dict[Point, Any] = {}
+        self._num_calls: dict[str, int] = {}
+        self._layer: int | None = None
+        self._attended: set[int | None] = set()
+        """Layers whose attention has run."""
+        self._branches: list[Any] = []
+        """What attention and MLP gave since the last addition to the residual stream."""
+
+    @property
+    def first_position(self) -> int:
+        """The position that the execution gave the row's first token: padding on the left moves it."""
+        for name, call in self._taps.calls.items():
+            if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
+                for value in call.takes:
+                    if value is not None and not value.is_floating_point():
+                        return int(value.flatten()[0])
+        return 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Put the execution's numbers before and after each operator."""
+        with ExitStack() as stack:
+            for name, module in self._reference._operators.items():
+                before, after = self._hooks(name, module)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            stack.enter_context(attention_around(self._core))
+            yield
+
+    def _hooks(self, name: str, module: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self._call(name, next_one=True)
+            if call is None:
+                return None
+            found = tensors_of(args, kwargs)
+            return with_tensors(
+                args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)]
+            )
+
+        def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            call = self._call(name)
+            if call is None:
+                return None
+            takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
+            if any(not value.is_floating_point() for value in outputs):
+                self._chosen(name, module, takes, outputs, call)
+                new = [value if slot >= len(call.gives) or call.gives[slot] is None else like(call.gives[slot], value)
+                       for slot, value in enumerate(outputs)]  # fmt: skip
+            else:
+                new = [self._given(name, module, slot, value, takes, call) for slot, value in enumerate(outputs)]
+            return with_outputs(given, new)
+
+        return before, after
+
+    def _call(self, name: str, *, next_one: bool = False) -> Call | None:
+        if next_one:
+            self._num_calls[name] = self._num_calls.get(name, 0) + 1
+        return self._taps.calls.get(self._called(name))
+
+    def _called(self, name: str) -> str:
+        """The name of an operator's present call."""
+        number = self._num_calls.get(name, 0)
+        return name if number <= 1 else f"{name}#{number}"
+
+    def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The core of an attention layer: queries, keys and values come in, [1, N, T, D] each."""
+        name = core_name(self._reference._names.get(id(module), ""))
+        call = self._call(name, next_one=True)
+        layer = layer_of(name)
+        self._attended.add(layer)
+        if call is None:
+            return original(module, *args, **kwargs)
+        states = list(args[:3])
+        are_right = True
+        for slot, (state, taken) in enumerate(zip(states, call.takes, strict=True)):
+            if taken is None:
+                continue
+            exact, rounding = state[0].transpose(0, 1), Rounding(given=taken.dtype, taken=taken.dtype)
+            bound = bounds.of_sum(exact, rounding)
+            kind = STATES[slot]
+            if slot < 2 and self._reference.has_rotary:
+                bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
+                # The same tables turn both: where queries are right and keys are not, keys were changed behind the rotary.
+                found = judged("", "", layer, 0, taken, exact, bound).ratio <= 1.0
+                kind = ROTARY if slot == 0 or found or not are_right else kind
+                are_right = found
+            name_here = f"layers.{layer}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else "")
+            self._add(name_here, kind, layer, taken, exact, bound, (name, TAKES, slot))
+            states[slot] = like(taken, state, heads_first=True)
+        given = original(module, *states, *args[3:], **kwargs)
+        found = call.gives[0]
+        if found is None:
+            return given
+        exact = given[0].reshape(found.shape)
+        rounding = Rounding(given=found.dtype, taken=call.takes[0].dtype)
+        scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
+        query, key, value = (state[0].transpose(0, 1) for state in states)
+        bound = bounds.of_attention(
+            query, key, value, given[1][0], given[0][0], float(scaling), rounding, rounds_scores=self._rounds_scores
+        )
+        self._add(name, ATTENTION, layer, found, exact, bound.reshape(exact.shape), (self._called(name), GIVES, 0))
+        return (like(found, given[0]), *given[1:])
+
+    def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
+        """What goes into an operator, after what lies before it has been judged."""
+        taken = call.takes[slot] if slot < len(call.takes) else None
+        if taken is None or taken.numel() != value.numel():
+            return value
+        layer = layer_of(name)
+        if value.is_floating_point():
+            if name.rpartition(".")[2] != "rotary_emb":
+                self._between(name, layer, taken, value.reshape(taken.shape), (self._called(name), TAKES, slot))
+        elif name.rpartition(".")[2] in ("rotary_emb", "wpe"):
+            self._add_choice(f"{name}.positions", ROTARY, layer, taken, value.reshape(taken.shape))
+        new = like(taken, value)
+        if value.is_floating_point() and value.is_contiguous():
+            # In place: the same numbers are added to the residual stream later.
+            return value.copy_(new)
+        return new
+
+    def _between(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> None:
+        """Judge what lies before an operator, unless it is what the operator before gave, unchanged."""
+        if bool((taken.double() == exact).all()):
+            return
+        kind, of = self._between_kind(name, layer)
+        rounding = Rounding(given=taken.dtype, taken=taken.dtype)
+        steps = {RESIDUAL: 3.0, ACTIVATION: 4.0}.get(kind, 8.0)
+        size = exact.abs()
+        if kind == RESIDUAL:
+            # Where attention and MLP are added at once, the sum of two of the three is rounded too.
+            if len(self._branches) > 1:
+                size = size + sum(branch.double().reshape(exact.shape).abs() for branch in self._branches)
+            self._branches = []
+        self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact,
+                  bounds.of_sum(size, rounding, steps), point)  # fmt: skip
+
+    def _between_kind(self, name: str, layer: int | None) -> tuple[str, int | None]:
+        """What lies before an operator, and the layer that it belongs to."""
+        last = name.rpartition(".")[2]
+        if last == ATTENTION:
+            return WIRING, layer
+        if last in _ENDS_OF_MLP or (last in _ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
+            return ACTIVATION, layer
+        if last in _ENDS_OF_ATTENTION:
+            return ATTENTION, layer
+        if layer is None:
+            return RESIDUAL, max((each for each in self._attended if each is not None), default=None)
+        if layer in self._attended:
+            return RESIDUAL, layer
+        if "norm" in last or last.startswith("ln") or last in _QUERY_LIKE:
+            return RESIDUAL, layer - 1 if layer else None
+        return WIRING, layer
+
+    def _given(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> Any:
+        """What an operator gave, judged against what the float64 one makes of the same."""
+        given = call.gives[slot] if slot < len(call.gives) else None
+        if given is None or given.numel() != value.numel():
+            return value
+        kind, layer = kind_of(name), layer_of(name)
+        exact = value.reshape(given.shape)
+        if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP):
+            self._branches.append(given)
+        bound = self._bound(name, module, slot, value, takes, call, given)
+        self._add(name, kind, layer, given, exact, bound, (self._called(name), GIVES, slot))
+        return like(given, value)
+
+    def _bound(
+        self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any
+    ) -> Any:
+        first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
+        rounding = Rounding(
+            given=given.dtype, taken=first.dtype, weight=self._dtypes.get(f"{name}.weight"),
+            recorded=self._reference.recorded_dtypes.get(f"{name}.weight"),
+        )  # fmt: skip
+        bound = bounds.of_module(module, takes, value, slot, rounding)
+        return bound if isinstance(bound, float) else bound.expand(value.shape).reshape(given.shape)
+
+    def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
+        """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
+        import torch
+
+        kind, layer = kind_of(name), layer_of(name)
+        logits = chosen = None
+        for slot, (value, given) in enumerate(zip(outputs, call.gives, strict=False)):
+            if given is None or given.numel() != value.numel():
+                continue
+            exact = value.reshape(given.shape)
+            if not value.is_floating_point():
+                chosen = given, exact
+            elif logits is None and slot == 0:
+                bound = self._bound(name, module, 0, value, takes, call, given)
+                # What the scores are made of: an error of theirs is counted with the scores.
+                self._add(name, kind, layer, given, exact, bound)
+                logits = exact, bound
+        if chosen is None:
+            return
+        given, exact = chosen
+        differs = (given.sort(-1).values != exact.sort(-1).values).any(-1)
+        if logits is not None and exact.dim() == 2 and int(given.max()) < logits[0].shape[-1]:
+            values, bound = logits
+            least = values.gather(-1, exact).amin(-1) - values.gather(-1, given).amin(-1)
+            differs &= least > 2.0 * bound.amax(-1)
+        self._add_differing(name, kind, layer, differs, given.numel())
+        same = (given == exact).all(-1)
+        for slot, (value, score) in enumerate(zip(outputs, call.gives, strict=False)):
+            if (
+                slot
+                and score is not None
+                and value.is_floating_point()
+                and score.numel() == value.numel()
+                and bool(same.any())
+            ):
+                bound = self._bound(name, module, slot, value, takes, call, score)
+                value = value.reshape(score.shape)
+                point = self._called(name), GIVES, slot
+                self._add(name, kind, layer, score[same], value[same], bound[same], point)
+                # Scores of other choices cannot be held against each other.
+                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).float()
+
+    def _add(
+        self,
+        operator: str,
+        kind: str,
+        layer: int | None,
+        found: Any,
+        exact: Any,
+        bound: Any,
+        point: Point | None = None,
+    ) -> None:
+        self.judged.append(judged(operator, kind, layer, len(self.judged), found, exact, bound, point))
+        if point is not None:
+            self.errors[point] = (found.double() - exact).float()
+
+    def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
+        """Whole numbers that have to be equal, such as positions."""
+        self._add_differing(operator, kind, layer, found != exact, found.numel())
+
+    def _add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
+        if not bool(differs.any()):
+            return
+        rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
+        self.judged.append(
+            Judged(
+                operator=operator,
+                kind=kind,
+                layer=layer,
+                order=len(self.judged),
+                num_values=num_values,
+                error=float(differs.double().mean()),
+                largest=1.0,
+                ratio=float("inf"),
+                token=int(rows.int().argmax()),
+                dtype="int64",
+            )
+        )
+
+
+def judged(
+    operator: str,
+    kind: str,
+    layer: int | None,
+    order: int,
+    found: Any,
+    exact: Any,
+    bound: Any,
+    point: Point | None = None,
+) -> Judged:
+    """Hold numbers [T, ...] against exact ones and the bound of each."""
+    import torch
+
+    found_TX, exact_TX = (values.double().reshape(len(values), -1) for values in (found, exact))
+    both = found_TX.isfinite() & exact_TX.isfinite()
+    apart = found_TX.isfinite() != exact_TX.isfinite()
+    off_TX = torch.where(both, (found_TX - exact_TX).abs(), 0.0)
+    size_TX = torch.where(both, exact_TX, 0.0)
+    bound = torch.as_tensor(bound, dtype=torch.float64, device=off_TX.device)
+    bound_TX = bound.expand(exact.shape).reshape(off_TX.shape)
+    ratio_TX = torch.where(apart, float("inf"), (off_TX / bound_TX).nan_to_num(nan=0.0, posinf=float("inf")))
+    of_token = ratio_TX.amax(1)
+    token = int(of_token.argmax())
+    size = float(size_TX.square().mean().sqrt())
+    relative = off_TX.square().mean(1).sqrt() / size_TX.square().mean(1).sqrt().clamp_min(1e-3 * size + 1e-300)
+    return Judged(
+        operator=operator,
+        kind=kind,
+        layer=layer,
+        order=order,
+        num_values=off_TX.numel(),
+        error=float(off_TX.square().mean().sqrt()) / size if size else float(off_TX.max()),
+        largest=float("inf") if bool(apart.any()) else float(relative.max()),
+        ratio=float(of_token[token]),
+        token=token,
+        dtype=str(found.dtype).removeprefix("torch."),
+        point=point,
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a module's name has a number of."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def kind_of(name: str) -> str:
+    """What an operator is, by the last word of its name: q_proj, input_layernorm, act_fn and the like."""
+    return name.partition("#")[0].rpartition(".")[2]

@@ -1,0 +1,156 @@
+"""What was found where two executions part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+A, B = "a", "b"
+"""The two executions: the one that is asked about, and the one that it is held against."""
+BEYOND = 1.0
+"""An introduced error of more than so many bounds is no rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorError:
+    """What one operator of one execution introduced, over all chosen sequences, against float64 on the same inputs."""
+
+    side: str
+    """`a` or `b`."""
+    order: int
+    """Its place in the forward."""
+    operator: str
+    """Its module's name; `layers.7.residual` and the like for what lies between modules."""
+    kind: str
+    layer: int | None
+    """From 0; None outside of layers."""
+    dtype: str
+    """Of what it gives, torch's name."""
+    num_values: int
+    introduced: float
+    """Root mean square of its own error, relative to that of the exact result."""
+    ratio: float
+    """Its largest own error, in units of the bound of what rounding can do; beyond 1 it computes something else."""
+    seq_id: str
+    token: int
+    """Where that is: the sequence, and the token of prompt and response, from 0."""
+    inherited: float | None
+    """Root mean square of the difference of both executions' inputs, relative to a's; None where they have none in common."""
+    difference: float | None
+    """The same of what both give."""
+    in_double: float | None
+    """`introduced` of a token where it is largest, when the same code runs in float64; None where that was not done."""
+
+    @property
+    def is_beyond(self) -> bool:
+        return self.ratio > BEYOND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatedSequence:
+    """A sequence that was looked at: its gap d = logprob(b) - logprob(a), nats."""
+
+    seq_id: str
+    group: str
+    """Sequences of one prompt have the same."""
+    num_tokens: int
+    sum_square: float
+    """Of d, nats^2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedError:
+    """What an operator's own error adds to a sequence's gap, to first order."""
+
+    side: str
+    operator: str
+    kind: str
+    layer: int | None
+    seq_id: str
+    product: float
+    """Sum over tokens of d times what the error adds to d, nats^2: over all operators of both sides this gives the sum of
+    d^2, as far as the model is linear in the errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDifference:
+    """A tensor that an execution holds, and that is not the recorded one in its dtype."""
+
+    side: str
+    tensor: str
+    layer: int | None
+    largest: float
+    """Largest absolute difference."""
+    version: int | None
+    """The policy version whose recorded tensor it is; None where it is none's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How often the two executions choose other experts: a step in the model, which no sum of small errors explains."""
+
+    operator: str
+    layer: int | None
+    num_tokens: int
+    num_flipped: int
+    """Tokens with another set of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchedSequence:
+    """One sequence's gap when operators of one execution are computed by the other's code, on their own inputs."""
+
+    name: str
+    """What was patched: a kind of operator, `layers 0 to 7`, `head`, `everything`."""
+    taker: str
+    """The side whose operators were replaced."""
+    num_operators: int
+    seq_id: str
+    sum_square_left: float
+    """Of d, with the operators replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first operator whose result is not to be explained by rounding."""
+
+    side: str
+    operator: str
+    kind: str
+    layer: int | None
+    why: str
+    """`weights`: it holds other ones; `beyond`: its own error is beyond its bound; `code`: its code computes something else in
+    float64."""
+    ratio: float | None
+    version: int | None
+    """With `weights`: the policy version that they are of."""
+    seq_id: str | None
+    token: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Where two executions part over some sequences of a step."""
+
+    run: str
+    step: int
+    a: str
+    """Name of its arm."""
+    b: str
+    sequences: tuple[LocatedSequence, ...]
+    chosen: str
+    """How they were chosen."""
+    num_tokens: int
+    """Response tokens that were compared."""
+    mean_abs_d: float
+    """Of d = logprob(b) - logprob(a), nats."""
+    max_abs_d: float
+    operators: tuple[OperatorError, ...]
+    carried: tuple[CarriedError, ...]
+    weights: tuple[WeightDifference, ...]
+    routers: tuple[Router, ...]
+    """In the order of the forward; empty without a mixture of experts."""
+    patches: tuple[PatchedSequence, ...]
+    unseen: tuple[str, ...]
+    """Operators that only one execution has, or whose inside a fused kernel hides: `attention: scores, softmax and values`."""
+    first: Divergence | None
+    """None where nothing but rounding was found."""

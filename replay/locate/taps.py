@@ -1,0 +1,223 @@
+"""What the operators of a forward took and gave, for some of its rows.
+
+Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response), N heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..batching import ForwardBatch, PaddedBatch, SharedBatch
+
+ATTENTION = "attention"
+"""What is appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
+_PASSED_OVER = ("Dropout", "Identity")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operator, for one row: tensors of [T, ...]; None where a tensor is not of tokens."""
+
+    takes: tuple[Any, ...]
+    gives: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class RowTaps:
+    """The calls of one row's forward."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    """Operator -> its call, in the order in which operators ran."""
+
+
+def places(batch: ForwardBatch, index: int) -> np.ndarray:
+    """[T] int64: places of a row's prompt and response in the rows of a forward, laid end to end."""
+    row = batch.rows[index]
+    if isinstance(batch, PaddedBatch):
+        start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
+        return np.arange(start, start + row.num_tokens)
+    end = int(batch.ends_B[index])
+    if isinstance(batch, SharedBatch):
+        prompt = np.arange(*batch.prompts_B[index].tolist())
+        return np.concatenate([prompt, np.arange(end - len(row.response_ids), end)])
+    return np.arange(end - row.num_tokens, end)
+
+
+def operators(model: Any) -> dict[str, Any]:
+    """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one."""
+    found: dict[str, Any] = {}
+    whole: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if not name or type(module).__name__ in _PASSED_OVER or name.startswith(whole or (" ",)):
+            continue
+        if are_experts(module):
+            found[name] = module
+            whole = (*whole, f"{name}.")
+        elif not any(True for _ in module.children()):
+            found[name] = module
+    return found
+
+
+def are_experts(module: Any) -> bool:
+    """Whether a module holds the weights of all experts of a layer, as transformers' mixtures do."""
+    own = dict(module.named_parameters(recurse=False))
+    return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
+
+
+def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
+    """[T, ...] of a tensor of a forward [B, W, ...], [B * W, ...] or [1, W, ...]; None for one that is not of tokens.
+
+    With `heads_first` the tensor is [B, N, W, D].
+    """
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return None
+    if heads_first:
+        value = value.transpose(1, 2)
+    B, W = shape
+    if value.dim() >= 2 and tuple(value.shape[:2]) == (B, W):
+        return value.detach().flatten(0, 1)[places_T]
+    if value.shape[0] == B * W:
+        return value.detach()[places_T]
+    if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
+        return value.detach()[0][places_T % W]
+    return None
+
+
+def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
+    """A row's tensor [T, ...] in the shape and dtype of `template`, of a forward of that row alone."""
+    if heads_first:
+        value_T = value_T.transpose(0, 1)
+    shaped = value_T.reshape(template.shape)
+    return shaped.to(template.dtype) if template.is_floating_point() else shaped
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors among a call's arguments, in their order; those by name come last, sorted."""
+    import torch
+
+    flat: list[Any] = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    return [value for value in flat if isinstance(value, torch.Tensor)]
+
+
+def outputs_of(value: Any) -> list[Any]:
+    """The tensors that a call gave."""
+    import torch
+
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def with_tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with other tensors, in the order of `tensors_of`."""
+    import torch
+
+    rest = iter(new)
+    changed = tuple(next(rest) if isinstance(value, torch.Tensor) else value for value in args)
+    named = {name: next(rest) if isinstance(kwargs[name], torch.Tensor) else kwargs[name] for name in sorted(kwargs)}
+    return changed, {name: named[name] for name in kwargs}
+
+
+def with_outputs(value: Any, new: list[Any]) -> Any:
+    """What a call gave, with other tensors."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return new[0]
+    rest = iter(new)
+    return type(value)(next(rest) if isinstance(part, torch.Tensor) else part for part in value)
+
+
+Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called as (module, original, args, kwargs) in the place of an attention function."""
+
+
+@contextmanager
+def attention_around(around: Around) -> Iterator[None]:
+    """Have every attention function of transformers called through `around`."""
+    from transformers.modeling_utils import AttentionInterface
+
+    original = AttentionInterface.get_interface
+
+    def get_interface(self: Any, implementation: str, default: Any) -> Any:
+        function = original(self, implementation, default)
+
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(module, function, args, kwargs)
+
+        return called
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
+
+
+class Taps:
+    """Keeps what a model's operators take and give, for some rows of the forwards that run within it."""
+
+    def __init__(self, model: Any, wanted: Callable[[str], bool] = lambda name: True):
+        """`wanted` says of an operator's name whether it is kept."""
+        self._model = model
+        self._wanted = wanted
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    @contextmanager
+    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
+        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
+        import torch
+
+        device = next(self._model.parameters()).device
+        shape = (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+        where = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
+
+        def keep(name: str, takes: list[Any], gives: list[Any], *, core: bool = False) -> None:
+            for index, taps in chosen.items():
+                name_now = _unused(name, taps.calls)
+                first = [of_tokens(value, shape, where[index], heads_first=core) for value in takes]
+                last = [of_tokens(value, shape, where[index]) for value in gives]
+                taps.calls[name_now] = Call(tuple(first), tuple(last))
+
+        def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = original(module, *args, **kwargs)
+            name = core_name(self._names.get(id(module), ""))
+            if self._wanted(name):
+                keep(name, list(args[:3]), [given[0]], core=True)
+            return given
+
+        handles = []
+        for name, module in operators(self._model).items():
+            if self._wanted(name):
+
+                def hook(_module: Any, args: Any, kwargs: Any, given: Any, name: str = name) -> None:
+                    keep(name, tensors_of(args, kwargs), outputs_of(given))
+
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        try:
+            with attention_around(around):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def core_name(attention: str) -> str:
+    """The name of an attention layer's core."""
+    return f"{attention}.{ATTENTION}"
+
+
+def _unused(name: str, calls: Mapping[str, Call]) -> str:
+    """The name for an operator's next call: a second one has a number."""
+    number, found = 2, name
+    while found in calls:
+        found, number = f"{name}#{number}", number + 1
+    return found

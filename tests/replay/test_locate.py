@@ -1,0 +1,329 @@
+"""Where two executions part: what is planted is found where it lies, and rounding is taken for nothing else."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from runs import train
+from tim_trace.analysis.locate import locate, location
+from tim_trace.analysis.locate_text import location_text, sentence
+from tim_trace.replay.locate import bounds
+from tim_trace.replay.locate.bounds import Rounding
+from tim_trace.replay.locate.engine import locate as locate_operators
+from tim_trace.schemas.errors import CannotReplay, InvalidOption
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
+
+VOCAB, ROWS = 200, 9
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+MODELS = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "gemma2": ("Gemma2", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12}),
+    "qwen3_moe": (
+        "Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    ),
+    "gpt_neox": ("GPTNeoX", {"eos_token_id": 1}),
+}  # fmt: skip
+
+
+def model_of(name):
+    prefix, changes = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **changes, attn_implementation="eager")
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def record(folder, model, versions=1):
+    """A step of nine sequences in forwards of three, padded on both sides."""
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(2, VOCAB, length) for length in draw.integers(3, 9, ROWS)]
+    responses = [draw.integers(2, VOCAB, length) for length in draw.integers(12, 25, ROWS)]
+    number = np.arange(ROWS)
+    lengths = np.array([[len(ids) for ids in part] for part in (prompts, responses)])
+    most = np.array([lengths[:, place - place % 3 : place - place % 3 + 3].max(1) for place in number]).T
+    with Recorder(folder) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.add_contract("train", {"engine": "a loop", "model": {"dtypes": {"float32": 1}, "attention": "eager"}})
+        for version in range(versions):
+            recorder.add_weights(version, {key: value + 1e-3 * version for key, value in model.state_dict().items()})
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=prompts, response_ids=responses, policy_version=0, group_ids=[f"g{n}" for n in number],
+            seq_ids=[f"s{n}" for n in number],
+        )  # fmt: skip
+        forward = Forward(
+            ids=number // 3, places=(number % 3).astype("i4"), rows=np.full(ROWS, 3, np.int32),
+            pad_left=(most - lengths)[0].astype("i4"), pad_right=(most - lengths)[1].astype("i4"),
+        )  # fmt: skip
+        recorder.add_scores(
+            "train", batch, logprobs=[np.full(len(ids), -1.0, np.float32) for ids in responses], forward=forward
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    made = {}
+
+    def trace(name):
+        if name not in made:
+            made[name] = record(tmp_path_factory.mktemp(name) / "run", model_of(name), versions=2)
+        return made[name]
+
+    return trace
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_rounding_is_no_divergence(traces, name, dtype):
+    found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
+    assert found.first is None
+    assert max(each.ratio for each in found.operators) < 1
+    assert found.gap_rms > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "off"),
+    [
+        ("llama", "fp32", 1e-5),
+        ("gemma2", "fp32", 1e-5),
+        ("qwen3_moe", "fp32", 1e-5),
+        ("llama", "bf16", 0.05),
+        ("gemma2", "bf16", 0.05),
+    ],
+)
+def test_the_operators_own_errors_add_up_to_the_gap(traces, name, dtype, off):
+    found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
+    assert found.explained == pytest.approx(1, abs=off)
+
+
+def test_flipped_routes_are_counted_and_are_no_divergence(traces):
+    found = locate(traces("qwen3_moe"), arm="dtype=bf16", patch="none")
+    assert found.first is None
+    assert sum(router.num_flipped for router in found.routers) > 0
+    assert "choices of experts differ, first in model.layers." in location_text(found)
+
+
+def no_norm(model):
+    model.model.layers[1].self_attn.q_norm.forward = lambda hidden: hidden
+
+
+def other_eps(model):
+    model.model.layers[2].post_attention_layernorm.variance_epsilon = 1e-4
+
+
+def wrong_scale(model):
+    model.model.layers[1].self_attn.scaling *= 1.02
+
+
+def other_window(model):
+    model.model.layers[0].self_attn.sliding_window = 11
+    model.config.sliding_window = 11
+
+
+def no_cap(model):
+    model.model.layers[2].self_attn.attn_logit_softcapping = None
+
+
+def other_angles(model):
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+def stronger_residual(model):
+    layer = model.model.layers[1]
+    inner = layer.mlp.forward
+    original = layer.forward
+
+    def forward(hidden_states, **more):
+        out = original(hidden_states, **more)
+        return out * 1.01
+
+    layer.forward = forward
+    assert inner
+
+
+def stale_tensor(model):
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.add_(1e-3)
+
+
+def lower_precision(model):
+    module = model.model.layers[1].mlp.down_proj
+    original = module.forward
+    module.forward = lambda hidden: original(hidden.to(torch.float16).to(hidden.dtype))
+
+
+def exchanged_experts(model):
+    experts = model.model.layers[1].mlp.experts
+    original = experts.forward
+    experts.forward = lambda hidden, chosen, weights: original(hidden, 5 - chosen, weights)
+
+
+def unnormalised_router(model):
+    model.model.layers[2].mlp.gate.norm_topk_prob = not model.model.layers[2].mlp.gate.norm_topk_prob
+
+
+def warmer_logits(model):
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: original(hidden) * 0.999
+
+
+def other_activation(model):
+    model.gpt_neox.layers[1].mlp.act = torch.nn.GELU(approximate="tanh")
+
+
+PLANTED = [
+    ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
+    ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
+    ("llama", wrong_scale, "layers.1.self_attn.attention"),
+    ("gemma2", no_cap, "layers.2.self_attn.attention"),
+    ("gemma2", other_window, "layers.0.self_attn.attention"),
+    ("llama", other_angles, "rotary_emb"),
+    ("llama", stronger_residual, "layers.1.residual"),
+    ("qwen3", stale_tensor, "layers.2.mlp.up_proj"),
+    ("llama", lower_precision, "layers.1.mlp.down_proj"),
+    ("qwen3_moe", exchanged_experts, "layers.1.mlp.experts"),
+    ("qwen3_moe", unnormalised_router, "layers.2.mlp.gate"),
+    ("llama", warmer_logits, "lm_head"),
+    ("gpt_neox", other_activation, "layers.1.mlp.act"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "plant", "operator"), PLANTED, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_a_planted_fault_of_code_is_named_where_it_lies(traces, name, plant, operator, dtype):
+    found = locate_operators(
+        traces(name), arm=f"dtype={dtype}", against=f"dtype={dtype}", patch="none", prepare_against=plant
+    )
+    assert found.first is not None
+    assert found.first.side == "b"
+    assert found.first.operator.endswith(operator)
+
+
+def test_a_tensor_of_another_version_is_named_with_it(traces):
+    def stale(model):
+        with torch.no_grad():
+            model.model.layers[2].self_attn.k_norm.weight.add_(1e-3)
+
+    found = locate_operators(traces("qwen3"), against="dtype=fp32", patch="none", prepare_against=stale)
+    assert (found.first.why, found.first.operator, found.first.version) == (
+        "weights", "model.layers.2.self_attn.k_norm", 1,
+    )  # fmt: skip
+    assert "version 1" in sentence(location(found))
+
+
+def test_a_kernel_is_proved_by_putting_it_in(traces):
+    """Both in bfloat16, with another attention: all of the gap goes with it, and nothing with anything else."""
+    found = locate(traces("llama"), arm="dtype=bf16", against="dtype=bf16,attention=math", sequences="random:9")
+    removed = {(each.patch, each.taker): each.removed for each in found.patches}
+    assert found.gap_rms > 0
+    assert found.first is None
+    for taker in ("a", "b"):
+        assert removed["attention", taker] == removed["all operators", taker] == 1
+        assert removed["gate_proj", taker] == 0
+    assert "attention computed in" in sentence(found)
+    low = {each.patch: each.removed_low for each in found.patches}
+    assert low["attention"] is None or low["attention"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [3, 64, 1000])
+def test_bounds_hold_for_random_products_and_are_not_empty(dtype, length):
+    torch.manual_seed(length)
+    for scale in (1e-3, 1.0, 1e3):
+        module = torch.nn.Linear(length, 40, bias=False, dtype=dtype)
+        x = torch.randn(30, length).mul(scale).to(dtype)
+        exact_module = torch.nn.Linear(length, 40, bias=False, dtype=torch.float64)
+        exact_module.load_state_dict(module.state_dict())
+        exact = exact_module(x.double())
+        rounding = Rounding(given=dtype, taken=dtype, weight=dtype, recorded=dtype)
+        bound = bounds.of_module(exact_module, (x.double(),), exact, 0, rounding)
+        ratio = ((module(x).double() - exact).abs() / bound).max()
+        assert 1e-3 < ratio < 1
+
+
+def test_layers_and_sequences_can_be_chosen(traces):
+    found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
+    assert {each.layer for each in found.operators} == {None, 1}
+    assert found.num_sequences == 2
+    assert found.no_interval == "fewer than 8 groups"
+    assert {each.patch for each in found.patches} == {"layers 0 to 1", "all operators"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"arm": "engine=exact"}, CannotReplay, "cannot be heard"),
+        ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
+        ({"sequences": "nobody"}, InvalidOption, "'nobody' is no scored sequence of step 1"),
+        ({"steps": "7"}, InvalidOption, "names no recorded step"),
+        ({"layers": "a"}, InvalidOption, "write a layer, or FIRST:LAST"),
+        ({"patch": "some"}, InvalidOption, "use kinds, layers, all or none"),
+    ],
+)
+def test_what_cannot_be_done_is_said(traces, options, error, message):
+    with pytest.raises(error, match=message):
+        locate(traces("llama"), **options)
+
+
+def test_the_command_says_where_and_ends_with_1(traces, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import transformers\n\n\n"
+        "def build(*, config, dtype, attention):\n"
+        "    made = transformers.LlamaConfig.from_dict(config, attn_implementation=attention)\n"
+        "    model = transformers.LlamaForCausalLM(made)\n"
+        "    model.model.layers[1].self_attn.scaling *= 1.5\n"
+        "    return model\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "tim_trace",
+        "locate",
+        str(traces("llama")),
+        "--against",
+        "dtype=bf16",
+        "--patch",
+        "none",
+    ]
+    ended = subprocess.run([*command, "--against-factory", "mine:build"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.startswith("The first divergence is model.layers.1.self_attn.attention in b (bf16)")
+    assert "next: tim-trace replay" in ended.stderr
+    plain = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True)
+    assert plain.returncode == 0, plain.stderr
+    assert json.loads(plain.stdout)["first"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "config", [None, {"bf16": True}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "temperature": 0.7}]
+)  # fmt: skip
+def test_of_what_trl_recorded_nothing_but_rounding_is_found(config):
+    trace = train(config=config, capture="logprobs").trace
+    found = locate(trace, patch="all")
+    assert found.first is None
+    assert found.gap_rms > 0
+    assert found.explained == pytest.approx(1, abs=0.05)
+    assert {each.patch for each in found.patches} >= {"attention", "all operators"}
