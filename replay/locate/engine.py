@@ -22,7 +22,7 @@ from .chosen import Chosen, choose
 from .execution import Execution, Prepare
 from .grafts import Graft
 from .head import judge_head
-from .reference import Judged, Reference, kind_of, layer_of
+from .reference import Judged, Judgement, Point, Reference, kind_of, layer_of
 from .results import (
     A,
     B,
@@ -206,19 +206,18 @@ class _Location:
                     values, taps[side] = execution.listen(part, self.rows, self.wanted)
                     logprobs[side] |= values
                 for row in part:
-                    d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
-                    for side, execution in self.executions.items():
-                        own = taps[side][row.seq_id], logprobs[side][row.seq_id]
-                        for each, product in self._judged(execution, row, *own, d_T):
-                            pooled[side, each.operator].judged.append((row.seq_id, each))
-                            if product is not None:
-                                carried.append(_carried(side, each, row, product))
+                    for side, each, product in self._both(row, taps, logprobs):
+                        pooled[side, each.operator].judged.append((row.seq_id, each))
+                        if product is not None:
+                            carried.append(_carried(side, each, row, product))
                     self._compare(pooled, taps[A][row.seq_id], taps[B][row.seq_id])
                     unseen |= _unseen(taps[A][row.seq_id], taps[B][row.seq_id])
                 for side, execution in self.doubles.items():
                     values, heard = execution.listen(part, self.rows, self.wanted)
                     for row in part:
-                        for each, _ in self._judged(execution, row, heard[row.seq_id], values[row.seq_id]):
+                        judgement = self._judge(execution, row, heard[row.seq_id])
+                        head = judge_head(execution, self.reference, row, heard[row.seq_id], values[row.seq_id], 0)
+                        for each in (*judgement.operators, *(each for each, _ in head)):
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
                 advance(len(part))
@@ -267,25 +266,38 @@ class _Location:
         if part:
             yield part
 
-    def _judged(
+    def _judge(self, execution: Execution, row: RecordedRow, taps: RowTaps) -> Judgement:
+        return self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
+
+    def _both(
         self,
-        execution: Execution,
         row: RecordedRow,
-        taps: RowTaps,
-        logprobs_T: np.ndarray,
-        d_T: np.ndarray | None = None,
-    ) -> Iterator[tuple[Judged, float | None]]:
-        """The operators of a row, each with the sum over tokens of d times what its own error adds to the log-probabilities."""
-        judgement = self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
-        products = {}
-        if d_T is not None and d_T.any():
-            temperature = execution.scorer.numerics.temperature
-            products = self.reference.carried(row, d_T, judgement, temperature)
-        for each in judgement.operators:
-            if self.wanted(each.operator):
-                yield each, None if each.point is None else products.get(each.point)
-        for each, own_T in judge_head(execution, self.reference, row, taps, logprobs_T, len(judgement.operators)):
-            yield each, None if d_T is None else float((d_T * np.nan_to_num(own_T)).sum())
+        taps: Mapping[str, Mapping[str, RowTaps]],
+        logprobs: Mapping[str, Mapping[str, np.ndarray]],
+    ) -> Iterator[tuple[str, Judged, float | None]]:
+        """The operators of a row by side, each with the sum over tokens of d times what its own error adds to the logprobs."""
+        d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
+        judgements = {
+            side: self._judge(execution, row, taps[side][row.seq_id]) for side, execution in self.executions.items()
+        }
+        temperature = self.executions[A].scorer.numerics.temperature
+        products: dict[str, dict[Point, float]] = {}
+        if d_T.any():
+            for position in sorted({judgement.first_position for judgement in judgements.values()}):
+                sides = [side for side, judgement in judgements.items() if judgement.first_position == position]
+                found = self.reference.carried(row, d_T, [judgements[side] for side in sides], temperature)
+                products |= dict(zip(sides, found, strict=True))
+        for side, judgement in judgements.items():
+            own = products.get(side, {})
+            for each in judgement.operators:
+                if self.wanted(each.operator):
+                    yield side, each, None if each.point is None else own.get(each.point)
+            head = judge_head(
+                self.executions[side], self.reference, row, taps[side][row.seq_id], logprobs[side][row.seq_id],
+                len(judgement.operators),
+            )  # fmt: skip
+            for each, own_T in head:
+                yield side, each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _compare(self, pooled: dict[tuple[str, str], _Pooled], a: RowTaps, b: RowTaps) -> None:
         for name, ours in a.calls.items():

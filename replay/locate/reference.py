@@ -8,7 +8,7 @@ rotations, products), is computed of the execution's own numbers, and no error t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,15 +109,16 @@ class Reference:
         return Judgement(run.judged, run.errors, run.first_position)
 
     def carried(
-        self, row: RecordedRow, weights_T: np.ndarray, judgement: Judgement, temperature: float
-    ) -> dict[Point, float]:
+        self, row: RecordedRow, weights_T: np.ndarray, judgements: Sequence[Judgement], temperature: float
+    ) -> list[dict[Point, float]]:
         """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
 
-        One forward and backward of the float64 model. Gradients are not kept: each is multiplied as soon as it is there.
+        One forward and backward of the float64 model for all of these executions, which begin at the same position.
+        Gradients are not kept: each is multiplied as soon as it is there.
         """
         import torch
 
-        found: dict[Point, float] = {}
+        found: list[dict[Point, float]] = [{} for _ in judgements]
         count: dict[str, int] = {}
 
         def called(name: str) -> str:
@@ -125,14 +126,16 @@ class Reference:
             return name if count[name] == 1 else f"{name}#{count[name]}"
 
         def note(point: Point, value: Any) -> None:
-            error = judgement.errors.get(point)
-            if error is None:
+            own = [judgement.errors.get(point) for judgement in judgements]
+            if all(error is None for error in own):
                 return
             heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
             def multiply(gradient: Any) -> None:
-                own = gradient[0].transpose(0, 1) if heads_first else gradient
-                found[point] = float((own.reshape(error.shape) * error).nan_to_num().sum())
+                gradient = gradient[0].transpose(0, 1) if heads_first else gradient
+                for products, error in zip(found, own, strict=True):
+                    if error is not None:
+                        products[point] = float((gradient.reshape(error.shape) * error).nan_to_num().sum())
 
             (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
 
@@ -160,9 +163,9 @@ class Reference:
             stack.enter_context(attention_around(core))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(keep_double())
-            hidden_TH = self._hidden(row, judgement.first_position)[0]
+            hidden_TH = self._hidden(row, judgements[0].first_position)[0]
             if not hidden_TH.requires_grad:
-                return {}
+                return found
             logprobs_T = self._logprobs(row, hidden_TH, temperature)
             (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
         return found

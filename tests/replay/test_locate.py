@@ -91,7 +91,9 @@ def traces(tmp_path_factory):
     return trace
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_rounding_is_no_divergence(traces, name, dtype):
     found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
