@@ -358,7 +358,13 @@ class _UnitScorer:
     """What an actor does: it opens the trace, and keeps one model until a unit asks for another."""
 
     def __init__(
-        self, run: RecordedRun, wanted: list[_Wanted], capture: Capture, sample: Sample | None, device: str, threads: int
+        self,
+        run: RecordedRun,
+        wanted: list[_Wanted],
+        capture: Capture,
+        sample: Sample | None,
+        device: str,
+        threads: int,
     ):
         """`threads` are torch's, as they would be in one process."""
         self._trace = run.folder.resolve()
@@ -382,7 +388,7 @@ class _UnitScorer:
         group = [_Wanted(*self._entries[name], *part, 0, False) for name, part in unit.arms.items()]
         joined = dict(_read(self._run, group))
         held = dict.fromkeys(joined, False)
-        return list(_joined(self._loaded, group, joined, held, no_advance, self._sample, Pace(untold)))
+        return list(_joined(self._loaded, group, joined, held, untold, self._sample, Pace(untold)))
 
     def close(self) -> None:
         """Seal what was added."""
@@ -441,19 +447,19 @@ def _on_cluster(
 def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:
     """The runs of steps that one process would score together, in its order."""
     for key, group in enumerate(_by_key(wanted)):
-        parts: Iterable[Iterable[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
+        parts: Iterable[list[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
         if most := _most_tokens(group):
-            parts = joined_steps(_read(run, group), most, partial(_num_tokens, sample))
+            parts = (list(part) for part in joined_steps(_read(run, group), most, partial(_num_tokens, sample)))
         for part in parts:
-            steps = {entry: [step for step in part if step in entry.steps] for entry in group}
+            own_steps = [(entry, [step for step in part if step in entry.steps]) for entry in group]
             yield _Unit(
                 key=key,
                 arms={
                     entry.scorer.arm.name: (own, {step: entry.there[step] for step in own if step in entry.there})
-                    for entry, own in steps.items()
+                    for entry, own in own_steps
                     if own
                 },
-                work=sum(entry.work * len(own) for entry, own in steps.items()),
+                work=sum(entry.work * len(own) for entry, own in own_steps),
             )
 
 
@@ -468,7 +474,9 @@ def _gpus(ray: str | None, gpus_per_arm: float | None, dry_run: bool) -> float:
     if gpus_per_arm is None:
         return 1.0 if _device() == "cuda" else 0.0
     if not 0 <= gpus_per_arm <= 1:
-        raise InvalidOption(f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm")
+        raise InvalidOption(
+            f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm"
+        )
     return float(gpus_per_arm)
 
 
