@@ -847,6 +847,14 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--dry-run", is_flag=True, default=False,
     help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
 )  # fmt: skip
+@click.option(
+    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+    help="Divide the steps among the nodes of a Ray cluster: auto or HOST:PORT; without ADDRESS one is started here.",
+)  # fmt: skip
+@click.option(
+    "--gpus-per-arm", type=float, metavar="N",
+    help="Share of a GPU, up to 1, that each of Ray's actors takes.  [default: 1 with a GPU, else 0]",
+)  # fmt: skip
 @_prints(json="Print JSON, a row a step; with --sample or --dry-run, an arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,12 @@ from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import TRAIN
 from ..schemas.steps import parse_steps
+from ..tracer.adopt import adopt
 from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
+from .cluster import run_units
 from .differences import differences
 from .loaded import LoadedModel
 from .meter import Meter, Told, untold
@@ -70,6 +72,8 @@ def replay(
     capture_fraction: float = 1.0,
     force: bool = False,
     dry_run: bool = False,
+    ray: str | None = None,
+    gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
     at_estimate: Callable[[ReplayPlan], None] | None = None,
     **changes: Any,
@@ -99,21 +103,31 @@ def replay(
     `dry_run` writes nothing: it scores the first rows under each arm, and the result's `plan` says what each arm still has to
     do and how long that takes. `at_estimate` is given the plan of a replay once the first rows are scored, at their pace.
 
-    Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
+    runs (`auto`, `host:port`), whose nodes see the trace at the same path. The bits are those of one process. A step whose node
+    dies is scored on another. `gpus_per_arm` is an actor's share of a GPU, up to 1; by default 1 where this machine has a GPU,
+    else 0. `at_estimate` is not called then.
+
+    Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
+    gpus = _gpus(ray, gpus_per_arm, dry_run)
+    device = _device() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
         raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from)
     chosen = parse_steps(steps, run.steps(TRAIN))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
-    wanted = _wanted(run, arms, chosen, force, Capture.parse(capture, capture_fraction), drawn)
+    kept = Capture.parse(capture, capture_fraction)
+    wanted = _wanted(run, arms, chosen, force, kept, drawn, device)
     plan = _plan(run, wanted, drawn)
     if dry_run:
         return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
     for entry in wanted:
         if entry.is_replaced:
             entry.target.remove()
+    if ray is not None:
+        return _on_cluster(run, wanted, ReplayedSteps(sample=drawn, plan=plan), kept, device, ray, gpus, progress)
     results = ReplayedSteps(sample=drawn, plan=plan)
     told = _Telling(plan, at_estimate)
     held: dict[int, bool] = {}
@@ -147,11 +161,17 @@ def _arms(given: Sequence[str | Arm], arm_file: str | os.PathLike[str] | None, c
 
 
 def _wanted(
-    run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, capture: Capture, sample: Sample | None
+    run: RecordedRun,
+    arms: list[Arm],
+    steps: list[int],
+    force: bool,
+    capture: Capture,
+    sample: Sample | None,
+    device: str,
 ) -> list[_Wanted]:
     """What is to be done of each arm; everything that can be refused is, before anything is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
-    first, device = run.step(steps[0]), _device()
+    first = run.step(steps[0])
     contract = _contract(run, steps[0], first)
     scorers = [scorer_of(run, arm, contract, device, capture) for arm in arms]
     needed = {arm.weights_version for arm in arms if arm.weights_version is not None}
@@ -294,16 +314,170 @@ def _group(
     loaded = telling.loaded = LoadedModel(run.weights)
     try:
         for joined in joined_steps(_read(run, group), _most_tokens(group), partial(_num_tokens, sample)):
-            scoring = JoinedScoring(loaded, list(joined))
-            for step in joined:
-                for entry in group:
-                    if step in entry.steps:
-                        meter = Meter(advance, entry.work)
-                        scored = _scored(entry, step, joined, sample, scoring, meter.add, telling.pace)
-                        yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
-                        meter.finish()
+            yield from _joined(loaded, group, joined, held, advance, sample, telling.pace)
     finally:
         loaded.close()
+
+
+def _joined(
+    loaded: LoadedModel,
+    group: list[_Wanted],
+    joined: Rows,
+    held: dict[int, bool],
+    advance: Advance,
+    sample: Sample | None,
+    pace: Pace,
+) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
+    """What the arms give steps that are scored together."""
+    scoring = JoinedScoring(loaded, list(joined))
+    for step in joined:
+        for entry in group:
+            if step in entry.steps:
+                meter = Meter(advance, entry.work)
+                scored = _scored(entry, step, joined, sample, scoring, meter.add, pace)
+                yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
+                meter.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """Steps that one actor scores together, under arms that share a model."""
+
+    key: int
+    """Number of the model."""
+    arms: dict[str, tuple[list[int], dict[int, set[str] | None]]]
+    """Arm -> those of the steps that it is wanted of, and what the trace had of it when the replay began."""
+    work: int
+
+    def __str__(self) -> str:
+        steps = sorted({step for own, _ in self.arms.values() for step in own})
+        return f"step {', '.join(map(str, steps))} under {', '.join(self.arms)}"
+
+
+class _UnitScorer:
+    """What an actor does: it opens the trace, and keeps one model until a unit asks for another."""
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        wanted: list[_Wanted],
+        capture: Capture,
+        sample: Sample | None,
+        device: str,
+        threads: int,
+    ):
+        """`threads` are torch's, as they would be in one process."""
+        self._trace = run.folder.resolve()
+        weights_from = None if run.weights_from is None else os.path.abspath(run.weights_from)
+        self._options = {"model_factory": run.model_factory, "weights_from": weights_from}
+        self._arms = [entry.scorer.arm for entry in wanted]
+        self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
+        self._capture, self._sample = capture, sample
+        self._run: RecordedRun | None = None
+        self._entries: dict[str, tuple[Scorer, ArmPass]] = {}
+        self._loaded: LoadedModel | None = None
+        self._key = -1
+
+    def run(self, unit: _Unit) -> list[tuple[ReplayedStep, list[GroupSums]]]:
+        """Score a unit and write it into the trace; `identity_held` of another arm than the identity is not known here."""
+        if self._run is None:
+            self._run = self._open()
+        if self._loaded is None or self._key != unit.key:
+            self._let_go()
+            self._loaded, self._key = LoadedModel(self._run.weights), unit.key
+        group = [_Wanted(*self._entries[name], *part, 0, False) for name, part in unit.arms.items()]
+        joined = dict(_read(self._run, group))
+        held = dict.fromkeys(joined, False)
+        return list(_joined(self._loaded, group, joined, held, untold, self._sample, Pace(untold)))
+
+    def close(self) -> None:
+        """Seal what was added."""
+        self._let_go()
+        for _, target in self._entries.values():
+            target.close()
+
+    def _open(self) -> RecordedRun:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        run = RecordedRun(self._trace, **self._options)
+        for arm in self._arms:
+            scorer = scorer_of(run, arm, self._contract, self._device, self._capture)
+            self._entries[arm.name] = scorer, ArmPass(run, arm, self._capture)
+        return run
+
+    def _let_go(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+
+def _on_cluster(
+    run: RecordedRun,
+    wanted: list[_Wanted],
+    results: ReplayedSteps,
+    capture: Capture,
+    device: str,
+    address: str,
+    gpus: float,
+    progress: Progress,
+) -> ReplayedSteps:
+    """Score the units on Ray's actors; the results have the order of one process."""
+    import torch
+
+    units, threads = list(_units(run, wanted, results.sample)), torch.get_num_threads()
+    worker = _UnitScorer(run, wanted, capture, results.sample, device, threads)
+    scored: dict[int, list[tuple[ReplayedStep, list[GroupSums]]]] = {}
+    try:
+        with progress("replaying", sum(unit.work for unit in units)) as advance:
+            for number, parts in run_units(address, worker, units, num_cpus=1 if gpus else threads, num_gpus=gpus):
+                scored[number] = parts
+                advance(units[number].work)
+    finally:
+        adopt(run.folder)
+    identity = next(entry.scorer.arm.name for entry in wanted if entry.scorer.arm.is_identity)
+    parts = [part for number in range(len(units)) for part in scored[number]]
+    held = {step.step: step.identity_held for step, _ in parts if step.arm == identity}
+    for step, sums in parts:
+        results.append(replace(step, identity_held=held[step.step]))
+        results.groups.extend(sums)
+    return results
+
+
+def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Iterator[_Unit]:
+    """The runs of steps that one process would score together, in its order."""
+    for key, group in enumerate(_by_key(wanted)):
+        parts: Iterable[list[int]] = ([step] for step in sorted({step for entry in group for step in entry.steps}))
+        if most := _most_tokens(group):
+            parts = (list(part) for part in joined_steps(_read(run, group), most, partial(_num_tokens, sample)))
+        for part in parts:
+            own_steps = [(entry, [step for step in part if step in entry.steps]) for entry in group]
+            yield _Unit(
+                key=key,
+                arms={
+                    entry.scorer.arm.name: (own, {step: entry.there[step] for step in own if step in entry.there})
+                    for entry, own in own_steps
+                    if own
+                },
+                work=sum(entry.work * len(own) for entry, own in own_steps),
+            )
+
+
+def _gpus(ray: str | None, gpus_per_arm: float | None, dry_run: bool) -> float:
+    """The share of a GPU that an actor takes."""
+    if ray is None:
+        if gpus_per_arm is not None:
+            raise InvalidOption(f"is a share of a cluster's GPUs; add {option('ray', 'auto')}", option="gpus_per_arm")
+        return 0.0
+    if dry_run:
+        raise InvalidOption("a dry run measures this process alone; leave one of the two out", option="ray")
+    if gpus_per_arm is None:
+        return 1.0 if _device() == "cuda" else 0.0
+    if not 0 <= gpus_per_arm <= 1:
+        raise InvalidOption(
+            f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm"
+        )
+    return float(gpus_per_arm)
 
 
 def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:

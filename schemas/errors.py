@@ -20,6 +20,11 @@ def speaking_options() -> Iterator[None]:
         _speaks_options = before
 
 
+def speaks_options() -> bool:
+    """Whether `speaking_options` holds: a process that works for this one is to speak the same way."""
+    return _speaks_options
+
+
 def option(name: str, value: object = True) -> str:
     """An option as the caller writes it: as a keyword in Python, as a flag on the command line.
 
