@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ LOCAL = "local"
 """In place of an address: a cluster that is started on this machine and ends with the work."""
 STORE_BYTES = 10**8
 """Object store of a local cluster, bytes: units and their results are small."""
+CONNECT_S = 10.0
+"""Seconds that an address has to answer."""
 TRIES = 3
 """Actors that may die of one unit."""
 LOOK_S = 10.0
@@ -90,9 +93,10 @@ def _connected(address: str) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
+        _check_answers(address)
         with _without_tips():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InvalidOption(
             f"no cluster answers at {address!r} ({str(error).splitlines()[0]}); start one (ray start --head), or use "
             f"{LOCAL!r} for one on this machine",
@@ -102,6 +106,13 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError where nothing listens at `host:port`: Ray goes on asking for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
 @contextmanager

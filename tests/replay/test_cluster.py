@@ -128,7 +128,9 @@ def test_a_driver_that_was_killed_goes_on_where_it_was(trace, alone, cluster):
 
 @pytest.mark.slow
 def test_an_actor_s_refusal_is_the_sentence_of_one_process(trace, cluster):
-    for file in (trace / "weights").rglob("*.safetensors"):
+    chunks = [file for file in (trace / "weights").rglob("*") if file.is_file() and "/c/" in file.as_posix()]
+    assert chunks
+    for file in chunks:
         file.write_bytes(b"\0" * 64)
     told = [tim_trace("replay", trace, *ray) for ray in ((), ("--ray", cluster[0].address))]
     assert [done.code for done in told] == [2, 2]
