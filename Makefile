@@ -112,8 +112,11 @@ fuzz: $(VENV)/test-installed
 docs: $(VENV)/test-installed
 	"$(BIN)/python" docs/generate.py
 
-outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json
-	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse $(wildcard $(SMOLLM2))
+outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json runs/gemma2/trace.json
+	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse runs/gemma2 $(wildcard $(SMOLLM2))
+
+runs/gemma2/trace.json:
+	PATH="$(BIN):$$PATH" $(DEMO_THREADS) python benchmarks/location/softcap.py -o runs/gemma2
 
 clean:
 	rm -rf "$(VENV)" runs

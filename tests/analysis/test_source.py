@@ -353,7 +353,7 @@ OPTIONS = {
 }  # fmt: skip
 """What a command needs beside the trace; `query` takes it before the trace."""
 
-BEFORE_TOKENS = {"info", "weights", "replay", "triangulate", "gradient"}
+BEFORE_TOKENS = {"info", "weights", "replay", "triangulate", "gradient", "locate"}
 """Commands that read no logprobs, or find no weights in this trace before they would."""
 
 
