@@ -21,7 +21,7 @@ from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
 from .execution import Execution, Prepare
 from .grafts import Graft
-from .head import judge_head
+from .head import Head, judge_head
 from .reference import Judged, Judgement, Point, Reference, kind_of, layer_of
 from .results import (
     A,
@@ -43,6 +43,8 @@ CODE_DIFFERS = 4e-6
 LAYER_STEPS = 8
 """Points at which layers are replaced from the front on."""
 _TAPPED_BYTES = 2 << 30
+_TASKS = 4
+"""Of a sequence: both executions, what lies behind each, what both carry."""
 _NEAR_VERSIONS = 8
 """Recorded versions that a foreign tensor is looked for in, on either side of the step's."""
 
@@ -199,28 +201,35 @@ class _Location:
         logprobs: dict[str, dict[str, np.ndarray]] = {A: {}, B: {}}
         unseen: set[str] = set()
         carried: list[CarriedError] = []
-        with self.progress("running operators", len(self.chosen.rows)) as advance:
+        with self.progress("running operators", _TASKS * len(self.chosen.rows)) as advance:
             for part in self._parts():
                 taps: dict[str, dict[str, RowTaps]] = {}
                 for side, execution in self.executions.items():
                     values, taps[side] = execution.listen(part, self.rows, self.wanted)
                     logprobs[side] |= values
+                advance(len(part))
                 for row in part:
-                    for side, each, product in self._both(row, taps, logprobs):
-                        pooled[side, each.operator].judged.append((row.seq_id, each))
-                        if product is not None:
-                            carried.append(_carried(side, each, row, product))
-                    self._compare(pooled, taps[A][row.seq_id], taps[B][row.seq_id])
-                    unseen |= _unseen(taps[A][row.seq_id], taps[B][row.seq_id])
+                    heard = {side: taps[side].pop(row.seq_id) for side in (A, B)}
+                    judged: dict[str, tuple[Judgement, Head]] = {}
+                    for side, execution in self.executions.items():
+                        judgement, head = self._judged(execution, row, heard[side], logprobs[side][row.seq_id])
+                        judged[side] = judgement, head
+                        advance(1)
+                        own = [each for each in judgement.operators if self.wanted(each.operator)]
+                        for each in (*own, *(each for each, _ in head)):
+                            pooled[side, each.operator].judged.append((row.seq_id, each))
+                    self._compare(pooled, heard[A], heard[B])
+                    unseen |= _unseen(heard[A], heard[B])
+                    del heard
+                    carried += self._carried(row, judged, logprobs)
+                    advance(1)
                 for side, execution in self.doubles.items():
-                    values, heard = execution.listen(part, self.rows, self.wanted)
+                    values, double = execution.listen(part, self.rows, self.wanted)
                     for row in part:
-                        judgement = self._judge(execution, row, heard[row.seq_id])
-                        head = judge_head(execution, self.reference, row, heard[row.seq_id], values[row.seq_id], 0)
+                        judgement, head = self._judged(execution, row, double[row.seq_id], values[row.seq_id])
                         for each in (*judgement.operators, *(each for each, _ in head)):
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
-                advance(len(part))
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.items())
         d = {name: logprobs[B][name] - logprobs[A][name] for name in logprobs[A]}
@@ -253,12 +262,10 @@ class _Location:
         )
 
     def _parts(self) -> Iterator[list[RecordedRow]]:
-        """Chosen sequences whose operators' numbers fit into memory together."""
-        config = self.reference.model.config.get_text_config()
-        width = getattr(config, "hidden_size", 1024) * 40 * getattr(config, "num_hidden_layers", 32)
-        per_token = 4 * 2 * (width + 2 * getattr(config, "vocab_size", 32_000))
+        """Chosen sequences whose operators' numbers fit into memory together, those of one forward side by side."""
+        per_token = sum(_tapped_values(each.model.config) * _size(each) for each in self.executions.values())
         part: list[RecordedRow] = []
-        for row in self.chosen.rows:
+        for row in sorted(self.chosen.rows, key=lambda row: (row.writer, row.forward_id)):
             if part and sum(each.num_tokens for each in (*part, row)) * per_token > _TAPPED_BYTES:
                 yield part
                 part = []
@@ -266,38 +273,35 @@ class _Location:
         if part:
             yield part
 
-    def _judge(self, execution: Execution, row: RecordedRow, taps: RowTaps) -> Judgement:
-        return self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
+    def _judged(
+        self, execution: Execution, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
+    ) -> tuple[Judgement, Head]:
+        """A row's operators and its head's."""
+        judgement = self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
+        return judgement, judge_head(execution, self.reference, row, taps, logprobs_T, len(judgement.operators))
 
-    def _both(
+    def _carried(
         self,
         row: RecordedRow,
-        taps: Mapping[str, Mapping[str, RowTaps]],
+        judged: Mapping[str, tuple[Judgement, Head]],
         logprobs: Mapping[str, Mapping[str, np.ndarray]],
-    ) -> Iterator[tuple[str, Judged, float | None]]:
-        """The operators of a row by side, each with the sum over tokens of d times what its own error adds to the logprobs."""
+    ) -> Iterator[CarriedError]:
+        """The sum over a row's tokens of d times what each operator's own error adds to the logprobs."""
         d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
-        judgements = {
-            side: self._judge(execution, row, taps[side][row.seq_id]) for side, execution in self.executions.items()
-        }
         temperature = self.executions[A].scorer.numerics.temperature
         products: dict[str, dict[Point, float]] = {}
         if d_T.any():
-            for position in sorted({judgement.first_position for judgement in judgements.values()}):
-                sides = [side for side, judgement in judgements.items() if judgement.first_position == position]
-                found = self.reference.carried(row, d_T, [judgements[side] for side in sides], temperature)
+            for position in sorted({judgement.first_position for judgement, _ in judged.values()}):
+                sides = [side for side, (judgement, _) in judged.items() if judgement.first_position == position]
+                found = self.reference.carried(row, d_T, [judged[side][0] for side in sides], temperature)
                 products |= dict(zip(sides, found, strict=True))
-        for side, judgement in judgements.items():
+        for side, (judgement, head) in judged.items():
             own = products.get(side, {})
             for each in judgement.operators:
-                if self.wanted(each.operator):
-                    yield side, each, None if each.point is None else own.get(each.point)
-            head = judge_head(
-                self.executions[side], self.reference, row, taps[side][row.seq_id], logprobs[side][row.seq_id],
-                len(judgement.operators),
-            )  # fmt: skip
+                if each.point in own and self.wanted(each.operator):
+                    yield _carried(side, each, row, own[each.point])
             for each, own_T in head:
-                yield side, each, float((d_T * np.nan_to_num(own_T)).sum())
+                yield _carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum()))
 
     def _compare(self, pooled: dict[tuple[str, str], _Pooled], a: RowTaps, b: RowTaps) -> None:
         for name, ours in a.calls.items():
@@ -305,10 +309,13 @@ class _Location:
             if theirs is None:
                 continue
             self._count_flips(name, ours.gives, theirs.gives)
-            for side in (A, B):
-                if (side, name) in pooled:
-                    pooled[side, name].inherited.append(_apart(ours.takes, theirs.takes))
-                    pooled[side, name].difference.append(_apart(ours.gives, theirs.gives))
+            sides = [side for side in (A, B) if (side, name) in pooled]
+            if not sides:
+                continue
+            inherited, difference = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+            for side in sides:
+                pooled[side, name].inherited.append(inherited)
+                pooled[side, name].difference.append(difference)
 
     def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
         """Count the tokens for which the two executions choose other experts."""
@@ -406,6 +413,19 @@ def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> Carri
     )
 
 
+def _tapped_values(config: Any) -> int:
+    """About how many numbers operators take and give, a token."""
+    text = config.get_text_config()
+    hidden = getattr(text, "hidden_size", 1024)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    return getattr(text, "num_hidden_layers", 32) * (16 * hidden + 6 * inner) + 2 * getattr(text, "vocab_size", 32_000)
+
+
+def _size(execution: Execution) -> int:
+    """Bytes of a number of an execution."""
+    return int(next(execution.model.parameters()).element_size())
+
+
 def _dtype(name: str) -> Any:
     import torch
 
@@ -418,7 +438,8 @@ def _apart(a: Sequence[Any], b: Sequence[Any]) -> tuple[float, float]:
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
         exact = ours.double()
-        return float((theirs.double().reshape(ours.shape) - exact).square().sum()), float(exact.square().sum())
+        off = (theirs.double().reshape(ours.shape) - exact).flatten()
+        return float(off.dot(off)), float(exact.flatten().dot(exact.flatten()))
     return float("nan"), float("nan")
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
+_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 _ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
@@ -114,28 +116,30 @@ class Reference:
         """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
 
         One forward and backward of the float64 model for all of these executions, which begin at the same position.
-        Gradients are not kept: each is multiplied as soon as it is there.
+        Gradients are not kept: each is multiplied as soon as it is there, and the errors are used up. A layer's own numbers
+        exist for one layer at a time: it runs once more on the way back.
         """
         import torch
 
         found: list[dict[Point, float]] = [{} for _ in judgements]
         count: dict[str, int] = {}
+        is_over = False  # layers that run again for the backward are not listened to again
 
         def called(name: str) -> str:
             count[name] = count.get(name, 0) + 1
             return name if count[name] == 1 else f"{name}#{count[name]}"
 
         def note(point: Point, value: Any) -> None:
-            own = [judgement.errors.get(point) for judgement in judgements]
-            if all(error is None for error in own):
+            if is_over or all(point not in judgement.errors for judgement in judgements):
                 return
             heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
             def multiply(gradient: Any) -> None:
                 gradient = gradient[0].transpose(0, 1) if heads_first else gradient
-                for products, error in zip(found, own, strict=True):
+                for products, judgement in zip(found, judgements, strict=True):
+                    error = judgement.errors.pop(point, None)
                     if error is not None:
-                        products[point] = float((gradient.reshape(error.shape) * error).nan_to_num().sum())
+                        products[point] = _product_of(gradient, error)
 
             (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
 
@@ -163,10 +167,14 @@ class Reference:
             stack.enter_context(attention_around(core))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(keep_double())
+            stack.enter_context(_layers_run_again(self.model))
+            embedding = self.model.get_input_embeddings()
+            stack.callback(embedding.register_forward_hook(lambda _module, _args, given: given.requires_grad_()).remove)
             hidden_TH = self._hidden(row, judgements[0].first_position)[0]
             if not hidden_TH.requires_grad:
                 return found
             logprobs_T = self._logprobs(row, hidden_TH, temperature)
+            is_over = True
             (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
         return found
 
@@ -435,9 +443,10 @@ class _Run:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        self.judged.append(judged(operator, kind, layer, len(self.judged), found, exact, bound, point))
+        off = found.double() - exact
         if point is not None:
-            self.errors[point] = (found.double() - exact).float()
+            self.errors[point] = off.float()
+        self.judged.append(_judged(operator, kind, layer, len(self.judged), found, off, exact, bound, point))
 
     def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
         """Whole numbers that have to be equal, such as positions."""
@@ -476,31 +485,82 @@ def judged(
     """Hold numbers [T, ...] against exact ones and the bound of each."""
     import torch
 
-    found_TX, exact_TX = (values.double().reshape(len(values), -1) for values in (found, exact))
-    both = found_TX.isfinite() & exact_TX.isfinite()
-    apart = found_TX.isfinite() != exact_TX.isfinite()
-    off_TX = torch.where(both, (found_TX - exact_TX).abs(), 0.0)
-    size_TX = torch.where(both, exact_TX, 0.0)
-    bound = torch.as_tensor(bound, dtype=torch.float64, device=off_TX.device)
+    off = (found if found.dtype == torch.float64 else found.double()) - exact
+    return _judged(operator, kind, layer, order, found, off, exact, bound, point)
+
+
+def _judged(
+    operator: str,
+    kind: str,
+    layer: int | None,
+    order: int,
+    found: Any,
+    off: Any,
+    exact: Any,
+    bound: Any,
+    point: Point | None,
+) -> Judged:
+    """The same of what was found less exact, float64, which is used up."""
+    import torch
+
+    off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
+    off_T = torch.linalg.vector_norm(off_TX, dim=1)
+    size_T = torch.linalg.vector_norm(exact_TX, dim=1)
+    apart = None
+    if not bool((off_T + size_T).isfinite().all()):
+        found_TX = found.reshape(off_TX.shape)
+        both = found_TX.isfinite() & exact_TX.isfinite()
+        apart = found_TX.isfinite() != exact_TX.isfinite()
+        off_TX, exact_TX = torch.where(both, off_TX, 0.0), torch.where(both, exact_TX, 0.0)
+        off_T, size_T = (torch.linalg.vector_norm(values, dim=1) for values in (off_TX, exact_TX))
+    num_columns = off_TX.shape[1]
+    bound = torch.as_tensor(bound, dtype=torch.float64, device=off.device)
     bound_TX = bound.expand(exact.shape).reshape(off_TX.shape)
-    ratio_TX = torch.where(apart, float("inf"), (off_TX / bound_TX).nan_to_num(nan=0.0, posinf=float("inf")))
+    ratio_TX = off_TX.abs_().div_(bound_TX)
     of_token = ratio_TX.amax(1)
+    if bool(of_token.isnan().any()):  # 0 of a bound of 0
+        of_token = ratio_TX.nan_to_num_(nan=0.0, posinf=float("inf")).amax(1)
+    if apart is not None:
+        of_token = torch.where(apart.any(1), float("inf"), of_token)
     token = int(of_token.argmax())
-    size = float(size_TX.square().mean().sqrt())
-    relative = off_TX.square().mean(1).sqrt() / size_TX.square().mean(1).sqrt().clamp_min(1e-3 * size + 1e-300)
+    number = max(off_TX.numel(), 1)
+    error, size = (float(torch.linalg.vector_norm(values)) / number**0.5 for values in (off_T, size_T))
+    per_token = num_columns**0.5
+    relative = (off_T / per_token) / (size_T / per_token).clamp_min(1e-3 * size + 1e-300)
     return Judged(
         operator=operator,
         kind=kind,
         layer=layer,
         order=order,
         num_values=off_TX.numel(),
-        error=float(off_TX.square().mean().sqrt()) / size if size else float(off_TX.max()),
-        largest=float("inf") if bool(apart.any()) else float(relative.max()),
+        error=error / size if size else float(off_T.max()),
+        largest=float("inf") if apart is not None and bool(apart.any()) else float(relative.max()),
         ratio=float(of_token[token]),
         token=token,
         dtype=str(found.dtype).removeprefix("torch."),
         point=point,
     )
+
+
+def _product_of(gradient: Any, error: Any) -> float:
+    """The sum of both, number by number; what is not finite adds nothing."""
+    found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))
+    return (
+        found if np.isfinite(found) else float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())
+    )
+
+
+@contextmanager
+def _layers_run_again(model: Any) -> Iterator[None]:
+    """Within it a layer keeps only what it takes, and runs again when the backward needs the rest."""
+    from torch.utils.checkpoint import checkpoint
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if _LAYER_END.search(name):
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+                stack.callback(module.__dict__.pop, "forward")
+        yield
 
 
 def layer_of(name: str) -> int | None:
