@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -431,7 +431,7 @@ class _Run:
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)
                 # Scores of other choices cannot be held against each other.
-                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).float()
+                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).type(torch.float32)
 
     def _add(
         self,
@@ -443,9 +443,11 @@ class _Run:
         bound: Any,
         point: Point | None = None,
     ) -> None:
+        import torch
+
         off = found.double() - exact
         if point is not None:
-            self.errors[point] = off.float()
+            self.errors[point] = off.type(torch.float32)  # `float` leaves it double here
         self.judged.append(_judged(operator, kind, layer, len(self.judged), found, off, exact, bound, point))
 
     def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
@@ -558,7 +560,10 @@ def _layers_run_again(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if _LAYER_END.search(name):
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+                module.forward = partial(
+                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), keep_double()),
+                )  # fmt: skip
                 stack.callback(module.__dict__.pop, "forward")
         yield
 
