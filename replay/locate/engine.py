@@ -123,14 +123,17 @@ def _layers(text: str | None) -> Callable[[str], bool]:
     return wanted
 
 
+Apart = tuple[float, float]
+"""Sums of squares of the difference, and of a's."""
+
+
 @dataclass(slots=True)
 class _Pooled:
     """What one operator of one side introduced, over rows."""
 
     judged: list[tuple[str, Judged]] = field(default_factory=list)
-    inherited: list[tuple[float, float]] = field(default_factory=list)
-    difference: list[tuple[float, float]] = field(default_factory=list)
-    """Sums of squares of the difference, and of a's."""
+    inherited: list[Apart] = field(default_factory=list)
+    difference: list[Apart] = field(default_factory=list)
 
 
 class _Location:
@@ -210,6 +213,8 @@ class _Location:
                 advance(len(part))
                 for row in part:
                     heard = {side: taps[side].pop(row.seq_id) for side in (A, B)}
+                    apart = self._apart(heard[A], heard[B])
+                    unseen |= _unseen(heard[A], heard[B])
                     judged: dict[str, tuple[Judgement, Head]] = {}
                     for side, execution in self.executions.items():
                         judgement, head = self._judged(execution, row, heard[side], logprobs[side][row.seq_id])
@@ -218,9 +223,10 @@ class _Location:
                         own = [each for each in judgement.operators if self.wanted(each.operator)]
                         for each in (*own, *(each for each, _ in head)):
                             pooled[side, each.operator].judged.append((row.seq_id, each))
-                    self._compare(pooled, heard[A], heard[B])
-                    unseen |= _unseen(heard[A], heard[B])
-                    del heard
+                    for (_side, name), found in pooled.items():
+                        if name in apart:
+                            found.inherited.append(apart[name][0])
+                            found.difference.append(apart[name][1])
                     carried += self._carried(row, judged, logprobs)
                     advance(1)
                 for side, execution in self.doubles.items():
@@ -303,19 +309,14 @@ class _Location:
             for each, own_T in head:
                 yield _carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum()))
 
-    def _compare(self, pooled: dict[tuple[str, str], _Pooled], a: RowTaps, b: RowTaps) -> None:
+    def _apart(self, a: RowTaps, b: RowTaps) -> dict[str, tuple[Apart, Apart]]:
+        """Operator -> how far apart both executions are before and behind it; routes that flip are counted."""
+        found = {}
         for name, ours in a.calls.items():
-            theirs = b.calls.get(name)
-            if theirs is None:
-                continue
-            self._count_flips(name, ours.gives, theirs.gives)
-            sides = [side for side in (A, B) if (side, name) in pooled]
-            if not sides:
-                continue
-            inherited, difference = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
-            for side in sides:
-                pooled[side, name].inherited.append(inherited)
-                pooled[side, name].difference.append(difference)
+            if (theirs := b.calls.get(name)) is not None:
+                self._count_flips(name, ours.gives, theirs.gives)
+                found[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+        return found
 
     def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
         """Count the tokens for which the two executions choose other experts."""
@@ -432,8 +433,8 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _apart(a: Sequence[Any], b: Sequence[Any]) -> tuple[float, float]:
-    """Sums of squares of the difference of the first floating tensors of both, and of a's."""
+def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
+    """Of the first floating tensors of both."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue

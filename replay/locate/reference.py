@@ -102,7 +102,10 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, weight_dtypes: Mapping[str, Any], *, rounds_scores: bool
     ) -> Judgement:
-        """The operators of a row's forward, in their order, but for the head. `weight_dtypes` are those of the execution's weights."""
+        """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
+
+        `weight_dtypes` are those of the execution's weights.
+        """
         import torch
 
         run = _Run(self, taps, weight_dtypes, rounds_scores)
@@ -222,8 +225,10 @@ class _Run:
         self._branches: list[Any] = []
         """What attention and MLP gave since the last addition to the residual stream."""
 
-    @property
-    def first_position(self) -> int:
+        self.first_position = self._first_position()
+        self._last = list(taps.calls)[-2:]
+
+    def _first_position(self) -> int:
         """The position that the execution gave the row's first token: padding on the left moves it."""
         for name, call in self._taps.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
@@ -254,7 +259,7 @@ class _Run:
             )
 
         def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            call = self._call(name)
+            call = self._used(name)
             if call is None:
                 return None
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
@@ -272,6 +277,13 @@ class _Run:
         if next_one:
             self._num_calls[name] = self._num_calls.get(name, 0) + 1
         return self._taps.calls.get(self._called(name))
+
+    def _used(self, name: str) -> Call | None:
+        """The same, when it is over: its numbers are not needed again, but for what the last operators gave."""
+        call = self._call(name)
+        if call is not None and self._called(name) not in self._last:
+            self._taps.calls[self._called(name)] = Call((), ())
+        return call
 
     def _called(self, name: str) -> str:
         """The name of an operator's present call."""
@@ -305,6 +317,7 @@ class _Run:
             states[slot] = like(taken, state, heads_first=True)
         given = original(module, *states, *args[3:], **kwargs)
         found = call.gives[0]
+        self._used(name)
         if found is None:
             return given
         exact = given[0].reshape(found.shape)
