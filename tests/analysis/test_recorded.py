@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import ROOT, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story
@@ -169,7 +170,7 @@ def asked(query, *traces):
     return tim_trace("sql", *traces, query, "--json").json()
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", rest_slow(PLANTED, 4))
 def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, name):
     suspect, series, _ = PLANTED[name]
     found = attribute(traces(name))
