@@ -40,8 +40,12 @@ RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiri
 of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+_ORDERS = 10_000
+"""More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
+_BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
+_NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 _ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
@@ -72,6 +76,42 @@ class Judged:
     """Where its own error enters the forward; None for choices and for the head."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Layers whose operators' numbers exist together."""
+
+    first: int | None = None
+    """None where every layer is."""
+    last: int | None = None
+    is_first: bool = True
+    """What comes before all layers belongs to it."""
+    is_last: bool = True
+    """What comes behind all layers belongs to it."""
+
+    @property
+    def is_all(self) -> bool:
+        return self.first is None or self.last is None
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer belongs to it."""
+        return self.first is None or self.last is None or self.first <= layer <= self.last
+
+    def needs(self, name: str) -> bool:
+        """Whether it takes the numbers of an operator to judge those of these layers: norms behind take what layers leave."""
+        layer = layer_of(name)
+        if layer is None:
+            return self.is_last or bool(_BEFORE_LAYERS.search(name))
+        return self.has(layer) or (
+            self.last is not None and layer == self.last + 1 and bool(_NORM_OF_LAYER.search(name))
+        )
+
+    def runs(self, layer: int) -> bool:
+        """Whether float64 has to run a layer."""
+        return self.has(layer) or (self.last is not None and layer == self.last + 1)
+
+
+EVERY_LAYER = Window()
+
 Point = tuple[str, str, int]
 """An operator's call; TAKES or GIVES; which of its tensors."""
 TAKES, GIVES = "takes", "gives"
@@ -95,67 +135,102 @@ class Reference:
         """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own dtypes."""
         self.model = model.eval().requires_grad_(False)
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._operators = operators(model)
+        self.operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
-        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self._operators)
+        self._layers = {layer_of(name): module for name, module in model.named_modules() if _LAYER_END.search(name)}
+        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self.operators)
 
     def judge(
-        self, row: RecordedRow, taps: RowTaps, weight_dtypes: Mapping[str, Any], *, rounds_scores: bool
+        self,
+        row: RecordedRow,
+        taps: RowTaps,
+        weight_dtypes: Mapping[str, Any],
+        *,
+        rounds_scores: bool,
+        first_position: int | None = None,
+        window: Window = EVERY_LAYER,
     ) -> Judgement:
         """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
-        `weight_dtypes` are those of the execution's weights.
+        `weight_dtypes` are those of the execution's weights. Of a `window` that begins behind the first layer, `first_position`
+        is the position of the row's first token.
         """
         import torch
 
-        run = _Run(self, taps, weight_dtypes, rounds_scores)
-        with torch.no_grad(), keep_double(), run.listening():
-            self._hidden(row, run.first_position)
-        return Judgement(run.judged, run.errors, run.first_position)
+        if first_position is None:
+            first_position = position_of(taps)
+        run = _Run(self, taps, weight_dtypes, rounds_scores, first_position, window)
+        with torch.no_grad(), keep_double(), run.listening(), self._only(window):
+            self._hidden(row, first_position)
+        return Judgement(run.judged, run.errors, first_position)
 
     def carried(
-        self, row: RecordedRow, weights_T: np.ndarray, judgements: Sequence[Judgement], temperature: float
+        self,
+        row: RecordedRow,
+        weights_T: np.ndarray,
+        temperature: float,
+        first_position: int,
+        windows: Sequence[Window],
+        errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
     ) -> list[dict[Point, float]]:
         """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
 
-        One forward and backward of the float64 model for all of these executions, which begin at the same position.
-        Gradients are not kept: each is multiplied as soon as it is there, and the errors are used up. A layer's own numbers
-        exist for one layer at a time: it runs once more on the way back.
+        One forward and backward of the float64 model. `errors_of` gives the errors of some executions in a window of layers; it is
+        called from the last window to the first, and one window's are kept. Gradients are not kept: each is multiplied as
+        soon as it is there, and the errors are used up. A layer's own numbers exist for one layer at a time: it runs once
+        more on the way back.
         """
         import torch
 
-        found: list[dict[Point, float]] = [{} for _ in judgements]
+        held, errors = len(windows) - 1, errors_of(windows[-1])
+        found: list[dict[Point, float]] = [{} for _ in errors]
         count: dict[str, int] = {}
-        is_over = False  # layers that run again for the backward are not listened to again
+        is_over = has_attended = False
+        entered: Any = None
+
+        def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal entered
+            entered = args[0] if args else kwargs.get("hidden_states")
 
         def called(name: str) -> str:
             count[name] = count.get(name, 0) + 1
             return name if count[name] == 1 else f"{name}#{count[name]}"
 
+        def use(number: int) -> None:
+            nonlocal held, errors
+            if number != held:
+                held, errors = number, errors_of(windows[number])
+
         def note(point: Point, value: Any) -> None:
-            if is_over or all(point not in judgement.errors for judgement in judgements):
+            if is_over:  # layers that run again for the backward are not listened to again
                 return
+            layer = layer_of(point[0])
+            place = (len(windows) - 1 if has_attended else 0) if layer is None else _place(windows, layer)
+            if place and point[1] == TAKES and windows[place].first == layer and value is entered:
+                place -= 1  # what the layer before left
             heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
             def multiply(gradient: Any) -> None:
                 gradient = gradient[0].transpose(0, 1) if heads_first else gradient
-                for products, judgement in zip(found, judgements, strict=True):
-                    error = judgement.errors.pop(point, None)
-                    if error is not None:
+                use(place)
+                for products, each in zip(found, errors, strict=True):
+                    if (error := each.pop(point, None)) is not None:
                         products[point] = _product_of(gradient, error)
 
             (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
 
         def core(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal has_attended
             call = called(core_name(self._names.get(id(module), "")))
             for slot, value in enumerate(args[:3]):
                 note((call, TAKES, slot), value)
             given = original(module, *args, **kwargs)
             note((call, GIVES, 0), given[0])
+            has_attended = True
             return given
 
         with ExitStack() as stack:
-            for name, module in self._operators.items():
+            for name, module in self.operators.items():
 
                 def hook(_module: Any, args: Any, kwargs: Any, given: Any, name: str = name) -> None:
                     call = called(name)
@@ -170,16 +245,42 @@ class Reference:
             stack.enter_context(attention_around(core))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(keep_double())
-            stack.enter_context(_layers_run_again(self.model))
+            stack.enter_context(self._run_again())
+            for layer in self._layers.values():
+                stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
             embedding = self.model.get_input_embeddings()
             stack.callback(embedding.register_forward_hook(lambda _module, _args, given: given.requires_grad_()).remove)
-            hidden_TH = self._hidden(row, judgements[0].first_position)[0]
-            if not hidden_TH.requires_grad:
-                return found
+            hidden_TH = self._hidden(row, first_position)[0]
             logprobs_T = self._logprobs(row, hidden_TH, temperature)
             is_over = True
             (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
         return found
+
+    @contextmanager
+    def _run_again(self) -> Iterator[None]:
+        """Within it a layer keeps only what it takes, and runs again when the backward needs the rest."""
+        from torch.utils.checkpoint import checkpoint
+
+        with ExitStack() as stack:
+            for module in self._layers.values():
+                module.forward = partial(
+                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), keep_double()),
+                )  # fmt: skip
+                stack.callback(module.__dict__.pop, "forward")
+            yield
+
+    @contextmanager
+    def _only(self, window: Window) -> Iterator[None]:
+        """Within it layers that a window does not need hand on what they take."""
+        with ExitStack() as stack:
+            for layer, module in self._layers.items():
+                if window.runs(layer):
+                    continue
+                before = module.__dict__.get("forward")
+                module.forward = _handed_on
+                stack.callback(_put_back, module, before)
+            yield
 
     def logprobs(self, row: RecordedRow, temperature: float) -> np.ndarray:
         """[T] float64 of a row's response."""
@@ -213,35 +314,38 @@ class Reference:
 class _Run:
     """One row's forward in float64 with an execution's numbers put in."""
 
-    def __init__(self, reference: Reference, taps: RowTaps, weight_dtypes: Mapping[str, Any], rounds_scores: bool):
+    def __init__(
+        self,
+        reference: Reference,
+        taps: RowTaps,
+        weight_dtypes: Mapping[str, Any],
+        rounds_scores: bool,
+        first_position: int,
+        window: Window,
+    ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
-        self._rounds_scores = rounds_scores
+        self._rounds_scores, self.first_position, self._window = rounds_scores, first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
         self._num_calls: dict[str, int] = {}
-        self._layer: int | None = None
         self._attended: set[int | None] = set()
         """Layers whose attention has run."""
         self._branches: list[Any] = []
         """What attention and MLP gave since the last addition to the residual stream."""
-
-        self.first_position = self._first_position()
         self._last = list(taps.calls)[-2:]
+        self._order = 0 if window.first is None else window.first * _ORDERS
 
-    def _first_position(self) -> int:
-        """The position that the execution gave the row's first token: padding on the left moves it."""
-        for name, call in self._taps.calls.items():
-            if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
-                for value in call.takes:
-                    if value is not None and not value.is_floating_point():
-                        return int(value.flatten()[0])
-        return 0
+    def _owns(self, layer: int | None) -> bool:
+        """Whether what is there belongs to the window."""
+        if layer is None:
+            return self._window.is_last if self._attended else self._window.is_first
+        return self._window.has(layer)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Put the execution's numbers before and after each operator."""
         with ExitStack() as stack:
-            for name, module in self._reference._operators.items():
+            for name, module in self._reference.operators.items():
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
@@ -444,7 +548,8 @@ class _Run:
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)
                 # Scores of other choices cannot be held against each other.
-                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).type(torch.float32)
+                if point in self.errors:
+                    self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).type(torch.float32)
 
     def _add(
         self,
@@ -458,25 +563,29 @@ class _Run:
     ) -> None:
         import torch
 
+        if not self._owns(layer):
+            return
         off = found.double() - exact
         if point is not None:
             self.errors[point] = off.type(torch.float32)  # `float` leaves it double here
-        self.judged.append(_judged(operator, kind, layer, len(self.judged), found, off, exact, bound, point))
+        self._order += 1
+        self.judged.append(_judged(operator, kind, layer, self._order, found, off, exact, bound, point))
 
     def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
         """Whole numbers that have to be equal, such as positions."""
         self._add_differing(operator, kind, layer, found != exact, found.numel())
 
     def _add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        if not bool(differs.any()):
+        if not self._owns(layer) or not bool(differs.any()):
             return
+        self._order += 1
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
         self.judged.append(
             Judged(
                 operator=operator,
                 kind=kind,
                 layer=layer,
-                order=len(self.judged),
+                order=self._order,
                 num_values=num_values,
                 error=float(differs.double().mean()),
                 largest=1.0,
@@ -565,20 +674,30 @@ def _product_of(gradient: Any, error: Any) -> float:
     )
 
 
-@contextmanager
-def _layers_run_again(model: Any) -> Iterator[None]:
-    """Within it a layer keeps only what it takes, and runs again when the backward needs the rest."""
-    from torch.utils.checkpoint import checkpoint
+def _place(windows: Sequence[Window], layer: int) -> int:
+    """The number of the window that a layer belongs to."""
+    return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
 
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if _LAYER_END.search(name):
-                module.forward = partial(
-                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
-                    context_fn=lambda: (nullcontext(), keep_double()),
-                )  # fmt: skip
-                stack.callback(module.__dict__.pop, "forward")
-        yield
+
+def _handed_on(hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return hidden
+
+
+def _put_back(module: Any, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward")
+    else:
+        module.forward = forward
+
+
+def position_of(taps: RowTaps) -> int:
+    """The position that an execution gave a row's first token: padding on the left moves it."""
+    for name, call in taps.calls.items():
+        if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
+            for value in call.takes:
+                if value is not None and not value.is_floating_point():
+                    return int(value.flatten()[0])
+    return 0
 
 
 def layer_of(name: str) -> int | None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -118,6 +119,35 @@ def test_rounding_is_no_divergence(traces, name, dtype):
 def test_the_operators_own_errors_add_up_to_the_gap(traces, name, dtype, off):
     found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
     assert found.explained == pytest.approx(1, abs=off)
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"),
+    rest_slow(
+        [("qwen3", "dtype=bf16"), ("gemma2", "dtype=bf16"), ("gpt_neox", "batch-size=1"), ("qwen3_moe", "dtype=fp32")]
+    ),
+)
+def test_layers_that_do_not_fit_beside_each_other_give_the_same(traces, name, arm):
+    whole = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none")
+    turns = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none", tapped_bytes=1)
+    assert list(map(as_row, turns.operators)) == list(map(as_row, whole.operators))
+    assert {key(each): each.product for each in turns.carried} == {
+        key(each): pytest.approx(each.product, rel=1e-6, abs=1e-12) for each in whole.carried
+    }
+    assert (turns.first, turns.routers, turns.unseen) == (whole.first, whole.routers, whole.unseen)
+
+
+def as_row(operator):
+    """What an operator introduced, without its place in a window."""
+    return tuple(
+        f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in asdict(operator).items()
+        if name != "order"
+    )
+
+
+def key(carried):
+    return carried.side, carried.operator, carried.seq_id
 
 
 def test_flipped_routes_are_counted_and_are_no_divergence(traces):
