@@ -43,7 +43,7 @@ STATES = "queries", "keys", "values"
 _ORDERS = 10_000
 """More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
-_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
+_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
 _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
@@ -137,7 +137,9 @@ class Reference:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
-        self._layers = {layer_of(name): module for name, module in model.named_modules() if _LAYER_END.search(name)}
+        self._layers = {
+            int(found[1]): module for name, module in model.named_modules() if (found := _LAYER_END.search(name))
+        }
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self.operators)
 
     def judge(
