@@ -148,7 +148,7 @@ CAUSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "entropy"])
 def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, cause):
     found = attribute(record(tmp_path / "run", CAUSES[cause]))
     assert found.fall is not None
@@ -158,6 +158,13 @@ def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, 
     assert all(suspect.evidence for suspect in found.suspects)
     assert all(suspect.next for suspect in found.suspects if suspect.code != "unknown")
     assert found.suspects[0].title in attribution_text(found)
+
+
+def test_an_entropy_that_falls_with_the_reward_is_the_first_suspect_and_no_cause(tmp_path):
+    found = attribute(record(tmp_path / "run", CAUSES["entropy"]))
+    assert found.fall is not None
+    assert found.cause is None
+    assert [suspect.code for suspect in found.suspects[:2]] == ["unknown", "entropy"]
 
 
 @pytest.mark.parametrize("seed", rest_slow(range(4)))
