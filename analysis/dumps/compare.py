@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +17,16 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.results import Result
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows, table
-from .difference import difference
+from .difference import Difference, difference
 from .folder import DumpFolder, Entry, Spot
 from .layout import Tokens, Unmatched, reconciled
 from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, Place
 from .sources import Pair, Shards, pairs, shards, whole
 
-GROWTH = 8.0
-"""Times by which one operator, or what lies between two dumped tensors, may enlarge the error that it was given."""
-ROUNDINGS = 16.0
-"""Roundings of the coarsest dtype that may lie between two dumped tensors."""
+_GROWTH = 4.0
+"""Times by which what lies between two dumped tensors may enlarge the largest error before it."""
+_ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
+"""Unit roundoffs of the coarsest dtype that it may add: to the tensor's error, and to that of one token."""
 _FLOAT32 = 2.0**-24
 
 
@@ -45,25 +46,20 @@ class TensorDifference:
     rms: float | None
     """Root mean square difference over the root mean square of both; None for integers."""
     worst: float | None
-    """The largest of a token's own; what is judged."""
+    """The largest of a token's own."""
     token: int | None
     """The token of `worst`, counted without padding; the first that differs, of integers."""
     max_abs: float
     units: float | None
     """`rms` in unit roundoffs of the coarsest dtype up to here."""
-    bound: float | None
-    """What rounding may make of `worst` here, with the errors of the tensors before."""
+    ratio: float | None
+    """`rms`, or `worst` where that is more, in units of what rounding may make of it behind the errors of the tensors before."""
     num_different: int | None
     """Integers that differ; None for numbers with a point."""
     num_nonfinite_a: int
     num_nonfinite_b: int
     why: str | None
     """nonfinite, beyond, or differs (positions); None where rounding explains it, and for choices of experts."""
-
-    @property
-    def ratio(self) -> float | None:
-        """`worst` over `bound`."""
-        return self.worst / self.bound if self.bound and self.worst is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,18 +111,19 @@ def locate_dumps(
     were dumped.
     """
     sides = DumpFolder(a), DumpFolder(b)
-    tokens = {forward: _tokens(*sides, forward) for forward in range(max(side.num_forwards for side in sides))}
+    tokens = {forward: _tokens(*sides, forward) for forward in range(min(side.num_forwards for side in sides))}
     found = pairs(*sides)
     if not found:
         examples = [next(iter(side.spots.values()))[0].name for side in sides]
         raise NothingToCompare(f"{a} and {b} have no name in common, as {examples[0]!r} and {examples[1]!r}")
     judge, tensors, refused = _Judge(), [], []
-    for number, pair in enumerate(found):
-        try:
-            tensors.append(_compared(pair, sides, tokens[pair.forward], judge))
-        except Unmatched as error:
-            refused.append(NotCompared(place=str(pair.place), forward=pair.forward, reason=str(error)))
-        progress("comparing", number + 1, len(found))
+    with progress("comparing", len(found)) as advance:
+        for pair in found:
+            try:
+                tensors.append(_compared(pair, sides, tokens[pair.forward], judge))
+            except Unmatched as error:
+                refused.append(NotCompared(place=str(pair.place), forward=pair.forward, reason=str(error)))
+            advance(1)
     first = next((row for row in tensors if row.why == "nonfinite"), None) or next((row for row in tensors if row.why), None)
     earlier = tensors[: tensors.index(first)] if first is not None else []
     return DumpComparison(
@@ -149,9 +146,7 @@ def dumps_rows(found: DumpComparison, by: str = "operator") -> Rows:
             if (row.ratio or 0.0) > (known.ratio or 0.0):
                 worst[row.forward, row.layer] = row
         rows = list(worst.values())
-    plain = table(rows)
-    ratios = [row.ratio for row in rows]
-    return Rows((*plain.columns, "ratio"), [(*row, ratio) for row, ratio in zip(plain.rows, ratios, strict=True)])
+    return table(rows)
 
 
 def _order(a: DumpFolder, b: DumpFolder) -> str:
@@ -167,23 +162,24 @@ class _Judge:
     """What rounding may have made of the tensors so far."""
 
     def __init__(self) -> None:
-        self._carried = self._unit = 0.0
+        self._rms = self._worst = self._unit = 0.0
         self._num_terms = 1
 
-    def bound(self, worst: float, unit: float, num_terms: int) -> tuple[float, float]:
-        """The bound of the next tensor's error, and the unit roundoff that it is counted in.
+    def ratio(self, found: Difference, unit: float, num_terms: int) -> tuple[float, float]:
+        """The next tensor's error in units of its bound, and the unit roundoff that it is counted in.
 
         A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is at
         most the longest axis so far.
         """
         self._unit, self._num_terms = max(self._unit, unit), max(self._num_terms, num_terms)
-        terms = _FLOAT32 * min(self._num_terms, 8 * sqrt(self._num_terms))
-        if unit < _FLOAT32 and self._unit < _FLOAT32:  # computed in float64
-            terms = self._unit * self._num_terms
-        bound = GROWTH * self._carried + ROUNDINGS * self._unit + 2 * terms
-        if worst <= bound:
-            self._carried = max(self._carried, worst)
-        return bound, self._unit
+        terms = 2 * min(self._unit, _FLOAT32) * min(self._num_terms, 8 * sqrt(self._num_terms))
+        ratio = max(
+            found.rms / (_GROWTH * self._rms + _ROUNDINGS * self._unit + terms),
+            found.worst / (_GROWTH * self._worst + _WORST_ROUNDINGS * self._unit + terms),
+        )
+        if ratio <= 1:
+            self._rms, self._worst = max(self._rms, found.rms), max(self._worst, found.worst)
+        return ratio, self._unit
 
 
 def _compared(
@@ -201,25 +197,25 @@ def _compared(
     )  # fmt: skip
 
 
-def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, object]:
+def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
     found = difference(a, b)
-    bound, unit = judge.bound(found.worst, max(of_a.unit or 0.0, of_b.unit or 0.0), max(a.shape, default=1))
+    ratio, unit = judge.ratio(found, max(of_a.unit or 0.0, of_b.unit or 0.0), max(a.shape, default=1))
     is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
     return {
         "rms": found.rms, "worst": found.worst, "token": found.token, "max_abs": found.max_abs, "units": found.rms / unit,
-        "bound": bound, "num_different": None, "num_nonfinite_a": found.num_nonfinite_a,
+        "ratio": ratio, "num_different": None, "num_nonfinite_a": found.num_nonfinite_a,
         "num_nonfinite_b": found.num_nonfinite_b,
-        "why": "nonfinite" if is_odd else "beyond" if found.worst > bound else None,
+        "why": "nonfinite" if is_odd else "beyond" if ratio > 1 else None,
     }  # fmt: skip
 
 
-def _integers(pair: Pair, a: np.ndarray, b: np.ndarray) -> dict[str, object]:
+def _integers(pair: Pair, a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     differs = (a != b).reshape(len(a) if a.ndim else 1, -1)
     number = int(differs.sum())
     largest = np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0)
     return {
         "rms": None, "worst": None, "token": int(differs.any(1).argmax()) if number else None, "max_abs": float(largest),
-        "units": None, "bound": None, "num_different": number, "num_nonfinite_a": 0, "num_nonfinite_b": 0,
+        "units": None, "ratio": None, "num_different": number, "num_nonfinite_a": 0, "num_nonfinite_b": 0,
         "why": "differs" if number and pair.place.module == POSITIONS else None,
     }  # fmt: skip
 

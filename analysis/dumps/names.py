@@ -42,7 +42,7 @@ _OUTSIDE = {
     "log_probs": "logprobs", "logprob": "logprobs", "token_ids": INPUT_IDS, "tokens": INPUT_IDS, "position_ids": POSITIONS,
 }  # fmt: skip
 """Another name of a module outside of the layers -> transformers' name."""
-_BEFORE = (INPUT_IDS, POSITIONS, MASK, "embed_tokens")
+_BEFORE = (INPUT_IDS, POSITIONS, MASK, "embed_tokens", "rotary_emb")
 _AFTER = ("norm", "lm_head", "logprobs")
 _IN_LAYER = (
     "input_layernorm", "self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
@@ -64,7 +64,7 @@ class Place:
     """input.N, output.N, or input.NAME."""
 
     def __str__(self) -> str:
-        module = self.module if self.layer is None else f"layers.{self.layer}{'.' if self.module else ''}{self.module}"
+        module = self.module or "model" if self.layer is None else f"layers.{self.layer}{'.' if self.module else ''}{self.module}"
         return module if self.slot == OUTPUT else f"{module}.{self.slot}"
 
     def order(self) -> tuple[int, int, int, bool, str, str]:
