@@ -124,7 +124,9 @@ def locate_dumps(
             except Unmatched as error:
                 refused.append(NotCompared(place=str(pair.place), forward=pair.forward, reason=str(error)))
             advance(1)
-    first = next((row for row in tensors if row.why == "nonfinite"), None) or next((row for row in tensors if row.why), None)
+    first = next((row for row in tensors if row.why == "nonfinite"), None) or next(
+        (row for row in tensors if row.why), None
+    )
     earlier = tensors[: tensors.index(first)] if first is not None else []
     return DumpComparison(
         a=str(a), b=str(b), order=_order(*sides), num_forwards_a=sides[0].num_forwards, num_forwards_b=sides[1].num_forwards,

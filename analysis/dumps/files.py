@@ -74,7 +74,16 @@ class TensorFile:
             self._open()
         except ImportFailed:
             raise
-        except (OSError, ValueError, TypeError, KeyError, EOFError, OverflowError, RecursionError, struct.error) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            EOFError,
+            OverflowError,
+            RecursionError,
+            struct.error,
+        ) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ImportFailed(f"{path}: is no whole {path.suffix} file ({reason}); dump or copy it again") from error
 
@@ -116,6 +125,8 @@ class TensorFile:
             if length > min(total - 8, _MOST_HEADER_BYTES):
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header names no tensors")
         for name, entry in header.items():
             if name == "__metadata__":
                 continue

@@ -57,7 +57,9 @@ class DumpFolder:
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder)
         if not self.path.is_dir():
-            raise NothingToCompare(f"{self.path}: no folder lies there; give the folder that the tensors were dumped to")
+            raise NothingToCompare(
+                f"{self.path}: no folder lies there; give the folder that the tensors were dumped to"
+            )
         self.num_gradients = 0
         """Gradients and parameters, which are not compared."""
         self.order = ""

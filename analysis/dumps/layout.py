@@ -39,7 +39,9 @@ def by_token(array: np.ndarray, tokens: Tokens) -> np.ndarray | None:
     """[T, ...]: the tensor without padding, in the order of the tokens; None where no axis is theirs."""
     num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
     shape = array.shape
-    rows = [axis for axis in ((0, 1), (1, 0)) if array.ndim > 1 and (shape[axis[0]], shape[axis[1]]) == (num_rows, width)]
+    rows = [
+        axis for axis in ((0, 1), (1, 0)) if array.ndim > 1 and (shape[axis[0]], shape[axis[1]]) == (num_rows, width)
+    ]
     if len(rows) == 2 and num_rows > 1:
         raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing says which axis is which")
     if rows:
@@ -90,24 +92,31 @@ def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
         return first
     if any(shard.ndim != first.ndim for shard in shards):
         raise Unmatched(f"{len(shards)} ranks hold tensors of different shapes")
-    axes = [axis for axis in range(first.ndim) if _fits(shards, axis, whole)]
+    grown = {axis: shape for axis in range(first.ndim) if (shape := _grown(shards, axis)) is not None}
+    axes = [axis for axis, shape in grown.items() if _without_ones(shape) == target] or [
+        axis for axis, shape in grown.items() if _fits(shape, axis, whole)
+    ]
     if len(axes) != 1:
         why = "fits no axis" if not axes else f"fits {len(axes)} axes"
         raise Unmatched(f"{len(shards)} shards of {_shape(first)} to {tuple(whole)}: it {why}")
     return np.concatenate(shards, axes[0])
 
 
-def _fits(shards: Sequence[np.ndarray], axis: int, whole: tuple[int, ...]) -> bool:
-    rest = {(*shard.shape[:axis], *shard.shape[axis + 1 :]) for shard in shards}
-    if len(rest) != 1 or shards[0].shape[axis] == 0:
-        return False
-    length = sum(shard.shape[axis] for shard in shards)
-    if length * math.prod(next(iter(rest))) != math.prod(whole):
-        return False
-    shape = (*shards[0].shape[:axis], length, *shards[0].shape[axis + 1 :])
-    return sorted(_without_ones(shape)) == sorted(_without_ones(whole)) or (
-        axis == shards[0].ndim - 1 and bool(whole) and length == whole[-1]
+def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
+    """The shape of shards that are put together on an axis; None where they do not fit each other."""
+    if len({(*shard.shape[:axis], *shard.shape[axis + 1 :]) for shard in shards}) != 1:
+        return None
+    shape = shards[0].shape
+    return (*shape[:axis], sum(shard.shape[axis] for shard in shards), *shape[axis + 1 :])
+
+
+def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
+    """Whether tensors of both shapes hold the same, with the axes in another order or tokens in one axis."""
+    same_axes = sorted(_without_ones(shape)) == sorted(_without_ones(whole))
+    is_width = (
+        axis == len(shape) - 1 and bool(whole) and shape[-1] == whole[-1] and math.prod(shape) == math.prod(whole)
     )
+    return same_axes or is_width
 
 
 def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
@@ -116,9 +125,7 @@ def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list
     Each rank holds its share of all of them, one beside the other. Raises Unmatched.
     """
     num_ranks = len(fused)
-    if any(width % num_ranks for width in widths) or any(
-        shard.shape[-1] * num_ranks != sum(widths) for shard in fused
-    ):
+    if any(width % num_ranks for width in widths) or any(shard.shape[-1] * num_ranks != sum(widths) for shard in fused):
         raise Unmatched(
             f"{num_ranks} x {fused[0].shape[-1]} columns are not those of the parts ({' + '.join(map(str, widths))})"
         )

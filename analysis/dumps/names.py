@@ -17,6 +17,8 @@ _ROOTS = re.compile(
 _WRAPPED = re.compile(r"\._(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=\.|$)")
 _MSPROBE = re.compile(r"^(?:Module|Cell)\.(.+?)\.forward\.(\d+)\.(input|output|kwargs|parameters)(?:\.(.+))?$")
 _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
+_NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
+"""One of several tensors that a module gives; and a layer, which is told apart."""
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d+)(?:\.(.*))?$")
 _PARTS = {
     "": {
@@ -64,7 +66,11 @@ class Place:
     """input.N, output.N, or input.NAME."""
 
     def __str__(self) -> str:
-        module = self.module or "model" if self.layer is None else f"layers.{self.layer}{'.' if self.module else ''}{self.module}"
+        module = (
+            self.module or "model"
+            if self.layer is None
+            else f"layers.{self.layer}{'.' if self.module else ''}{self.module}"
+        )
         return module if self.slot == OUTPUT else f"{module}.{self.slot}"
 
     def order(self) -> tuple[int, int, int, bool, str, str]:
@@ -104,7 +110,7 @@ def place_of(name: str, layer: int | None = None) -> tuple[Place, int]:
         slot = _slot(kind, rest)
     elif sided := _SLOT.match(name):
         name, slot = sided[1], _slot(sided[2], sided[3])
-    elif numbered := re.match(r"^(.*[A-Za-z_])\.([0-3])$", name):
+    elif numbered := _NUMBERED.match(name):
         if not re.search(r"(?:layers|h|blocks?|layer)$", numbered[1]):
             name, slot = numbered[1], f"output.{numbered[2]}"
     return _placed(_WRAPPED.sub("", _ROOTS.sub("", name)), slot or OUTPUT, layer), call
@@ -129,7 +135,9 @@ def _placed(name: str, slot: str, layer: int | None) -> Place:
     if slot.endswith(".logits") and not name:
         return Place(None, "lm_head", OUTPUT)
     module = _OUTSIDE.get(name, name)
-    return Place(None, INPUT_IDS, OUTPUT) if (module, slot) == ("embed_tokens", "input.0") else Place(None, module, slot)
+    return (
+        Place(None, INPUT_IDS, OUTPUT) if (module, slot) == ("embed_tokens", "input.0") else Place(None, module, slot)
+    )
 
 
 def _renamed(parts: list[str]) -> list[str]:

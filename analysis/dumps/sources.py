@@ -87,7 +87,11 @@ def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> Source | None:
             widths = tuple(_at(spot, name) for name in names) if len(names) == 3 else ()
             if all(width in other.spots for width in widths):
                 return Source(spots=(fused,), part=names.index(spot.place.module), widths_of=widths)
-    if spot.place.module == "mlp.product" and (product := _at(spot, "mlp.act_fn")) in side.spots and _is_fused(spot, side):
+    if (
+        spot.place.module == "mlp.product"
+        and (product := _at(spot, "mlp.act_fn")) in side.spots
+        and _is_fused(spot, side)
+    ):
         return Source(spots=(product,))
     return None
 
@@ -176,5 +180,3 @@ def _one_of_equals(values: list[np.ndarray]) -> list[np.ndarray]:
     first = values[0]
     same = all(np.array_equal(first, value, equal_nan=first.dtype.kind == "f") for value in values[1:])
     return values[:1] if same else values
-
-

@@ -25,7 +25,10 @@ def dumps_text(found: DumpComparison, width: int | None = None, by: str = "opera
         ("b", found.b),
         ("tensors", f"{len(found.tensors):,} compared, in the order of {_ORDERS.get(found.order, found.order)}"),
         ("forwards", forwards),
-        ("tokens", "input_ids are the same" if found.tokens_checked else "not checked: input_ids are not in both dumps"),
+        (
+            "tokens",
+            "input_ids are the same" if found.tokens_checked else "not checked: input_ids are not in both dumps",
+        ),
     ]
     if found.num_gradients:
         facts.append(("left out", f"{found.num_gradients:,} gradients and parameters"))
@@ -60,7 +63,9 @@ def sentence(found: DumpComparison) -> str:
     if first is None and not found.tensors:
         return "No tensor could be compared."
     if first is None:
-        top = max((row for row in found.tensors if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None)
+        top = max(
+            (row for row in found.tensors if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None
+        )
         most = "" if top is None else f"; the nearest to its bound is {top.place}, at {top.ratio:.2g} of it"
         return f"Nothing but rounding: no tensor differs by more than its dtype explains{most}."
     before = "nothing was compared before it" if found.before is None else (
