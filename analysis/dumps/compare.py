@@ -156,8 +156,7 @@ def _order(a: DumpFolder, b: DumpFolder) -> str:
 
 
 def _left(side: DumpFolder, used: set[Spot]) -> Iterator[str]:
-    for name in dict.fromkeys(entries[0].name for spot, entries in side.spots.items() if spot not in used):
-        yield name
+    yield from dict.fromkeys(entries[0].name for spot, entries in side.spots.items() if spot not in used)
 
 
 class _Judge:

@@ -126,7 +126,7 @@ class TensorFile:
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
-            raise ValueError("its header names no tensors")
+            raise TypeError("its header names no tensors")
         for name, entry in header.items():
             if name == "__metadata__":
                 continue

@@ -112,7 +112,7 @@ class DumpFolder:
         numbers = self._msprobe_order(paths)
         tensors = [path for path in paths if path.suffix in SUFFIXES]
         folders = [path.relative_to(self.path).parent.parts for path in tensors]
-        shared = len(os.path.commonprefix(folders)) if folders else 0
+        shared = _num_shared(folders)
         ranks: dict[str, int] = {}
         for path, parts in zip(tensors, folders, strict=True):
             tags = _tags(path.stem)
@@ -181,6 +181,12 @@ class DumpFolder:
                         yield path
         except OSError as error:
             raise ImportFailed(f"{folder}: cannot be read ({error.strerror or error})") from error
+
+
+def _num_shared(folders: list[tuple[str, ...]]) -> int:
+    """How many folders, from the top, lie above all files."""
+    first, last = min(folders, default=()), max(folders, default=())
+    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def _tags(stem: str) -> dict[str, str]:

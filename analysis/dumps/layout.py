@@ -46,11 +46,11 @@ def by_token(array: np.ndarray, tokens: Tokens) -> np.ndarray | None:
         raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing says which axis is which")
     if rows:
         by_row = array if rows[0] == (0, 1) else array.swapaxes(0, 1)
-        return by_row.reshape(num_rows * width, *shape[2:])[tokens.kept_T]
+        return by_row.reshape(num_rows * width, *shape[2:]).take(tokens.kept_T, 0)
     if array.ndim == 4 and (shape[0], shape[2]) == (num_rows, width):  # [B, heads, T, D]
-        return array.swapaxes(1, 2).reshape(num_rows * width, *shape[1:2], *shape[3:])[tokens.kept_T]
+        return array.swapaxes(1, 2).reshape(num_rows * width, *shape[1:2], *shape[3:]).take(tokens.kept_T, 0)
     if array.ndim and shape[0] == num_rows * width:
-        return array[tokens.kept_T]
+        return array.take(tokens.kept_T, 0)
     return array if array.ndim and shape[0] == len(tokens.kept_T) else None
 
 

@@ -17,6 +17,7 @@ _ROOTS = re.compile(
 _WRAPPED = re.compile(r"\._(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=\.|$)")
 _MSPROBE = re.compile(r"^(?:Module|Cell)\.(.+?)\.forward\.(\d+)\.(input|output|kwargs|parameters)(?:\.(.+))?$")
 _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
+_LAYERS = re.compile(r"(?:layers|h|blocks?|layer)$")
 _NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
 """One of several tensors that a module gives; and a layer, which is told apart."""
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d+)(?:\.(.*))?$")
@@ -110,9 +111,8 @@ def place_of(name: str, layer: int | None = None) -> tuple[Place, int]:
         slot = _slot(kind, rest)
     elif sided := _SLOT.match(name):
         name, slot = sided[1], _slot(sided[2], sided[3])
-    elif numbered := _NUMBERED.match(name):
-        if not re.search(r"(?:layers|h|blocks?|layer)$", numbered[1]):
-            name, slot = numbered[1], f"output.{numbered[2]}"
+    elif (numbered := _NUMBERED.match(name)) and not _LAYERS.search(numbered[1]):
+        name, slot = numbered[1], f"output.{numbered[2]}"
     return _placed(_WRAPPED.sub("", _ROOTS.sub("", name)), slot or OUTPUT, layer), call
 
 
