@@ -191,7 +191,7 @@ def _compared(
         raise Unmatched(f"dtypes {of_a.dtype} and {of_b.dtype}")
     shapes = [_shape(each.values) for each in (of_a, of_b)]
     a, b = reconciled(*whole(of_a.values, of_b.values), *tokens)
-    row = _integers(pair, a, b) if of_a.unit is None or of_b.unit is None else _numbers(a, b, of_a, of_b, judge)
+    row = _integers(pair, a, b) if not of_a.is_float else _numbers(a, b, of_a, of_b, judge)
     return TensorDifference(
         place=str(pair.place), layer=pair.place.layer, forward=pair.forward, name_a=of_a.name, name_b=of_b.name,
         dtype_a=of_a.dtype, dtype_b=of_b.dtype, shape_a=shapes[0], shape_b=shapes[1], **row,
@@ -200,7 +200,9 @@ def _compared(
 
 def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
     found = difference(a, b)
-    ratio, unit = judge.ratio(found, max(of_a.unit or 0.0, of_b.unit or 0.0), max(a.shape, default=1))
+    # Equal values say nothing of a computation: weights of a bfloat16 checkpoint, zeros and masks are in float32 models too.
+    unit = max((each.held_unit if found.rms else each.unit) for each in (of_a, of_b))
+    ratio, unit = judge.ratio(found, unit, max(a.shape, default=1))
     is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
     return {
         "rms": found.rms, "worst": found.worst, "token": found.token, "max_abs": found.max_abs, "units": found.rms / unit,

@@ -45,11 +45,16 @@ class Value:
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of the coarsest dtype that holds every value exactly, at most its own.
+        """The unit roundoff of its dtype."""
+        return 2.0 ** -_PRECISION_BITS[self.dtype]
+
+    @property
+    def held_unit(self) -> float:
+        """The unit roundoff of the coarsest dtype that holds every value exactly.
 
         A tensor that was computed in bfloat16 and saved as float32 has bfloat16's.
         """
-        own = 2.0 ** -_PRECISION_BITS[self.dtype]
+        own = self.unit
         if self.dtype != "float32" or not self.array.size:
             return own
         bits = np.ascontiguousarray(self.array).view(np.uint32)

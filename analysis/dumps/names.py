@@ -20,7 +20,7 @@ _SLOT = re.compile(r"^(.*?)(?:^|\.)(inputs?|outputs?|kwargs)(?:\.(.+))?$")
 _LAYERS = re.compile(r"(?:layers|h|blocks?|layer)$")
 _NUMBERED = re.compile(r"^(.*(?:[A-Za-z_]|\.\d+))\.([0-3])$")
 """One of several tensors that a module gives; and a layer, which is told apart."""
-_LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d+)(?:\.(.*))?$")
+_LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d{1,6})(?:\.(.*))?$")
 _PARTS = {
     "": {
         "self_attention": "self_attn", "attention": "self_attn", "attn": "self_attn", "feed_forward": "mlp", "ffn": "mlp",

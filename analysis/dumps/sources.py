@@ -127,8 +127,10 @@ class Shards:
     name: str
     dtype: str
     is_float: bool
-    unit: float | None
-    """Unit roundoff; None for integers."""
+    unit: float
+    """Unit roundoff of the dtype; 0 for integers."""
+    held_unit: float
+    """Of the coarsest dtype that holds the values."""
 
 
 def shards(source: Source, side: DumpFolder, other: DumpFolder) -> Shards:
@@ -151,7 +153,8 @@ def shards(source: Source, side: DumpFolder, other: DumpFolder) -> Shards:
     is_float = all(value.is_float for value in first)
     return Shards(
         values=arrays, name=name, dtype=first[0].dtype, is_float=is_float,
-        unit=max(value.unit for value in first) if is_float else None,
+        unit=max(value.unit for value in first) if is_float else 0.0,
+        held_unit=max(value.held_unit for value in first) if is_float else 0.0,
     )  # fmt: skip
 
 

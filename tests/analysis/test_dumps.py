@@ -173,6 +173,13 @@ def test_a_wrong_rotary_is_seen_in_bfloat16_too(tmp_path, rounded):
     assert found.first.place == "layers.2.self_attn.o_proj"
 
 
+def test_weights_of_a_bfloat16_checkpoint_make_no_bfloat16_model(tmp_path):
+    models = [model_of(torch.bfloat16).float() for _ in "ab"]
+    other_norm(models[1])
+    a, b = (save(tmp_path / name, forward(model)) for name, model in zip("ab", models, strict=True))
+    assert locate_dumps(a, b).first.place == "layers.2.post_attention_layernorm"
+
+
 def test_numbers_saved_in_float32_have_the_precision_that_they_were_computed_in(tmp_path, exact, rounded):
     upcast = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rounded.items()}
     found = locate_dumps(save(tmp_path / "a", exact), save(tmp_path / "b", upcast))
