@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -493,3 +494,21 @@ def test_the_command_says_it_and_refuses_what_is_not_for_dumps(tmp_path, exact):
     ):
         done = run(*arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.slow
+def test_vllm_s_modules_meet_transformers(tmp_path):
+    program = Path(__file__).parents[1] / "programs" / "module_dumps.py"
+    done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = locate_dumps(tmp_path / "trainer", tmp_path / "engine")
+    assert found.first is None, sentence(found)
+    assert found.tokens_checked
+    places = {row.place for row in found.tensors}
+    assert places >= {f"layers.1.{name}" for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp")}
+    assert {"layers.0", "layers.1", "norm", "embed_tokens"} <= places
+    assert [each.place for each in found.not_compared] == [
+        "lm_head"
+    ]  # vLLM computes the logits of the last token alone
+    found = locate_dumps(tmp_path / "trainer", tmp_path / "other")
+    assert found.first.place == "layers.1.post_attention_layernorm"
