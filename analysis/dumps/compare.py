@@ -189,6 +189,8 @@ def _compared(
     of_a, of_b = shards(pair.a, sides[0], sides[1]), shards(pair.b, sides[1], sides[0])
     if of_a.is_float != of_b.is_float:
         raise Unmatched(f"dtypes {of_a.dtype} and {of_b.dtype}")
+    if not all(value.size for each in (of_a, of_b) for value in each.values):
+        raise Unmatched("it has no values")
     shapes = [_shape(each.values) for each in (of_a, of_b)]
     a, b = reconciled(*whole(of_a.values, of_b.values), *tokens)
     row = _integers(pair, a, b) if not of_a.is_float else _numbers(a, b, of_a, of_b, judge)

@@ -67,7 +67,7 @@ def sentence(found: DumpComparison) -> str:
             (row for row in found.tensors if row.ratio is not None), key=lambda row: row.ratio or 0.0, default=None
         )
         most = "" if top is None else f"; the nearest to its bound is {top.place}, at {top.ratio:.2g} of it"
-        return f"Nothing but rounding: no tensor differs by more than its dtype explains{most}."
+        return f"Nothing but rounding: no tensor differs by more than its dtype explains{most}.{_integers(found)}"
     before = "nothing was compared before it" if found.before is None else (
         f"{found.before.place} before it is within, at {found.before.ratio or 0.0:.2g}"
     )  # fmt: skip
@@ -82,6 +82,14 @@ def sentence(found: DumpComparison) -> str:
     return (
         f"The first difference that rounding does not explain is {where}: {first.rms:.3g} of its size, {first.ratio:,.3g} times "
         f"the bound (largest at token {first.token}); {before}. Without weights and inputs nothing says which side is wrong."
+    )
+
+
+def _integers(found: DumpComparison) -> str:
+    """What is not judged: a choice that differs may be rounding."""
+    differ = [row for row in found.tensors if row.num_different]
+    return (
+        f" {len(differ):,} tensors of integers differ, first {differ[0].place}; they are not judged." if differ else ""
     )
 
 

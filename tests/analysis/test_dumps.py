@@ -512,3 +512,27 @@ def test_vllm_s_modules_meet_transformers(tmp_path):
     ]  # vLLM computes the logits of the last token alone
     found = locate_dumps(tmp_path / "trainer", tmp_path / "other")
     assert found.first.place == "layers.1.post_attention_layernorm"
+
+
+def test_what_is_no_tensor_of_numbers_is_not_judged(tmp_path):
+    tensors = {
+        "x": torch.ones(3, 4),
+        "empty": torch.ones(0, 4),
+        "layers.0.mlp.topk_ids": torch.tensor([[1, 2], [3, 4]]),
+    }
+    others = tensors | {"layers.0.mlp.topk_ids": torch.tensor([[1, 2], [4, 3]])}
+    a, b = save_sglang(tmp_path / "a", tensors | {"seq_len": 7}), save_sglang(tmp_path / "b", others | {"seq_len": 7})
+    found = locate_dumps(a, b)
+    assert {each.place: each.reason for each in found.not_compared} == {
+        "empty": "it has no values", "seq_len": "what was dumped is no tensor",
+    }  # fmt: skip
+    assert [(row.place, row.num_different) for row in found.tensors] == [("x", None), ("layers.0.mlp.topk_ids", 2)]
+    assert found.first is None
+    assert "1 tensors of integers differ, first layers.0.mlp.topk_ids" in sentence(found)
+
+
+def test_positions_that_differ_are_a_divergence(tmp_path):
+    a = save(tmp_path / "a", {"positions": torch.arange(6)[None], "x": torch.ones(6, 4)})
+    b = save(tmp_path / "b", {"position_ids": torch.arange(6) + (torch.arange(6) > 3), "x": torch.ones(6, 4)})
+    found = locate_dumps(a, b)
+    assert (found.first.place, found.first.why, found.first.num_different) == ("positions", "differs", 2)
