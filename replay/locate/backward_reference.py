@@ -53,9 +53,7 @@ class BackwardReference:
         scorer.attach(self.model)
         self.model.eval()
         self._modules = operators(self.model)
-        self.owner = {
-            name: name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False)
-        }
+        self.owner = {name: name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def take_weights(self, model: Any) -> None:
         """Use an execution's own weights: a rounded or foreign one is no error of its backward."""
@@ -137,6 +135,9 @@ class _Backward:
         address = value.data_ptr()
 
         def note(exact: Any) -> Any:
+            if not call.asks[slot]:
+                # What cut it off lies before this operator: it is seen there.
+                return exact
             found = self._found(call.passed.get(slot), exact)
             contribution = found.abs().amax(-1).reshape(-1)
             known = self._contributions.get(address)
@@ -159,7 +160,9 @@ class _Backward:
             found = self._found(call.passed.get(0), exact)
             self._contributions[address] = found.abs().amax(-1).reshape(-1)
             rounding = BackwardRounding.of(call.takes[0], call.passed.get(0))
-            self._add(name, BETWEEN, call.passed.get(0), exact, bounds.of_between(exact, self._largest(exact), rounding))
+            self._add(
+                name, BETWEEN, call.passed.get(0), exact, bounds.of_between(exact, self._largest(exact), rounding)
+            )
             return found
 
         return [self._put(value, call.takes[0], note)]
@@ -229,7 +232,9 @@ class _Backward:
     def _at_logprobs(self, exact: Any) -> Any:
         came = self._logprobs.came.get(0)
         unit = 2.0**-24 if came is None or came.dtype.itemsize >= 4 else 2.0**-8
-        self._add(LOSS, BETWEEN, came, exact, (growth(exact.numel()) + 64.0) * unit * (exact.abs() + 1e-3 * exact.abs().max()))
+        self._add(
+            LOSS, BETWEEN, came, exact, (growth(exact.numel()) + 64.0) * unit * (exact.abs() + 1e-3 * exact.abs().max())
+        )
         return self._found(came, exact)
 
     def _largest(self, exact: Any) -> Any:
@@ -246,7 +251,9 @@ class _Backward:
         if name.partition("#")[0].endswith(f".{ATTENTION}"):
             weights, scaling = self._more[name]
             states = tuple(each.double() for each in call.takes[:3])
-            return bounds.of_attention(states, weights.detach(), incoming.transpose(1, 2), float(scaling), rounding)[slot]
+            return bounds.of_attention(states, weights.detach(), incoming.transpose(1, 2), float(scaling), rounding)[
+                slot
+            ]
         module = self._reference._modules[name.partition("#")[0]]
         x = call.takes[slot].double().reshape(exact.shape)
         with torch.no_grad():
@@ -276,7 +283,9 @@ class _Backward:
             kept = BackwardRounding.of(parameter if found is None else found)
             bound = self._bounds.get(name, 0.0) + 3.0 * kept.out * parameter.grad.abs()
             size = float(parameter.grad.abs().max())
-            self._add(operator, PARAMETER, found, parameter.grad, bound + 96.0 * kept.out * size * (name not in self._bounds))
+            self._add(
+                operator, PARAMETER, found, parameter.grad, bound + 96.0 * kept.out * size * (name not in self._bounds)
+            )
 
     def _found(self, own: Any, exact: Any) -> Any:
         return exact.new_zeros(exact.shape) if own is None else own.reshape(exact.shape).to(exact.dtype)

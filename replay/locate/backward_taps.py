@@ -24,6 +24,8 @@ class BackwardCall:
     """Slot of an input -> the gradient that this call alone passed on to it."""
     came: dict[int, Any] = field(default_factory=dict)
     """Slot of an output -> the gradient that came back to it."""
+    asks: list[bool] = field(default_factory=list)
+    """By input: whether autograd asks for its gradient."""
     follows: list[bool] = field(default_factory=list)
     """By output: whether autograd follows it."""
 
@@ -117,6 +119,7 @@ class BackwardTaps:
     def _takes(self, name: str, values: list[Any]) -> list[Any]:
         call = self.calls.setdefault(name, BackwardCall())
         call.takes = [value.detach().clone() for value in values]
+        call.asks = [value.requires_grad for value in values]
         return [_alias(value, call.passed, slot) for slot, value in enumerate(values)]
 
     def _gives(self, name: str, _more: Any, values: list[Any]) -> list[Any]:

@@ -1,6 +1,5 @@
 """Where gradients part: a planted fault of a backward is named where it lies, and rounding is taken for nothing else."""
 
-import copy
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 import torch
 import transformers
 from tim_trace.analysis.locate_backward import locate_backward as find
-from tim_trace.analysis.locate_backward_text import backward_sentence, backward_text
 from tim_trace.replay.locate.backward import locate_backward
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.schemas.loss import Loss
@@ -45,11 +43,17 @@ def model_of(name):
     return model
 
 
-def record(folder, model, *, advantages=True, checkpoints=False):
-    """A step of six sequences in forwards of three, padded on the right, with a clipped loss."""
+def sequences():
+    """Prompts, responses and advantages."""
     draw = np.random.default_rng(3)
     prompts = [draw.integers(2, VOCAB, 4) for _ in range(ROWS)]
     responses = [draw.integers(2, VOCAB, length) for length in draw.integers(8, 15, ROWS)]
+    return prompts, responses, draw.normal(size=ROWS).astype("f4")
+
+
+def record(folder, model, *, advantages=True, checkpoints=False, autocast=None):
+    """A step of six sequences in forwards of three, padded on the right, with a clipped loss."""
+    prompts, responses, advantage = sequences()
     number = np.arange(ROWS)
     lengths = np.array([len(ids) for ids in responses])
     most = np.array([lengths[place - place % 3 : place - place % 3 + 3].max() for place in number])
@@ -57,12 +61,14 @@ def record(folder, model, *, advantages=True, checkpoints=False):
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": model.config.to_dict()})
         contract = {"engine": "a loop", "model": {"dtypes": {"float32": 1}, "attention": "eager"}}
+        if autocast:
+            contract["autocast"] = autocast
         recorder.add_contract("train", contract | {"training_mode": True, "gradient_checkpointing": checkpoints})
         recorder.add_loss(Loss(denominator="current"))
         recorder.add_weights(0, model.state_dict())
         batch = recorder.add_sequences(
             step=1, prompt_ids=prompts, response_ids=responses, policy_version=0, group_ids=[f"g{n}" for n in number],
-            seq_ids=[f"s{n}" for n in number], advantage=draw.normal(size=ROWS).astype("f4") if advantages else None,
+            seq_ids=[f"s{n}" for n in number], advantage=advantage if advantages else None,
         )  # fmt: skip
         forward = Forward(
             ids=number // 3, places=(number % 3).astype("i4"), rows=np.full(ROWS, 3, np.int32),
@@ -87,12 +93,218 @@ def traces(tmp_path_factory):
     return trace
 
 
-@pytest.mark.parametrize("against", ["dtype=fp64", "dtype=bf16", "attention=sdpa", "batch-size=1", "batch-size=6"])
+@pytest.mark.parametrize("against", ["dtype=fp64", "dtype=bf16", "attention=math", "batch-size=1"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_rounding_is_no_fault_of_a_backward(traces, name, against):
+    if (name, against) == ("gemma2", "attention=math"):
+        pytest.skip("leaves the soft cap out: test_a_kernel_without_the_soft_cap_is_named")
     found = locate_backward(traces(name), against=against, sequences="random:6")
     worst = max(found.operators, key=lambda each: each.ratio)
     assert found.first is None, found.first
     assert 0 < worst.ratio < 1
     assert found.norm_a > 0
     assert sum(each.share for each in found.parameters) == pytest.approx(1)
+
+
+def test_a_kernel_without_the_soft_cap_is_named(traces):
+    found = locate_backward(traces("gemma2"), against="attention=math", sequences="random:6")
+    assert (found.first.side, found.first.operator) == ("b", "model.layers.1.self_attn.attention")
+
+
+@pytest.mark.slow
+def test_autocast_is_no_fault(tmp_path):
+    model = model_of("llama")
+    trace = record(tmp_path / "run", model, autocast="bfloat16")
+    found = locate_backward(trace, against="dtype=fp32", sequences="random:6")
+    assert found.first is None, found.first
+    assert found.difference > 1e-4
+
+
+def scaled_gradient(module, factor):
+    """A module's output with a backward that is scaled."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * factor
+
+    original = module.forward
+    module.forward = lambda hidden: Scaled.apply(original(hidden))
+
+
+def wrong_scale(model):
+    scaled_gradient(model.model.layers[1].mlp.up_proj, 1.01)
+
+
+def detached_branch(model):
+    original = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: original(hidden).detach()
+
+
+def frozen_parameter(model):
+    model.model.layers[1].self_attn.v_proj.weight.requires_grad_(False)
+
+
+def norm_without_gradient(model):
+    module = model.model.layers[1].self_attn.q_norm
+    module.forward = torch.no_grad()(module.forward)
+
+
+def narrow_gradient(model):
+    """The gradient goes through bfloat16 in a model of float32."""
+
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient.bfloat16().float()
+
+    module = model.model.layers[0].mlp.gate_proj
+    original = module.forward
+    module.forward = lambda hidden: original(Narrow.apply(hidden))
+
+
+def narrow_residual(model):
+    """A layer's gradient goes through bfloat16 where the residual stream comes in."""
+    layer = model.model.layers[1]
+    original = layer.forward
+
+    def forward(hidden_states, **more):
+        out = original(hidden_states, **more)
+        out.register_hook(lambda gradient: gradient.bfloat16().float())
+        return out
+
+    layer.forward = forward
+
+
+def other_dropout(model):
+    """A checkpoint that draws another dropout when it runs again."""
+    module = model.model.layers[1].mlp.down_proj
+    original, runs = module.forward, []
+
+    def dropped(hidden):
+        runs.append(1)
+        generator = torch.Generator().manual_seed(len(runs))
+        return original(hidden * (torch.rand(hidden.shape, generator=generator) > 0.1))
+
+    def forward(hidden):
+        return torch.utils.checkpoint.checkpoint(dropped, hidden, use_reentrant=False)
+
+    module.forward = forward
+
+
+def weight_without_gradient_of_one_token(model):
+    """A custom linear layer whose weight's gradient leaves out the last row."""
+
+    class Leaky(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value, weight):
+            context.save_for_backward(value, weight)
+            return value @ weight.T
+
+        @staticmethod
+        def backward(context, gradient):
+            value, weight = context.saved_tensors
+            kept = gradient[:-1].flatten(0, 1)
+            return gradient @ weight, kept.T @ value[:-1].flatten(0, 1)
+
+    module = model.model.layers[0].self_attn.o_proj
+    module.forward = lambda hidden: Leaky.apply(hidden, module.weight)
+
+
+PLANTED = [
+    ("llama", wrong_scale, "layers.1.mlp.up_proj", "parameter"),
+    ("llama", detached_branch, "layers.0.mlp.down_proj.output", "between"),
+    ("llama", frozen_parameter, "layers.1.self_attn.v_proj", "parameter"),
+    ("qwen3", norm_without_gradient, "layers.1.self_attn.q_norm", "detached"),
+    ("llama", narrow_gradient, "layers.0.mlp.gate_proj", "input"),
+    ("llama", narrow_residual, "layers.1.mlp.down_proj.output", "between"),
+    ("llama", other_dropout, "layers.1.mlp.down_proj", "input"),
+    ("llama", weight_without_gradient_of_one_token, "layers.0.self_attn.o_proj", "parameter"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "operator", "what"), PLANTED, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_a_planted_fault_of_a_backward_is_named_where_it_lies(traces, name, plant, operator, what):
+    found = locate_backward(traces(name), against="dtype=fp32", sequences="random:6", prepare_against=plant)
+    assert found.first is not None
+    assert (found.first.side, found.first.what) == ("b", what)
+    assert found.first.operator.endswith(operator)
+
+
+def test_gradient_checkpoints_change_nothing(traces):
+    found, plain = (
+        locate_backward(traces("llama", checkpoints=checkpoints), against="dtype=bf16", sequences="random:6")
+        for checkpoints in (True, False)
+    )
+    assert found.first is None
+    assert found.parameters == plain.parameters
+
+
+def test_the_parameters_differences_are_those_of_the_gradients_by_hand(traces):
+    """The loss with every ratio 1 is minus the mean of advantage times logprob over the tokens of the step."""
+    found = find(traces("llama"), sequences="random:6")
+    rows = list(zip(*sequences(), strict=True))
+    norms = {}
+    for dtype in (torch.float32, torch.float64):
+        model = model_of("llama").to(dtype)
+        total = sum(len(ids) for _, ids, _ in rows)
+        loss = 0.0
+        for prompt, ids, advantage in rows:
+            tokens = torch.tensor([*prompt, *ids])
+            logprobs = model(tokens[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            loss = loss - float(advantage) * logprobs.gather(-1, tokens[len(prompt) :, None]).sum() / total
+        loss.backward()
+        norms[dtype] = {name: float(value.grad.norm()) for name, value in model.named_parameters()}
+    for each in found.parameters:
+        assert each.norm_a == pytest.approx(norms[torch.float32][each.parameter], rel=1e-4)
+        assert each.norm_b == pytest.approx(norms[torch.float64][each.parameter], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"arm": "engine=vllm"}, InvalidOption, "has no backward"),
+        ({"against": "padding=packed"}, CannotReplay, "use padding=left"),
+        ({"steps": "7"}, InvalidOption, "names no recorded step"),
+        ({"sequences": "nobody"}, InvalidOption, "is no scored sequence"),
+    ],
+)
+def test_what_cannot_be_done_is_said(traces, options, error, message):
+    with pytest.raises(error, match=message):
+        find(traces("llama"), **options)
+
+
+def test_a_trace_without_advantages_says_how_to_record_them(traces):
+    with pytest.raises(CannotReplay, match="record them with"):
+        find(traces("llama", advantages=False))
+
+
+def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
+    command = [
+        sys.executable,
+        "-m",
+        "tim_trace",
+        "locate",
+        str(traces("gemma2")),
+        "--backward",
+        "--against",
+        "attention=math",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.startswith("The first divergence on the way back is model.layers.1.self_attn.attention in b")
+    listed = subprocess.run([*command, "--by", "parameter", "--json"], capture_output=True, text=True)
+    assert json.loads(listed.stdout)["first"]["operator"] == "model.layers.1.self_attn.attention"
+    refused = subprocess.run([*command, "--patch", "kinds"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--patch: does not go with --backward" in refused.stderr
