@@ -24,7 +24,7 @@ def backward_text(found: BackwardLocation, by: str = "kind", width: int | None =
     parts = [backward_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
     rows = backward_rows(found, by)
     shown_rows = rows if by == "layer" else Rows(rows.columns, rows.rows[:_MOST_ROWS])
-    parts.append(to_text(shown_rows, width, MAIN_COLUMNS.get(f"backward_{by}s")))
+    parts.append(to_text(shown_rows, width, MAIN_COLUMNS[f"backward_{by}s"]))
     return "\n\n".join(parts)
 
 

@@ -151,11 +151,11 @@ class _Side:
                 f"arm {arm.name}: the model drops out at random in training, which no other forward repeats; leave "
                 "--backward out, or record a model without dropout"
             )
+        self.parts = list(self._parts(update, names))
         shape = {name: getattr(forward, name) for name in ("batch_size", "batch_tokens", "padding", "temperature")}
         plain = Arm(dtype="fp64", attention="eager", **shape)
         self.reference = BackwardReference(GradientScorer(run, plain, contract, device), tensors)
         self.reference.take_weights(self.model)
-        self.parts = list(self._parts(update, names))
         self.gradients: dict[str, Any] = {}
         self._judged: dict[str, list[tuple[int, JudgedGradient]]] = {}
         self._introduced: dict[str, list[tuple[float, float]]] = {}
@@ -254,7 +254,7 @@ class _Side:
         """|a - b|^2 of a parameter."""
         a, b = self.gradients.get(name), other.gradients.get(name)
         if a is None or b is None:
-            return 0.0 if a is b else float((a if b is None else b).square().sum())
+            return sum(float(each.square().sum()) for each in (a, b) if each is not None)
         return float((a - b).square().sum())
 
 
@@ -285,7 +285,7 @@ def _differences(a: _Side, b: _Side) -> Iterator[ParameterDifference]:
     for name in a.every:
         square = a.square_off(b, name)
         norms = [_norm({name: side.gradients[name]}) if name in side.gradients else 0.0 for side in (a, b)]
-        difference, cosine = _apart(*norms, a.dot(b, name), square)
+        difference, cosine = _apart(norms[0], norms[1], a.dot(b, name), square)
         yield ParameterDifference(
             parameter=name, kind=kind_of(name.rpartition(".")[0]), layer=layer_of(name), norm_a=norms[0], norm_b=norms[1],
             difference=difference, cosine=cosine, share=square / total if total else 0.0,

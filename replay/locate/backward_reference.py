@@ -227,7 +227,7 @@ class _Backward:
 
     def _output_weight(self) -> str:
         weight = self._reference.model.get_output_embeddings().weight
-        return next(name for name, value in self._reference.model.named_parameters() if value is weight)
+        return str(next(name for name, value in self._reference.model.named_parameters() if value is weight))
 
     def _at_logprobs(self, exact: Any) -> Any:
         came = self._logprobs.came.get(0)
