@@ -29,6 +29,7 @@ from ..settings import settings
 from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged
 from .backward_results import PARAMETER, BackwardError, LocatedBackward, ParameterDifference
 from .backward_taps import BackwardCall, BackwardTaps
+from .bounds import unit
 from .chosen import choose
 from .engine import REFERENCE
 from .execution import Prepare
@@ -206,12 +207,23 @@ class _Side:
         for name, gradient in gradients.items():
             known = self.gradients.get(name)
             self.gradients[name] = gradient.double() if known is None else known + gradient.double()
-        hidden_dtype = next(iter(reversed(taps.calls.values()))).gives[0].dtype
         judged = self.reference.judge(
-            part.batch, taps.calls, logprobs, gradients, lambda current: _part_loss(part, loss, current), hidden_dtype
+            part.batch,
+            taps.calls,
+            logprobs,
+            gradients,
+            lambda current: _part_loss(part, loss, current),
+            self._head_dtype,
         )
         self._keep(judged)
         self.model.zero_grad(set_to_none=True)
+
+    @property
+    def _head_dtype(self) -> Any:
+        """The coarsest dtype that the head computes in: under autocast the projection is narrower than what it takes."""
+        made = self.scorer.numerics
+        dtypes = (made.projection_dtype, made.logits_dtype, next(self.model.parameters()).dtype)
+        return max((dtype for dtype in dtypes if dtype is not None), key=unit)
 
     def _keep(self, judged: list[JudgedGradient]) -> None:
         places: dict[str, int] = {}

@@ -71,10 +71,10 @@ class BackwardReference:
         logprobs: BackwardCall,
         gradients: Mapping[str, Any],
         loss: Callable[[Any], Any],
-        hidden_dtype: Any,
+        head_dtype: Any,
     ) -> list[JudgedGradient]:
         """The gradients of one forward in the order of the way back, a parameter's behind its operator's."""
-        return _Backward(self, calls, logprobs, gradients, hidden_dtype).judged_of(batch, loss)
+        return _Backward(self, calls, logprobs, gradients, head_dtype).judged_of(batch, loss)
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         return self.scorer._scorer.logprobs(batch)
@@ -89,10 +89,10 @@ class _Backward:
         calls: Mapping[str, BackwardCall],
         logprobs: BackwardCall,
         gradients: Mapping[str, Any],
-        hidden_dtype: Any,
+        head_dtype: Any,
     ):
         self._reference, self._calls, self._logprobs, self._gradients = reference, calls, logprobs, gradients
-        self._hidden_dtype = hidden_dtype
+        self._head_dtype = head_dtype
         self.judged: list[JudgedGradient] = []
         self._more: dict[str, Any] = {}
         self._bounds: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class _Backward:
     def _head_bound(self, hidden: Any) -> Any:
         """Of the gradient of the last hidden states: a projection, a log-softmax and their backward."""
         weight = self._reference.model.get_output_embeddings().weight.detach()
-        rounding = BackwardRounding.of(self._hidden_like(), hidden)
+        rounding = BackwardRounding.of(self._of_head(), hidden)
         lengths, rows = float(weight.norm(dim=-1).max()), float(hidden.double().norm(dim=-1).max())
         per_logit = (growth(weight.shape[1]) * rounding.sums + 4.0 * rounding.out) * lengths * rows
         gradient = self._logprobs.came.get(0)
@@ -220,10 +220,10 @@ class _Backward:
         self._bounds[name] = self._bounds.get(name, 0.0) + off * largest * rows * number**0.5
         return off * largest * float(weight.abs().max()) * 2.0
 
-    def _hidden_like(self) -> Any:
+    def _of_head(self) -> Any:
         import torch
 
-        return torch.empty(0, dtype=self._hidden_dtype)
+        return torch.empty(0, dtype=self._head_dtype)
 
     def _output_weight(self) -> str:
         weight = self._reference.model.get_output_embeddings().weight
