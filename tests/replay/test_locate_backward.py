@@ -1,5 +1,6 @@
 """Where gradients part: a planted fault of a backward is named where it lies, and rounding is taken for nothing else."""
 
+import copy
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tim_trace.analysis.locate_backward import locate_backward as find
+from tim_trace.replay.locate import backward_bounds
 from tim_trace.replay.locate.backward import locate_backward
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.schemas.loss import Loss
@@ -305,3 +307,34 @@ def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
     refused = subprocess.run([*command, "--patch", "kinds"], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--patch: does not go with --backward" in refused.stderr
+
+
+MODULES = {
+    "linear": lambda width: torch.nn.Linear(width, 24),
+    "layer_norm": torch.nn.LayerNorm,
+    "silu": lambda width: torch.nn.SiLU(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [4, 300])
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_bounds_hold_for_random_backwards_and_are_not_empty(kind, width, dtype):
+    torch.manual_seed(width)
+    module = MODULES[kind](width).to(dtype)
+    exact = copy.deepcopy(module).double()
+    x = torch.randn(3, 20, width).to(dtype).requires_grad_()
+    x_exact = x.detach().double().requires_grad_()
+    given = module(x)
+    incoming = torch.randn_like(given)
+    given.backward(incoming)
+    exact(x_exact).backward(incoming.double())
+    rounding = backward_bounds.BackwardRounding.of(x, given, x.grad)
+    with torch.no_grad():
+        bound = backward_bounds.of_input(exact, x_exact, incoming.double(), x_exact.grad, rounding)
+        assert 1e-4 < float(((x.grad.double() - x_exact.grad).abs() / bound).max()) < 1
+        for name, parameter in exact.named_parameters():
+            found = module.get_parameter(name).grad.double()
+            bound = backward_bounds.of_parameter(exact, name, x_exact, incoming.double(), parameter.grad, rounding)
+            bound = bound + 3 * rounding.out * parameter.grad.abs()
+            assert 1e-4 < float(((found - parameter.grad).abs() / bound).max()) < 1
