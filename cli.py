@@ -19,6 +19,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
+from click.core import ParameterSource
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
@@ -979,7 +980,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
-@click.argument("trace", metavar="RUN")
+@click.argument("trace", metavar="RUN", required=False)
+@click.option(
+    "--from-dumps", nargs=2, metavar="A B",
+    help="In the place of RUN: two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
+)  # fmt: skip
 @click.option("--steps", default="-1", show_default=True, metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; as recorded without it.")
 @click.option("--against", default="dtype=fp64", show_default=True, metavar="CHANGES", help="Execution b.")
@@ -1008,15 +1013,36 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option(
     "--loss", metavar="FIELDS", help="With --backward: the loss where the trace does not say it, as gradient's --loss."
 )
+@click.option(
+    "--limit", default=24, show_default=True, type=click.IntRange(1), metavar="N",
+    help="Most rows to print of --from-dumps; --json and --csv have all.",
+)  # fmt: skip
 @_prints()
-def locate(trace: str, by: str, backward: bool, loss: str | None, form: _Form, **options: Any) -> None:
+def locate(
+    trace: str | None,
+    from_dumps: tuple[str, str] | None,
+    by: str,
+    limit: int,
+    backward: bool,
+    loss: str | None,
+    form: _Form,
+    **options: Any,
+) -> None:
     """Find where two executions of recorded tokens part: the operator, and proof.
 
     Each operator of either is held against a float64 model on the same inputs: an error beyond what rounding can do is a
     divergence, and what came before does not count. carried is what an operator's own error adds to the gap's mean square;
     removed is what is gone of it where the other execution's code computes the operator. Exit code 1: something else than
     rounding was found.
+
+    --from-dumps holds two dumps against each other, name by name: the first tensor whose difference rounding does not
+    explain. It takes --by operator|layer, --limit and what prints, and no other option.
     """
+    if from_dumps is not None:
+        _locate_dumps(from_dumps, trace, by, limit, form)
+        return
+    if trace is None:
+        raise click.UsageError("give RUN, or two folders of dumped tensors as --from-dumps A B")
     from dataclasses import asdict
 
     if backward:
@@ -1063,6 +1089,42 @@ def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: st
         json=lambda: asdict(found) | {"sentence": backward_sentence(found)},
         text=lambda width: backward_text(found, by, width),
         rows=lambda: backward_rows(found, by),
+    )
+    if found.first is not None:
+        raise click.exceptions.Exit(1)
+
+
+_NOT_FOR_DUMPS = (
+    "steps", "arm", "against", "sequences", "layers", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
+)  # fmt: skip
+
+
+def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
+    """The same of two folders of dumped tensors. Exit code 1: something else than rounding was found."""
+    from dataclasses import asdict
+
+    from .analysis.dumps.compare import dumps_rows, locate_dumps
+    from .analysis.dumps.text import dumps_text, sentence
+
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in _NOT_FOR_DUMPS
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if trace is not None or given:
+        what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
+        raise click.UsageError(f"--from-dumps compares two folders as they are, so {what} not for it; leave it out")
+    if context.get_parameter_source("by") is not ParameterSource.COMMANDLINE:
+        by = "operator"
+    if by not in ("operator", "layer"):
+        raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
+    found = locate_dumps(*folders, progress=_progress)
+    form.answer(
+        json=lambda: asdict(found) | {"sentence": sentence(found)},
+        text=lambda width: dumps_text(found, width, by, limit),
+        rows=lambda: dumps_rows(found, by),
     )
     if found.first is not None:
         raise click.exceptions.Exit(1)

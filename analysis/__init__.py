@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .comparison.compare import compare
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
+    from .dumps.compare import locate_dumps
     from .dynamics.dynamics import dynamics
     from .dynamics.length_decay_lr import LengthDecayLR
     from .export.export import export_run
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LengthDecayLR", "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
-    "import_dump", "import_parquet", "info", "locate", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "import_dump", "import_parquet", "info", "locate", "locate_dumps", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -64,6 +65,7 @@ make_lazy(
         "import_parquet": "..tracer.importers.neutral",
         "info": ".info",
         "locate": ".locate",
+        "locate_dumps": ".dumps.compare",
         "objective": ".objective.objective",
         "query": ".queries.catalogue",
         "record": "..tracer.launch",

@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import gettempdir
 
+import pytest
+
 FOLDER = None
 """The session's folder; tests/conftest.py sets it."""
 
@@ -46,3 +48,12 @@ def made_once(key, make):
             make(folder)
             done.touch()
     return folder
+
+
+def rest_slow(values, num_fast=1):
+    """The values of a parameter, of which `make test` runs the first ones."""
+    values = list(values)
+    return values[:num_fast] + [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        for value in values[num_fast:]
+    ]

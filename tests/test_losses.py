@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared import rest_slow
 from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.pass_roles import choose_sides
@@ -334,7 +335,7 @@ def check(trl, config, step, path, database, loss):
     "scenario", ["masked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "empty"))]
 )
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", rest_slow(LOSS_TYPES, 2))
 def test_every_loss_of_trl_comes_back(trl, traces, tmp_path, loss_type, level, scenario):
     step, path, database = traces[scenario]
     deltas = (None, 1.3, 1.05) if loss_type in CLIPPED_TYPES else (None,)

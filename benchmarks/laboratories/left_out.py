@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize
 from tim_trace.analysis import attribute
+from tim_trace.analysis.attribution.thresholds import WORTH
 
 FELL, HELD = 0.9, 0.95
 SOUND = ("sound", "harmless")
@@ -136,7 +137,7 @@ def main():
         named = []
         for folder, (of_folder, left_out) in found.items():
             rest = [answer for other in found if other != folder for answer in found[other][0]]
-            worth, unknown = (1.0, 0.0) if given.as_it_is else fitted(rest)
+            worth, unknown = (WORTH, 0.0) if given.as_it_is else fitted(rest)
             named += report(f"  {folder.name} ({left_out} left out)", of_folder, worth, unknown)
         for low, high in pairwise(BANDS):
             band = [(is_right, p) for is_right, p in named if low <= p < high]

@@ -51,8 +51,10 @@ def words(operator: str, kind: str) -> set[str]:
     return FUSED.get(kind, {NAMES.get(kind, kind)})
 
 
-def recorded(folder, config, initialise, seed, num_rows=ROWS):
-    """A trace of one step of a model with random weights."""
+def recorded(
+    folder, config, initialise, seed, num_rows=ROWS, prompt=(5, 21), response=(25, 41), rows_a_forward=ROWS_A_FORWARD
+):
+    """A trace of one step of a model with random weights; lengths of prompts and responses from and below these."""
     path, _, name = config["class"].rpartition(".")
     model_class = getattr(importlib.import_module(path), name)
     rest = {key: value for key, value in config.items() if key != "class"}
@@ -60,8 +62,8 @@ def recorded(folder, config, initialise, seed, num_rows=ROWS):
     initialise(model, seed)
     draw = np.random.default_rng(seed)
     vocab = model.config.get_text_config().vocab_size
-    prompts = [draw.integers(5, vocab, draw.integers(5, 21)) for _ in range(num_rows)]
-    responses = [draw.integers(5, vocab, draw.integers(25, 41)) for _ in range(num_rows)]
+    prompts = [draw.integers(5, vocab, draw.integers(*prompt)) for _ in range(num_rows)]
+    responses = [draw.integers(5, vocab, draw.integers(*response)) for _ in range(num_rows)]
     with Recorder(folder) as recorder:
         recorder.describe(model={"class": config["class"], "config": model.config.to_dict()})
         made = {"dtypes": {"float32": 1}, "attention": config.get("attn_implementation", "sdpa")}
@@ -72,7 +74,7 @@ def recorded(folder, config, initialise, seed, num_rows=ROWS):
             group_ids=[f"g{row}" for row in range(num_rows)],
         )  # fmt: skip
         logprobs = [np.full(len(ids), -1.0, np.float32) for ids in responses]
-        recorder.add_scores("train", batch, logprobs=logprobs, forward=forward_of(responses, ROWS_A_FORWARD))
+        recorder.add_scores("train", batch, logprobs=logprobs, forward=forward_of(responses, rows_a_forward))
     return folder
 
 

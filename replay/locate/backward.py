@@ -24,7 +24,7 @@ from ..gradients.loss import StepLoss, passes_of
 from ..gradients.scorer import GradientScorer
 from ..gradients.update import LossRow, Update
 from ..gradients.updates import hyperparameters, loss_steps, updates
-from ..recorded import RecordedRun
+from ..recorded import RecordedRun, has_experts
 from ..settings import settings
 from .backward_reference import BackwardReference, JudgedGradient, kind_of_judged
 from .backward_results import PARAMETER, BackwardError, LocatedBackward, ParameterDifference
@@ -151,6 +151,10 @@ class _Side:
             raise CannotReplay(
                 f"arm {arm.name}: the model drops out at random in training, which no other forward repeats; leave "
                 "--backward out, or record a model without dropout"
+            )
+        if has_experts(run.model["config"]):
+            raise CannotReplay(
+                f"{run.store.url}: the backward of a mixture of experts has no bound; leave --backward out"
             )
         self.parts = list(self._parts(update, names))
         shape = {name: getattr(forward, name) for name in ("batch_size", "batch_tokens", "padding", "temperature")}

@@ -157,15 +157,13 @@ def of_attention(
 
 def of_logprobs(hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float) -> Any:
     """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature."""
-    p = logits.softmax(-1)
-    per_logit = 4.0 * out * logits.abs()
+    total = logits.logsumexp(-1, keepdim=True)
+    per_logit = logits.abs().mul_(4.0 * out)
     if weight is not None:
-        lengths = weight.norm(dim=-1)
-        per_logit = (
-            per_logit + growth(weight.shape[1]) * sums * hidden.norm(dim=-1, keepdim=True) * lengths / temperature
-        )
-    taken = per_logit.gather(-1, ids[:, None])[:, 0] + (p * per_logit).sum(-1)
-    value = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        lengths = (growth(weight.shape[1]) * sums / temperature) * weight.norm(dim=-1)
+        per_logit += hidden.norm(dim=-1, keepdim=True) * lengths
+    taken = per_logit.gather(-1, ids[:, None])[:, 0] + (logits - total).exp_().mul_(per_logit).sum(-1)
+    value = logits.gather(-1, ids[:, None])[:, 0] - total[:, 0]
     largest = logits.amax(-1).abs()
     return taken + (growth(logits.shape[-1]) + 4.0) * 2.0**-24 + 4.0 * 2.0**-24 * (largest + value.abs())
 
@@ -178,10 +176,10 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
     lengths = weight.norm(dim=-1)
     x = x.reshape(-1, x.shape[-1])
     per_term = growth(x.shape[-1]) * rounding.sums + rounding.casts
-    off = per_term * x.norm(dim=-1, keepdim=True) * lengths
+    off = (per_term * x.norm(dim=-1, keepdim=True)) * lengths
     if slot:
         return 2.0 * off.amax(-1, keepdim=True) * exact.abs() + 8.0 * rounding.out * exact.abs() + 8.0 * 2.0**-24
-    return (off + 2.0 * rounding.out * exact.reshape(off.shape).abs()).reshape(exact.shape)
+    return off.add_(exact.reshape(off.shape).abs(), alpha=2.0 * rounding.out).reshape(exact.shape)
 
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.passes import TRAIN
 from ...schemas.steps import parse_steps
-from ...tracer.progress import Progress, no_progress
+from ...tracer.progress import Advance, Progress, no_progress
 from ..arms import Arm, parse_arm
 from ..batching import ForwardBatch, PaddedBatch, check_tokens
 from ..hf_scorer import HfScorer
@@ -21,8 +23,8 @@ from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
 from .execution import Execution, Prepare
 from .grafts import Graft
-from .head import judge_head
-from .reference import Judged, Judgement, Point, Reference, kind_of, layer_of
+from .head import Head, judge_head
+from .reference import EVERY_LAYER, Judged, Judgement, Point, Reference, Window, kind_of, layer_of, position_of
 from .results import (
     A,
     B,
@@ -42,7 +44,13 @@ CODE_DIFFERS = 4e-6
 """A token's error, relative, from which code that runs in float64 computes something else; float32 inside of it stays below."""
 LAYER_STEPS = 8
 """Points at which layers are replaced from the front on."""
-_TAPPED_BYTES = 2 << 30
+_LAST = 1 << 40
+"""The place of the head among operators: behind all layers."""
+_SHARE_OF_MEMORY = 0.25
+"""Of what is free: what the numbers of operators may take."""
+_UNKNOWN_FREE = 8 << 30
+_TASKS = 4
+"""Of a sequence: both executions, what lies behind each, what both carry."""
 _NEAR_VERSIONS = 8
 """Recorded versions that a foreign tensor is looked for in, on either side of the step's."""
 
@@ -61,6 +69,7 @@ def locate(
     weights_from: str | os.PathLike[str] | None = None,
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
+    tapped_bytes: int | None = None,
     progress: Progress = no_progress,
 ) -> Located:
     """Run sequences of a recorded step through two executions, and say where they part and what carries the gap.
@@ -80,6 +89,9 @@ def locate(
     Python `prepare` and `prepare_against` change a model that transformers built, once its weights are loaded. Such a side runs once
     more in float64: a difference of its code shows there that rounding hides.
 
+    `tapped_bytes` is what the numbers of operators may take in memory, by default a quarter of what is free: layers that do not
+    fit beside each other are listened to in turns.
+
     Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     if patch not in ("kinds", "layers", "all", "none"):
@@ -97,7 +109,9 @@ def locate(
     rows = run.step(asked[0])
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
-    return _Location(run, runs, arms, sides, asked[0], rows, chosen, _layers(layers), progress).found(patch)
+    return _Location(run, runs, arms, sides, asked[0], rows, chosen, _layers(layers), tapped_bytes, progress).found(
+        patch
+    )
 
 
 def _arm(given: str | Arm | None) -> Arm:
@@ -121,14 +135,17 @@ def _layers(text: str | None) -> Callable[[str], bool]:
     return wanted
 
 
+Apart = tuple[float, float]
+"""Sums of squares of the difference, and of a's."""
+
+
 @dataclass(slots=True)
 class _Pooled:
     """What one operator of one side introduced, over rows."""
 
     judged: list[tuple[str, Judged]] = field(default_factory=list)
-    inherited: list[tuple[float, float]] = field(default_factory=list)
-    difference: list[tuple[float, float]] = field(default_factory=list)
-    """Sums of squares of the difference, and of a's."""
+    inherited: list[Apart] = field(default_factory=list)
+    difference: list[Apart] = field(default_factory=list)
 
 
 class _Location:
@@ -144,6 +161,7 @@ class _Location:
         rows: list[RecordedRow],
         chosen: Chosen,
         wanted: Callable[[str], bool],
+        tapped_bytes: int | None,
         progress: Progress,
     ):
         import torch
@@ -171,6 +189,7 @@ class _Location:
         model = plain.build()
         plain.put(model, self.tensors)
         self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
+        self.tapped_bytes = int(_free_bytes(device) * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self.executions: dict[str, Execution] = {}
         self.doubles: dict[str, Execution] = {}
         # Where one side's code is the user's, both give logits by the model's own forward, head and all.
@@ -199,28 +218,21 @@ class _Location:
         logprobs: dict[str, dict[str, np.ndarray]] = {A: {}, B: {}}
         unseen: set[str] = set()
         carried: list[CarriedError] = []
-        with self.progress("running operators", len(self.chosen.rows)) as advance:
-            for part in self._parts():
-                taps: dict[str, dict[str, RowTaps]] = {}
-                for side, execution in self.executions.items():
-                    values, taps[side] = execution.listen(part, self.rows, self.wanted)
-                    logprobs[side] |= values
+        with self.progress("running operators", _TASKS * len(self.chosen.rows)) as advance:
+            for part, windows in self._parts():
+                taps = {side: self._listen(side, part, windows[-1], logprobs) for side in (A, B)}
+                advance(len(part))
                 for row in part:
-                    for side, each, product in self._both(row, taps, logprobs):
-                        pooled[side, each.operator].judged.append((row.seq_id, each))
-                        if product is not None:
-                            carried.append(_carried(side, each, row, product))
-                    self._compare(pooled, taps[A][row.seq_id], taps[B][row.seq_id])
-                    unseen |= _unseen(taps[A][row.seq_id], taps[B][row.seq_id])
+                    heard = {side: taps[side].pop(row.seq_id) for side in (A, B)}
+                    carried += self._row(row, heard, windows, pooled, unseen, logprobs, advance)
                 for side, execution in self.doubles.items():
-                    values, heard = execution.listen(part, self.rows, self.wanted)
+                    values, double = execution.listen(part, self.rows, self.wanted)
                     for row in part:
-                        judgement = self._judge(execution, row, heard[row.seq_id])
-                        head = judge_head(execution, self.reference, row, heard[row.seq_id], values[row.seq_id], 0)
+                        judgement = self._judge(execution, row, double[row.seq_id], None, EVERY_LAYER)
+                        head = judge_head(execution, self.reference, row, double[row.seq_id], values[row.seq_id], _LAST)
                         for each in (*judgement.operators, *(each for each, _ in head)):
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
-                advance(len(part))
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.items())
         d = {name: logprobs[B][name] - logprobs[A][name] for name in logprobs[A]}
@@ -235,10 +247,10 @@ class _Location:
             num_tokens=len(flat),
             mean_abs_d=float(np.abs(flat).mean()) if len(flat) else 0.0,
             max_abs_d=float(np.abs(flat).max(initial=0.0)),
-            operators=operators,
+            operators=tuple(sorted(operators, key=lambda each: (each.side, each.order))),
             carried=tuple(carried),
             weights=weights,
-            routers=tuple(self.routers.values()),
+            routers=tuple(sorted(self.routers.values(), key=lambda each: (each.layer or 0, each.operator))),
             patches=tuple(self._patched(patch, logprobs)) if patch != "none" and np.any(flat) else (),
             unseen=tuple(sorted(unseen)),
             first=_first(operators, weights),
@@ -252,63 +264,122 @@ class _Location:
             sum_square=float(np.square(d_T[row.scored]).sum()),
         )
 
-    def _parts(self) -> Iterator[list[RecordedRow]]:
-        """Chosen sequences whose operators' numbers fit into memory together."""
-        config = self.reference.model.config.get_text_config()
-        width = getattr(config, "hidden_size", 1024) * 40 * getattr(config, "num_hidden_layers", 32)
-        per_token = 4 * 2 * (width + 2 * getattr(config, "vocab_size", 32_000))
+    def _parts(self) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
+        """Chosen sequences whose operators' numbers fit into memory together, those of one forward side by side.
+
+        Where those of one sequence do not, beside it the layers whose do: windows of them, that are listened to in turns.
+        """
+        per_token = sum(_tapped_values(each.model.config) * _size(each) for each in self.executions.values())
+        most = self.tapped_bytes
         part: list[RecordedRow] = []
-        for row in self.chosen.rows:
-            if part and sum(each.num_tokens for each in (*part, row)) * per_token > _TAPPED_BYTES:
-                yield part
+        for row in sorted(self.chosen.rows, key=lambda row: (row.writer, row.forward_id)):
+            if part and sum(each.num_tokens for each in (*part, row)) * per_token > most:
+                yield part, self._windows(math.ceil(sum(each.num_tokens for each in part) * per_token / most))
                 part = []
             part.append(row)
         if part:
-            yield part
+            yield part, self._windows(math.ceil(sum(each.num_tokens for each in part) * per_token / most))
 
-    def _judge(self, execution: Execution, row: RecordedRow, taps: RowTaps) -> Judgement:
-        return self.reference.judge(row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores)
+    def _windows(self, number: int) -> list[Window]:
+        layers = sorted({layer for name in self.reference.operators if (layer := layer_of(name)) is not None})
+        number = min(number, len(layers))
+        if number <= 1 or layers != list(range(len(layers))):
+            return [EVERY_LAYER]
+        ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
+        return [
+            Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
+            for first, end in pairwise(ends)
+        ]
 
-    def _both(
+    def _listen(
+        self, side: str, part: list[RecordedRow], window: Window, logprobs: dict[str, dict[str, np.ndarray]]
+    ) -> dict[str, RowTaps]:
+        values, taps = self.executions[side].listen(
+            part, self.rows, lambda name: self.wanted(name) and window.needs(name)
+        )
+        logprobs[side] |= values
+        return taps
+
+    def _row(
         self,
         row: RecordedRow,
-        taps: Mapping[str, Mapping[str, RowTaps]],
-        logprobs: Mapping[str, Mapping[str, np.ndarray]],
-    ) -> Iterator[tuple[str, Judged, float | None]]:
-        """The operators of a row by side, each with the sum over tokens of d times what its own error adds to the logprobs."""
-        d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
-        judgements = {
-            side: self._judge(execution, row, taps[side][row.seq_id]) for side, execution in self.executions.items()
-        }
-        temperature = self.executions[A].scorer.numerics.temperature
-        products: dict[str, dict[Point, float]] = {}
-        if d_T.any():
-            for position in sorted({judgement.first_position for judgement in judgements.values()}):
-                sides = [side for side, judgement in judgements.items() if judgement.first_position == position]
-                found = self.reference.carried(row, d_T, [judgements[side] for side in sides], temperature)
-                products |= dict(zip(sides, found, strict=True))
-        for side, judgement in judgements.items():
-            own = products.get(side, {})
-            for each in judgement.operators:
-                if self.wanted(each.operator):
-                    yield side, each, None if each.point is None else own.get(each.point)
-            head = judge_head(
-                self.executions[side], self.reference, row, taps[side][row.seq_id], logprobs[side][row.seq_id],
-                len(judgement.operators),
-            )  # fmt: skip
-            for each, own_T in head:
-                yield side, each, float((d_T * np.nan_to_num(own_T)).sum())
+        heard: dict[str, RowTaps],
+        windows: list[Window],
+        pooled: dict[tuple[str, str], _Pooled],
+        unseen: set[str],
+        logprobs: dict[str, dict[str, np.ndarray]],
+        advance: Advance,
+    ) -> Iterator[CarriedError]:
+        """Judge a row's operators into `pooled` and `unseen`; what each carries of its gap."""
+        positions = {side: position_of(taps) for side, taps in heard.items()}
+        judged: dict[tuple[str, Window], Judgement] = {}
+        apart: dict[str, tuple[Apart, Apart]] = {}
+        heads: dict[str, Head] = {}
 
-    def _compare(self, pooled: dict[tuple[str, str], _Pooled], a: RowTaps, b: RowTaps) -> None:
+        def judge(sides: list[str], window: Window) -> list[dict[Point, Any]]:
+            taps = heard
+            if any(side not in heard for side in sides) or window is not windows[-1]:
+                taps = {side: self._listen(side, [row], window, logprobs)[row.seq_id] for side in (A, B)}
+            if not any(of is window for _, of in judged):
+                apart.update(self._apart(taps[A], taps[B]))
+                unseen.update(_unseen(taps[A], taps[B]))
+            for side in sides:
+                judgement = self._judge(self.executions[side], row, taps[side], positions[side], window)
+                if window is windows[-1]:
+                    heads[side] = self._head(side, row, taps[side], logprobs)
+                judged[side, window] = judgement
+                del taps[side]
+            return [judged[side, window].errors for side in sides]
+
+        d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
+        temperature = self.executions[A].scorer.numerics.temperature
+        for position in sorted(set(positions.values())):
+            sides = [side for side in (A, B) if positions[side] == position]
+
+            def errors_of(window: Window, sides: list[str] = sides) -> list[dict[Point, Any]]:
+                return judge(sides, window)
+
+            products: list[dict[Point, float]] = [{} for _ in sides]
+            if d_T.any():
+                products = self.reference.carried(row, d_T, temperature, position, windows, errors_of)
+            for window in reversed(windows):
+                if (sides[0], window) not in judged:
+                    judge(sides, window)
+            for side, own in zip(sides, products, strict=True):
+                for each in (each for window in windows for each in judged[side, window].operators):
+                    if self.wanted(each.operator):
+                        pooled[side, each.operator].judged.append((row.seq_id, each))
+                        if each.point in own:
+                            yield _carried(side, each, row, own[each.point])
+                for each, own_T in heads[side]:
+                    pooled[side, each.operator].judged.append((row.seq_id, each))
+                    yield _carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum()))
+        for (_side, name), found in pooled.items():
+            if name in apart:
+                found.inherited.append(apart[name][0])
+                found.difference.append(apart[name][1])
+        advance(_TASKS - 1)
+
+    def _judge(
+        self, execution: Execution, row: RecordedRow, taps: RowTaps, first_position: int | None, window: Window
+    ) -> Judgement:
+        return self.reference.judge(
+            row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores, first_position=first_position, window=window
+        )  # fmt: skip
+
+    def _head(
+        self, side: str, row: RecordedRow, taps: RowTaps, logprobs: Mapping[str, Mapping[str, np.ndarray]]
+    ) -> Head:
+        return judge_head(self.executions[side], self.reference, row, taps, logprobs[side][row.seq_id], _LAST)
+
+    def _apart(self, a: RowTaps, b: RowTaps) -> dict[str, tuple[Apart, Apart]]:
+        """Operator -> how far apart both executions are before and behind it; routes that flip are counted."""
+        found = {}
         for name, ours in a.calls.items():
-            theirs = b.calls.get(name)
-            if theirs is None:
-                continue
-            self._count_flips(name, ours.gives, theirs.gives)
-            for side in (A, B):
-                if (side, name) in pooled:
-                    pooled[side, name].inherited.append(_apart(ours.takes, theirs.takes))
-                    pooled[side, name].difference.append(_apart(ours.gives, theirs.gives))
+            if (theirs := b.calls.get(name)) is not None:
+                self._count_flips(name, ours.gives, theirs.gives)
+                found[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+        return found
 
     def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
         """Count the tokens for which the two executions choose other experts."""
@@ -406,19 +477,45 @@ def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> Carri
     )
 
 
+def _tapped_values(config: Any) -> int:
+    """About how many numbers operators take and give, a token."""
+    text = config.get_text_config()
+    hidden = getattr(text, "hidden_size", 1024)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    return int(getattr(text, "num_hidden_layers", 32) * (12 * hidden + 4 * inner))
+
+
+def _free_bytes(device: str) -> int:
+    """Memory that nobody uses; _UNKNOWN_FREE where the system does not say."""
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return _UNKNOWN_FREE
+
+
+def _size(execution: Execution) -> int:
+    """Bytes of a number of an execution."""
+    return int(next(execution.model.parameters()).element_size())
+
+
 def _dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
 
 
-def _apart(a: Sequence[Any], b: Sequence[Any]) -> tuple[float, float]:
-    """Sums of squares of the difference of the first floating tensors of both, and of a's."""
+def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
+    """Of the first floating tensors of both."""
     for ours, theirs in zip(a, b, strict=False):
         if ours is None or theirs is None or not ours.is_floating_point() or ours.numel() != theirs.numel():
             continue
         exact = ours.double()
-        return float((theirs.double().reshape(ours.shape) - exact).square().sum()), float(exact.square().sum())
+        off = (theirs.double().reshape(ours.shape) - exact).flatten()
+        return float(off.dot(off)), float(exact.flatten().dot(exact.flatten()))
     return float("nan"), float("nan")
 
 

@@ -18,15 +18,14 @@ from .reference import Judged, Reference, judged
 from .taps import RowTaps
 
 LOG_SOFTMAX = "log_softmax"
+Head = list[tuple[Judged, np.ndarray]]
+"""What lies behind the last hidden states; beside each operator, [T] nats: what its own error adds to the log-probabilities."""
 
 
 def judge_head(
     execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray, order: int
-) -> list[tuple[Judged, np.ndarray]]:
-    """What lies behind the last hidden states; in one where the projection is no call of its own.
-
-    Beside each, [T] nats: what its own error adds to the log-probabilities.
-    """
+) -> Head:
+    """What lies behind the last hidden states; in one where the projection is no call of its own."""
     import torch
 
     name = head_name(execution.model)
@@ -39,7 +38,7 @@ def judge_head(
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     hidden_TH = hidden[before]
     dtype = numerics.projection_dtype or hidden_TH.dtype
-    found: list[tuple[Judged, np.ndarray]] = []
+    found: Head = []
     with torch.no_grad():
         logits_TV = head(hidden_TH.double())
         call = taps.calls.get(name)
@@ -52,13 +51,15 @@ def judge_head(
                 given=made.dtype, taken=hidden_TH.dtype, weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=recorded
             )  # fmt: skip
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            own = _logprobs(scaled(made.double(), config) / numerics.temperature, ids_T)
-            own = own - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)
+            made_TV = scaled(made.double(), config) / numerics.temperature
+            exact_T = _logprobs(made_TV, ids_T)
+            own = exact_T - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)
             each = judged(name, name.rpartition(".")[2], None, order, made, logits_TV, bound)
             found.append((each, np.asarray(own.cpu())))
-            logits_TV, weight, out = made.double(), None, bounds.unit(made.dtype)
-        logits_TV = scaled(logits_TV, config) / numerics.temperature
-        exact_T = _logprobs(logits_TV, ids_T)
+            logits_TV, weight, out = made_TV, None, bounds.unit(made.dtype)
+        else:
+            logits_TV = scaled(logits_TV, config) / numerics.temperature
+            exact_T = _logprobs(logits_TV, ids_T)
         sums = min(max(out, 2.0**-53), 2.0**-24)
         bound_T = bounds.of_logprobs(
             hidden_TH.double(), weight, logits_TV, ids_T, sums, out if weight is not None or out > 2.0**-24 else 2.0**-24,
@@ -74,7 +75,7 @@ def judge_head(
 
 
 def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
-    return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
+    return logits_TV.gather(-1, ids_T[:, None])[:, 0] - logits_TV.logsumexp(-1)
 
 
 def head_name(model: Any) -> str:

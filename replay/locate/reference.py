@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,12 @@ RESIDUAL, ROTARY, ACTIVATION, WIRING = "residual", "rotary", "activation", "wiri
 of gate and up, and anything else."""
 STATES = "queries", "keys", "values"
 """What reaches the core of attention, where there is no rotary before it, or keys alone are wrong: a cache lies in between."""
+_ORDERS = 10_000
+"""More than a layer has operators."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
+_LAYER_END = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)$")
+_BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
+_NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 _ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
@@ -70,6 +76,42 @@ class Judged:
     """Where its own error enters the forward; None for choices and for the head."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Layers whose operators' numbers exist together."""
+
+    first: int | None = None
+    """None where every layer is."""
+    last: int | None = None
+    is_first: bool = True
+    """What comes before all layers belongs to it."""
+    is_last: bool = True
+    """What comes behind all layers belongs to it."""
+
+    @property
+    def is_all(self) -> bool:
+        return self.first is None or self.last is None
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer belongs to it."""
+        return self.first is None or self.last is None or self.first <= layer <= self.last
+
+    def needs(self, name: str) -> bool:
+        """Whether it takes the numbers of an operator to judge those of these layers: norms behind take what layers leave."""
+        layer = layer_of(name)
+        if layer is None:
+            return self.is_last or bool(_BEFORE_LAYERS.search(name))
+        return self.has(layer) or (
+            self.last is not None and layer == self.last + 1 and bool(_NORM_OF_LAYER.search(name))
+        )
+
+    def runs(self, layer: int) -> bool:
+        """Whether float64 has to run a layer."""
+        return self.has(layer) or (self.last is not None and layer == self.last + 1)
+
+
+EVERY_LAYER = Window()
+
 Point = tuple[str, str, int]
 """An operator's call; TAKES or GIVES; which of its tensors."""
 TAKES, GIVES = "takes", "gives"
@@ -93,62 +135,104 @@ class Reference:
         """`model` has the recorded weights in float64, with unfused attention; `recorded_dtypes` are the weights' own dtypes."""
         self.model = model.eval().requires_grad_(False)
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._operators = operators(model)
+        self.operators = operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
-        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self._operators)
+        self._layers = {
+            int(found[1]): module for name, module in model.named_modules() if (found := _LAYER_END.search(name))
+        }
+        self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in self.operators)
 
     def judge(
-        self, row: RecordedRow, taps: RowTaps, weight_dtypes: Mapping[str, Any], *, rounds_scores: bool
+        self,
+        row: RecordedRow,
+        taps: RowTaps,
+        weight_dtypes: Mapping[str, Any],
+        *,
+        rounds_scores: bool,
+        first_position: int | None = None,
+        window: Window = EVERY_LAYER,
     ) -> Judgement:
-        """The operators of a row's forward, in their order, but for the head. `weight_dtypes` are those of the execution's weights."""
-        import torch
+        """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
-        run = _Run(self, taps, weight_dtypes, rounds_scores)
-        with torch.no_grad(), keep_double(), run.listening():
-            self._hidden(row, run.first_position)
-        return Judgement(run.judged, run.errors, run.first_position)
-
-    def carried(
-        self, row: RecordedRow, weights_T: np.ndarray, judgements: Sequence[Judgement], temperature: float
-    ) -> list[dict[Point, float]]:
-        """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
-
-        One forward and backward of the float64 model for all of these executions, which begin at the same position.
-        Gradients are not kept: each is multiplied as soon as it is there.
+        `weight_dtypes` are those of the execution's weights. Of a `window` that begins behind the first layer, `first_position`
+        is the position of the row's first token.
         """
         import torch
 
-        found: list[dict[Point, float]] = [{} for _ in judgements]
+        if first_position is None:
+            first_position = position_of(taps)
+        run = _Run(self, taps, weight_dtypes, rounds_scores, first_position, window)
+        with torch.no_grad(), keep_double(), run.listening(), self._only(window):
+            self._hidden(row, first_position)
+        return Judgement(run.judged, run.errors, first_position)
+
+    def carried(
+        self,
+        row: RecordedRow,
+        weights_T: np.ndarray,
+        temperature: float,
+        first_position: int,
+        windows: Sequence[Window],
+        errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
+    ) -> list[dict[Point, float]]:
+        """What errors add to sum(weights_T * logprobs) of a row's response, to first order: each times the gradient there.
+
+        One forward and backward of the float64 model. `errors_of` gives the errors of some executions in a window of layers; it is
+        called from the last window to the first, and one window's are kept. Gradients are not kept: each is multiplied as
+        soon as it is there, and the errors are used up. A layer's own numbers exist for one layer at a time: it runs once
+        more on the way back.
+        """
+        import torch
+
+        held, errors = len(windows) - 1, errors_of(windows[-1])
+        found: list[dict[Point, float]] = [{} for _ in errors]
         count: dict[str, int] = {}
+        is_over = has_attended = False
+        entered: Any = None
+
+        def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal entered
+            entered = args[0] if args else kwargs.get("hidden_states")
 
         def called(name: str) -> str:
             count[name] = count.get(name, 0) + 1
             return name if count[name] == 1 else f"{name}#{count[name]}"
 
+        def use(number: int) -> None:
+            nonlocal held, errors
+            if number != held:
+                held, errors = number, errors_of(windows[number])
+
         def note(point: Point, value: Any) -> None:
-            own = [judgement.errors.get(point) for judgement in judgements]
-            if all(error is None for error in own):
+            if is_over:  # layers that run again for the backward are not listened to again
                 return
+            layer = layer_of(point[0])
+            place = (len(windows) - 1 if has_attended else 0) if layer is None else _place(windows, layer)
+            if place and point[1] == TAKES and windows[place].first == layer and value is entered:
+                place -= 1  # what the layer before left
             heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
             def multiply(gradient: Any) -> None:
                 gradient = gradient[0].transpose(0, 1) if heads_first else gradient
-                for products, error in zip(found, own, strict=True):
-                    if error is not None:
-                        products[point] = float((gradient.reshape(error.shape) * error).nan_to_num().sum())
+                use(place)
+                for products, each in zip(found, errors, strict=True):
+                    if (error := each.pop(point, None)) is not None:
+                        products[point] = _product_of(gradient, error)
 
             (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
 
         def core(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal has_attended
             call = called(core_name(self._names.get(id(module), "")))
             for slot, value in enumerate(args[:3]):
                 note((call, TAKES, slot), value)
             given = original(module, *args, **kwargs)
             note((call, GIVES, 0), given[0])
+            has_attended = True
             return given
 
         with ExitStack() as stack:
-            for name, module in self._operators.items():
+            for name, module in self.operators.items():
 
                 def hook(_module: Any, args: Any, kwargs: Any, given: Any, name: str = name) -> None:
                     call = called(name)
@@ -163,12 +247,42 @@ class Reference:
             stack.enter_context(attention_around(core))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(keep_double())
-            hidden_TH = self._hidden(row, judgements[0].first_position)[0]
-            if not hidden_TH.requires_grad:
-                return found
+            stack.enter_context(self._run_again())
+            for layer in self._layers.values():
+                stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            embedding = self.model.get_input_embeddings()
+            stack.callback(embedding.register_forward_hook(lambda _module, _args, given: given.requires_grad_()).remove)
+            hidden_TH = self._hidden(row, first_position)[0]
             logprobs_T = self._logprobs(row, hidden_TH, temperature)
+            is_over = True
             (logprobs_T * torch.from_numpy(np.nan_to_num(weights_T)).to(logprobs_T.device)).sum().backward()
         return found
+
+    @contextmanager
+    def _run_again(self) -> Iterator[None]:
+        """Within it a layer keeps only what it takes, and runs again when the backward needs the rest."""
+        from torch.utils.checkpoint import checkpoint
+
+        with ExitStack() as stack:
+            for module in self._layers.values():
+                module.forward = partial(
+                    checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), keep_double()),
+                )  # fmt: skip
+                stack.callback(module.__dict__.pop, "forward")
+            yield
+
+    @contextmanager
+    def _only(self, window: Window) -> Iterator[None]:
+        """Within it layers that a window does not need hand on what they take."""
+        with ExitStack() as stack:
+            for layer, module in self._layers.items():
+                if window.runs(layer):
+                    continue
+                before = module.__dict__.get("forward")
+                module.forward = _handed_on
+                stack.callback(_put_back, module, before)
+            yield
 
     def logprobs(self, row: RecordedRow, temperature: float) -> np.ndarray:
         """[T] float64 of a row's response."""
@@ -202,33 +316,38 @@ class Reference:
 class _Run:
     """One row's forward in float64 with an execution's numbers put in."""
 
-    def __init__(self, reference: Reference, taps: RowTaps, weight_dtypes: Mapping[str, Any], rounds_scores: bool):
+    def __init__(
+        self,
+        reference: Reference,
+        taps: RowTaps,
+        weight_dtypes: Mapping[str, Any],
+        rounds_scores: bool,
+        first_position: int,
+        window: Window,
+    ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
-        self._rounds_scores = rounds_scores
+        self._rounds_scores, self.first_position, self._window = rounds_scores, first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
         self._num_calls: dict[str, int] = {}
-        self._layer: int | None = None
         self._attended: set[int | None] = set()
         """Layers whose attention has run."""
         self._branches: list[Any] = []
         """What attention and MLP gave since the last addition to the residual stream."""
+        self._last = list(taps.calls)[-2:]
+        self._order = 0 if window.first is None else window.first * _ORDERS
 
-    @property
-    def first_position(self) -> int:
-        """The position that the execution gave the row's first token: padding on the left moves it."""
-        for name, call in self._taps.calls.items():
-            if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
-                for value in call.takes:
-                    if value is not None and not value.is_floating_point():
-                        return int(value.flatten()[0])
-        return 0
+    def _owns(self, layer: int | None) -> bool:
+        """Whether what is there belongs to the window."""
+        if layer is None:
+            return self._window.is_last if self._attended else self._window.is_first
+        return self._window.has(layer)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Put the execution's numbers before and after each operator."""
         with ExitStack() as stack:
-            for name, module in self._reference._operators.items():
+            for name, module in self._reference.operators.items():
                 before, after = self._hooks(name, module)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
@@ -246,7 +365,7 @@ class _Run:
             )
 
         def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            call = self._call(name)
+            call = self._used(name)
             if call is None:
                 return None
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
@@ -264,6 +383,13 @@ class _Run:
         if next_one:
             self._num_calls[name] = self._num_calls.get(name, 0) + 1
         return self._taps.calls.get(self._called(name))
+
+    def _used(self, name: str) -> Call | None:
+        """The same, when it is over: its numbers are not needed again, but for what the last operators gave."""
+        call = self._call(name)
+        if call is not None and self._called(name) not in self._last:
+            self._taps.calls[self._called(name)] = Call((), ())
+        return call
 
     def _called(self, name: str) -> str:
         """The name of an operator's present call."""
@@ -297,6 +423,7 @@ class _Run:
             states[slot] = like(taken, state, heads_first=True)
         given = original(module, *states, *args[3:], **kwargs)
         found = call.gives[0]
+        self._used(name)
         if found is None:
             return given
         exact = given[0].reshape(found.shape)
@@ -423,7 +550,8 @@ class _Run:
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)
                 # Scores of other choices cannot be held against each other.
-                self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).float()
+                if point in self.errors:
+                    self.errors[point] = torch.where(same[:, None], score.double() - value, 0.0).type(torch.float32)
 
     def _add(
         self,
@@ -435,24 +563,31 @@ class _Run:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        self.judged.append(judged(operator, kind, layer, len(self.judged), found, exact, bound, point))
+        import torch
+
+        if not self._owns(layer):
+            return
+        off = found.double() - exact
         if point is not None:
-            self.errors[point] = (found.double() - exact).float()
+            self.errors[point] = off.type(torch.float32)  # `float` leaves it double here
+        self._order += 1
+        self.judged.append(_judged(operator, kind, layer, self._order, found, off, exact, bound, point))
 
     def _add_choice(self, operator: str, kind: str, layer: int | None, found: Any, exact: Any) -> None:
         """Whole numbers that have to be equal, such as positions."""
         self._add_differing(operator, kind, layer, found != exact, found.numel())
 
     def _add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        if not bool(differs.any()):
+        if not self._owns(layer) or not bool(differs.any()):
             return
+        self._order += 1
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
         self.judged.append(
             Judged(
                 operator=operator,
                 kind=kind,
                 layer=layer,
-                order=len(self.judged),
+                order=self._order,
                 num_values=num_values,
                 error=float(differs.double().mean()),
                 largest=1.0,
@@ -476,31 +611,95 @@ def judged(
     """Hold numbers [T, ...] against exact ones and the bound of each."""
     import torch
 
-    found_TX, exact_TX = (values.double().reshape(len(values), -1) for values in (found, exact))
-    both = found_TX.isfinite() & exact_TX.isfinite()
-    apart = found_TX.isfinite() != exact_TX.isfinite()
-    off_TX = torch.where(both, (found_TX - exact_TX).abs(), 0.0)
-    size_TX = torch.where(both, exact_TX, 0.0)
-    bound = torch.as_tensor(bound, dtype=torch.float64, device=off_TX.device)
+    off = (found if found.dtype == torch.float64 else found.double()) - exact
+    return _judged(operator, kind, layer, order, found, off, exact, bound, point)
+
+
+def _judged(
+    operator: str,
+    kind: str,
+    layer: int | None,
+    order: int,
+    found: Any,
+    off: Any,
+    exact: Any,
+    bound: Any,
+    point: Point | None,
+) -> Judged:
+    """The same of what was found less exact, float64, which is used up."""
+    import torch
+
+    off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
+    off_T = torch.linalg.vector_norm(off_TX, dim=1)
+    size_T = torch.linalg.vector_norm(exact_TX, dim=1)
+    apart = None
+    if not bool((off_T + size_T).isfinite().all()):
+        found_TX = found.reshape(off_TX.shape)
+        both = found_TX.isfinite() & exact_TX.isfinite()
+        apart = found_TX.isfinite() != exact_TX.isfinite()
+        off_TX, exact_TX = torch.where(both, off_TX, 0.0), torch.where(both, exact_TX, 0.0)
+        off_T, size_T = (torch.linalg.vector_norm(values, dim=1) for values in (off_TX, exact_TX))
+    num_columns = off_TX.shape[1]
+    bound = torch.as_tensor(bound, dtype=torch.float64, device=off.device)
     bound_TX = bound.expand(exact.shape).reshape(off_TX.shape)
-    ratio_TX = torch.where(apart, float("inf"), (off_TX / bound_TX).nan_to_num(nan=0.0, posinf=float("inf")))
+    ratio_TX = off_TX.abs_().div_(bound_TX)
     of_token = ratio_TX.amax(1)
+    if bool(of_token.isnan().any()):  # 0 of a bound of 0
+        of_token = ratio_TX.nan_to_num_(nan=0.0, posinf=float("inf")).amax(1)
+    if apart is not None:
+        of_token = torch.where(apart.any(1), float("inf"), of_token)
     token = int(of_token.argmax())
-    size = float(size_TX.square().mean().sqrt())
-    relative = off_TX.square().mean(1).sqrt() / size_TX.square().mean(1).sqrt().clamp_min(1e-3 * size + 1e-300)
+    number = max(off_TX.numel(), 1)
+    error, size = (float(torch.linalg.vector_norm(values)) / number**0.5 for values in (off_T, size_T))
+    per_token = num_columns**0.5
+    relative = (off_T / per_token) / (size_T / per_token).clamp_min(1e-3 * size + 1e-300)
     return Judged(
         operator=operator,
         kind=kind,
         layer=layer,
         order=order,
         num_values=off_TX.numel(),
-        error=float(off_TX.square().mean().sqrt()) / size if size else float(off_TX.max()),
-        largest=float("inf") if bool(apart.any()) else float(relative.max()),
+        error=error / size if size else float(off_T.max()),
+        largest=float("inf") if apart is not None and bool(apart.any()) else float(relative.max()),
         ratio=float(of_token[token]),
         token=token,
         dtype=str(found.dtype).removeprefix("torch."),
         point=point,
     )
+
+
+def _product_of(gradient: Any, error: Any) -> float:
+    """The sum of both, number by number; what is not finite adds nothing."""
+    found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))
+    return (
+        found if np.isfinite(found) else float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())
+    )
+
+
+def _place(windows: Sequence[Window], layer: int) -> int:
+    """The number of the window that a layer belongs to."""
+    return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
+
+
+def _handed_on(hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return hidden
+
+
+def _put_back(module: Any, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward")
+    else:
+        module.forward = forward
+
+
+def position_of(taps: RowTaps) -> int:
+    """The position that an execution gave a row's first token: padding on the left moves it."""
+    for name, call in taps.calls.items():
+        if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
+            for value in call.takes:
+                if value is not None and not value.is_floating_point():
+                    return int(value.flatten()[0])
+    return 0
 
 
 def layer_of(name: str) -> int | None:

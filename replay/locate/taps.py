@@ -5,6 +5,7 @@ Shapes: B rows of a forward, W its width, T tokens of a row (prompt and response
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from ..batching import ForwardBatch, PaddedBatch, SharedBatch
 ATTENTION = "attention"
 """What is appended to the name of an attention layer for its core: scores, mask, softmax and values, after the rotary."""
 _PASSED_OVER = ("Dropout", "Identity")
+_RECENT = 16
+"""Tensors that are looked at for one that is kept already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +183,25 @@ class Taps:
         shape = (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
         where = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
 
+        recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
+
+        def kept(value: Any, index: int) -> Any:
+            """A row's part of a tensor; what one operator gives and others take is kept once."""
+            if value.is_inference():
+                return of_tokens(value, shape, where[index])
+            for tensor, version, parts in recent:
+                if tensor is value and version == value._version and index in parts:
+                    return parts[index]
+            part = of_tokens(value, shape, where[index])
+            recent.append((value, value._version, {index: part}))
+            return part
+
         def keep(name: str, takes: list[Any], gives: list[Any], *, core: bool = False) -> None:
             for index, taps in chosen.items():
                 name_now = _unused(name, taps.calls)
-                first = [of_tokens(value, shape, where[index], heads_first=core) for value in takes]
-                last = [of_tokens(value, shape, where[index]) for value in gives]
-                taps.calls[name_now] = Call(tuple(first), tuple(last))
+                first = [of_tokens(value, shape, where[index], heads_first=True) if core else kept(value, index)
+                         for value in takes]  # fmt: skip
+                taps.calls[name_now] = Call(tuple(first), tuple(kept(value, index) for value in gives))
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = original(module, *args, **kwargs)

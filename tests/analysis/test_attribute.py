@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.rollouts import (
     Rollouts,
@@ -147,7 +148,7 @@ CAUSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "entropy"])
 def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, cause):
     found = attribute(record(tmp_path / "run", CAUSES[cause]))
     assert found.fall is not None
@@ -159,7 +160,14 @@ def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, 
     assert found.suspects[0].title in attribution_text(found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def test_an_entropy_that_falls_with_the_reward_is_the_first_suspect_and_no_cause(tmp_path):
+    found = attribute(record(tmp_path / "run", CAUSES["entropy"]))
+    assert found.fall is not None
+    assert found.cause is None
+    assert [suspect.code for suspect in found.suspects[:2]] == ["unknown", "entropy"]
+
+
+@pytest.mark.parametrize("seed", rest_slow(range(4)))
 @pytest.mark.parametrize("gap", [0.0, 1e-3, 0.3])
 def test_a_run_that_does_not_fall_has_no_cause(tmp_path, gap, seed):
     found = attribute(record(tmp_path / "run", Story(gap=level(gap), seed=seed)))

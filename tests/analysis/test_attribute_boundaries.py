@@ -163,7 +163,7 @@ def test_points_of_evidence_and_priors():
     assert [*named, thresholds.CONTROL] == [WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN, 7.0]
     assert {code: thresholds.prior(code).points for code in SUSPECTS} == {
         "mismatch": 0.0, "staleness": -0.5, "optimizer": -0.3, "reward": -1.0, "pairing": -1.5, "entropy": -1.0,
-        "length": -1.0, "data": -1.0, "truncation": -1.0, "reference": -1.5, "advantages": -1.0, "unknown": 1.0,
+        "length": -1.0, "data": -1.0, "truncation": -1.0, "reference": -1.5, "advantages": -1.0, "unknown": 1.7,
     }  # fmt: skip
 
 
@@ -1318,7 +1318,8 @@ def test_probabilities_are_those_of_the_points():
         [Suspect(code=code, evidence=(Evidence(code="prior", points=points),)) for code, points in evidence.items()]
     )
     assert (first.code, second.code) == ("mismatch", "reward")
-    assert first.probability / second.probability == pytest.approx(np.e)
+    assert thresholds.WORTH == 0.5
+    assert first.probability / second.probability == pytest.approx(np.e**0.5)
 
 
 def test_text_marks_what_speaks_for_and_against():

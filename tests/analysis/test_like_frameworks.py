@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
+from shared import rest_slow
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import likeness, stats
@@ -183,15 +184,18 @@ def test_slime(steps, per_token, bounds):
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"use_rs": False, "tis_batch_normalize": False},
-        {"tis_mode": "clip", "tis_upper_bound": 1.1, "rs_veto_threshold": 0.4},
-        {"tis_mode": "mask", "tis_lower_bound": 0.9, "tis_upper_bound": 1.2, "use_rs": False},
-        {"tis_mode": "mask", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "rs_level": "geometric"},
-        {"tis_level": "sequence", "tis_upper_bound": 5.0, "rs_level": "sequence", "rs_veto_threshold": 0.0},
-        {"tis_level": "geometric", "tis_batch_normalize": False, "tis_lower_bound": 0.99, "tis_upper_bound": 1.02},
-    ],
+    rest_slow(
+        [
+            {},
+            {"use_rs": False, "tis_batch_normalize": False},
+            {"tis_mode": "clip", "tis_upper_bound": 1.1, "rs_veto_threshold": 0.4},
+            {"tis_mode": "mask", "tis_lower_bound": 0.9, "tis_upper_bound": 1.2, "use_rs": False},
+            {"tis_mode": "mask", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "rs_level": "geometric"},
+            {"tis_level": "sequence", "tis_upper_bound": 5.0, "rs_level": "sequence", "rs_veto_threshold": 0.0},
+            {"tis_level": "geometric", "tis_batch_normalize": False, "tis_lower_bound": 0.99, "tis_upper_bound": 1.02},
+        ],
+        2,
+    ),
     ids=lambda options: "-".join(str(value) for value in options.values()) or "defaults",
 )
 def test_slime_s_example_mis(steps, per_token, options):

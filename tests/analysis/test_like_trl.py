@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
+from shared import rest_slow
 from tim_trace.analysis.frameworks.trl import Trl
 from tim_trace.analysis.stats import likeness, stats
 from tim_trace.analysis.trace.database import connect
@@ -232,7 +233,7 @@ def agree(found, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("clip_max", "clip_min"), [(3.0, None), (1.2, 0.8)])
+@pytest.mark.parametrize(("clip_max", "clip_min"), rest_slow([(3.0, None), (1.2, 0.8)]))
 def test_every_step_s_numbers_are_trl_s(trl, loss, steps, mode, clip_max, clip_min):
     path, batches = steps
     options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": clip_max}

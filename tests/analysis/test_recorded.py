@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import ROOT, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story
@@ -149,6 +150,8 @@ PLANTED = {
     "unknown": ("unknown", "frobnication", Plan(settings={"frobnication": 1.0}, settings_at={"frobnication": 2.0})),
 }  # fmt: skip
 """Name -> the suspect, the series that changes, and the plan."""
+OPEN = {"cut responses", "another reference", "temperature"}
+"""Of which the suspect comes first, with less than all others together."""
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +172,13 @@ def asked(query, *traces):
     return tim_trace("sql", *traces, query, "--json").json()
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", rest_slow(PLANTED, 4))
 def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, name):
     suspect, series, _ = PLANTED[name]
     found = attribute(traces(name))
     assert found.fall is not None
     assert found.suspects[0].code == suspect
-    assert found.cause == (None if suspect == "unknown" else suspect)
+    assert found.cause == (None if suspect == "unknown" or name in OPEN else suspect)
     own = [
         change
         for change in found.changes

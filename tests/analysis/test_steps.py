@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace
 from builders import tim_trace as command
+from shared import rest_slow
 from tim_trace import attribute, check, corrections, diagnose, dynamics, objective, report, stats
 from tim_trace.analysis.stats import likeness
 from tim_trace.analysis.trace.database import Database
@@ -45,7 +46,7 @@ def whole(tmp_path_factory):
     return trace
 
 
-@pytest.fixture(scope="module", params=CHOSEN)
+@pytest.fixture(scope="module", params=rest_slow(CHOSEN, 2))
 def both(request, whole, tmp_path_factory):
     """(all steps, those of the choice alone, the choice)."""
     part = write(tmp_path_factory.mktemp("part") / "run", CHOSEN[request.param])

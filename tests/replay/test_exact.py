@@ -11,6 +11,7 @@ from builders import tim_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import train
+from shared import rest_slow
 from tim_trace.analysis.trace.database import connect
 from tim_trace.replay.arms import parse_arm
 from tim_trace.replay.backends.double import keep_double
@@ -128,8 +129,15 @@ def some_rows(count=8, seed=0):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(kind, dtype) for kind in ("qwen3", "llama", "qwen3-moe") for dtype in ("fp32", "bf16")]
-    + [("qwen3-moe", "fp16"), ("qwen3", "fp64"), ("qwen2, windowed", "fp32"), ("llama3's rotary", "bf16")],
+    rest_slow(
+        [
+            *((kind, dtype) for kind in ("qwen3", "llama", "qwen3-moe") for dtype in ("fp32", "bf16")),
+            ("qwen3-moe", "fp16"),
+            ("qwen3", "fp64"),
+            ("qwen2, windowed", "fp32"),
+            ("llama3's rotary", "bf16"),
+        ]
+    ),
 )
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
@@ -145,7 +153,7 @@ def test_a_token_s_bits_depend_on_nothing_but_what_came_before_it(kind, dtype, d
     assert found == alone
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3-moe"])
+@pytest.mark.parametrize("kind", rest_slow(["qwen3", "llama", "qwen3-moe"]))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_plain_transformers_does_not_give_equal_bits(kind, dtype):
     """The control of the test above: on a few rows the same comparison fails for the plain forward."""
@@ -339,6 +347,7 @@ def test_two_exact_replays_of_a_recording_have_equal_bits(tmp_path):
     assert all(0 < result.max_abs_d < 1e-5 for result in exact)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_contract_says_what_scored(tmp_path):
     trace = tmp_path / "run"

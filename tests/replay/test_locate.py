@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from runs import train
+from shared import rest_slow
 from tim_trace.analysis.locate import locate, location
 from tim_trace.analysis.locate_text import location_text, sentence
 from tim_trace.replay.locate import bounds
@@ -94,7 +96,7 @@ def traces(tmp_path_factory):
 @pytest.mark.parametrize(
     "dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp16", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", rest_slow(MODELS))
 def test_rounding_is_no_divergence(traces, name, dtype):
     found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
     assert found.first is None
@@ -104,17 +106,48 @@ def test_rounding_is_no_divergence(traces, name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "off"),
-    [
-        ("llama", "fp32", 1e-5),
-        ("gemma2", "fp32", 1e-5),
-        ("qwen3_moe", "fp32", 1e-5),
-        ("llama", "bf16", 0.05),
-        ("gemma2", "bf16", 0.05),
-    ],
+    rest_slow(
+        [
+            ("llama", "fp32", 1e-5),
+            ("gemma2", "fp32", 1e-5),
+            ("qwen3_moe", "fp32", 1e-5),
+            ("llama", "bf16", 0.05),
+            ("gemma2", "bf16", 0.05),
+        ]
+    ),
 )
 def test_the_operators_own_errors_add_up_to_the_gap(traces, name, dtype, off):
     found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
     assert found.explained == pytest.approx(1, abs=off)
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"),
+    rest_slow(
+        [("qwen3", "dtype=bf16"), ("gemma2", "dtype=bf16"), ("gpt_neox", "batch-size=1"), ("qwen3_moe", "dtype=fp32")]
+    ),
+)
+def test_layers_that_do_not_fit_beside_each_other_give_the_same(traces, name, arm):
+    whole = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none")
+    turns = locate_operators(traces(name), arm=arm, against="attention=eager", patch="none", tapped_bytes=1)
+    assert list(map(as_row, turns.operators)) == list(map(as_row, whole.operators))
+    assert {key(each): each.product for each in turns.carried} == {
+        key(each): pytest.approx(each.product, rel=1e-6, abs=1e-12) for each in whole.carried
+    }
+    assert (turns.first, turns.routers, turns.unseen) == (whole.first, whole.routers, whole.unseen)
+
+
+def as_row(operator):
+    """What an operator introduced, without its place in a window."""
+    return tuple(
+        f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in asdict(operator).items()
+        if name != "order"
+    )
+
+
+def key(carried):
+    return carried.side, carried.operator, carried.seq_id
 
 
 def test_flipped_routes_are_counted_and_are_no_divergence(traces):
@@ -209,9 +242,9 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
 @pytest.mark.parametrize(
-    ("name", "plant", "operator"), PLANTED, ids=lambda value: getattr(value, "__name__", str(value))
+    ("name", "plant", "operator"), rest_slow(PLANTED, 6), ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_a_planted_fault_of_code_is_named_where_it_lies(traces, name, plant, operator, dtype):
     found = locate_operators(
@@ -288,6 +321,7 @@ def test_what_cannot_be_done_is_said(traces, options, error, message):
         locate(traces("llama"), **options)
 
 
+@pytest.mark.slow
 def test_the_command_says_where_and_ends_with_1(traces, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import transformers\n\n\n"

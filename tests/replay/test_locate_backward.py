@@ -285,6 +285,15 @@ def test_what_cannot_be_done_is_said(traces, options, error, message):
         find(traces("llama"), **options)
 
 
+def test_a_mixture_of_experts_is_refused(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    trace = record(tmp_path / "run", transformers.Qwen3MoeForCausalLM(config))
+    with pytest.raises(CannotReplay, match="mixture of experts"):
+        locate_backward(trace, sequences="random:6")
+
+
 def test_a_trace_without_advantages_says_how_to_record_them(traces):
     with pytest.raises(CannotReplay, match="record them with"):
         find(traces("llama", advantages=False))

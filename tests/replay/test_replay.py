@@ -328,6 +328,7 @@ def test_the_logits_of_a_factory_s_model_are_captured(table):
     assert (distance, count) == (0.0, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -37,6 +37,7 @@ def groups_of(trace, name):
     return connect(trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_a_sample_has_whole_groups_of_every_step_and_the_bits_of_the_whole(trace, tmp_path):
     arms = ["dtype=bf16", "batch-size=1", "padding=packed", "engine=exact"]
     whole = record_groups(tmp_path / "whole")

@@ -44,6 +44,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(buckets, "STEP_TOKENS", 300)
 
 
+@pytest.mark.slow
 def test_every_answer_is_the_same_from_few_files(tmp_path):
     trace = make_run(tmp_path / "run")
     summarize(trace)

@@ -11,6 +11,7 @@ from tim_trace.tracer.recorder import Recorder
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_trace_each_with_its_own_files(tmp_path):
     done = run(TORCHRUN, "--standalone", "--nproc-per-node", 2, PROGRAMS / "ranks.py", tmp_path / "run")
     assert done.code == 0, done.stderr

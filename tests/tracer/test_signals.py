@@ -25,7 +25,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, sig
     signal.signal(number, tell)
 print("up", flush=True)
 while True:
-    time.sleep(60)
+    time.sleep(0.1)  # a signal that comes just before a sleep is told after it
 """
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 PLENTY_S = 240.0

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from runs import program, train
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import likeness, stats
 from tim_trace.analysis.trace.database import connect
@@ -61,13 +62,14 @@ def test_recording_says_where_it_writes_and_what_comes_next(on_policy):
     assert f"next: tim-trace info {on_policy.trace}" in on_policy.done.stderr
 
 
-def test_nothing_is_missing_from_a_finished_run(on_policy, off_policy, vllm, rloo):
-    for run in (on_policy, off_policy, vllm, rloo):
-        found = info(str(run.trace))
-        assert (found.state, found.exit_code, found.damaged) == ("finished", 0, ())
-        assert found.missing == ()
+@pytest.mark.parametrize("name", ["off_policy", "vllm", *rest_slow(["on_policy", "rloo"], 0)])
+def test_nothing_is_missing_from_a_finished_run(request, name):
+    found = info(str(request.getfixturevalue(name).trace))
+    assert (found.state, found.exit_code, found.damaged) == ("finished", 0, ())
+    assert found.missing == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "capture", ["logprobs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk:3", "logits"))]
 )
@@ -443,6 +445,7 @@ def test_full_logits_give_the_recorded_logprobs_of_both_sides():
     assert seen == {("train", "logits"), ("rollout", "logprobs")}
 
 
+@pytest.mark.slow
 def test_rloo_s_rollout_logprobs_are_recorded_though_the_trainer_throws_them_away(rloo):
     (row,) = stats(rloo.trace).dicts()
     assert row["num_sequences"] == 24
@@ -452,6 +455,7 @@ def test_rloo_s_rollout_logprobs_are_recorded_though_the_trainer_throws_them_awa
     )
 
 
+@pytest.mark.slow
 def test_rloo_s_kl_is_the_one_that_it_logged(rloo):
     query = "SELECT step, avg(d) FROM pair('train', 'reference') GROUP BY step ORDER BY step"
     for step, kl in rows(rloo, query):

@@ -72,6 +72,7 @@ def test_every_completion_is_recorded_with_the_engine_s_logprobs(env):
                 assert row[2] == told
 
 
+@pytest.mark.slow
 def test_logprobs_that_the_script_did_not_ask_for_are_recorded():
     run = program("generate.py", capture="logprobs")
     assert all(completion["logprobs"] is None for output in run.result["plain"] for completion in output)

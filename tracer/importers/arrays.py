@@ -21,6 +21,11 @@ STORAGES = {
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }  # fmt: skip
+_ONE_NAME = {
+    "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
+    "char": "int8", "byte": "uint8",
+}  # fmt: skip
+"""torch's second name of a dtype -> its first."""
 MAX_DIMENSIONS = 8
 
 
@@ -109,6 +114,12 @@ class Tensor(Held):
         self._dtype = dtype
         if len(self._shape) != len(self._strides):
             raise NotPlain("a tensor has other strides than its shape")
+
+    @property
+    def dtype(self) -> str | None:
+        """torch's name of the dtype that it was saved in."""
+        name = self._dtype or self._storage.dtype
+        return _ONE_NAME.get(name, name) if name is not None else None
 
     def array(self) -> np.ndarray:
         name = self._dtype or self._storage.dtype

@@ -1,0 +1,1 @@
+"""Two folders of tensors that other tools dumped: read as data, matched by name, compared."""

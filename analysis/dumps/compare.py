@@ -1,0 +1,261 @@
+"""Where the tensors of two dumps begin to differ by more than rounding.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import NothingToCompare
+from ...schemas.results import Result
+from ...tracer.progress import Progress, no_progress
+from ..rows import Rows, table
+from .difference import Difference, difference
+from .folder import DumpFolder, Entry, Spot
+from .layout import Tokens, Unmatched, reconciled
+from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, Place
+from .sources import Pair, Shards, pairs, shards, whole
+
+_GROWTH = 4.0
+"""Times by which what lies between two dumped tensors may enlarge the largest error before it."""
+_ROUNDINGS, _WORST_ROUNDINGS = 8.0, 16.0
+"""Unit roundoffs of the coarsest dtype that it may add: to the tensor's error, and to that of one token."""
+_FLOAT32 = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """One tensor that both sides dumped."""
+
+    place: str
+    layer: int | None
+    forward: int
+    name_a: str
+    name_b: str
+    dtype_a: str
+    dtype_b: str
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    rms: float | None
+    """Root mean square difference over the root mean square of both; None for integers."""
+    worst: float | None
+    """The largest of a token's own."""
+    token: int | None
+    """The token of `worst`, counted without padding; the first that differs, of integers."""
+    max_abs: float
+    units: float | None
+    """`rms` in unit roundoffs of the coarsest dtype up to here."""
+    ratio: float | None
+    """`rms`, or `worst` where that is more, in units of what rounding may make of it behind the errors of the tensors before."""
+    num_different: int | None
+    """Integers that differ; None for numbers with a point."""
+    num_nonfinite_a: int
+    num_nonfinite_b: int
+    why: str | None
+    """nonfinite, beyond, or differs (positions); None where rounding explains it, and for choices of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotCompared:
+    """A tensor that both sides dumped and that cannot be compared."""
+
+    place: str
+    forward: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpComparison(Result):
+    """Two folders of dumped tensors: a row a tensor that both hold, in the order of the forward."""
+
+    _text = "tim_trace.analysis.dumps.text:dumps_text"
+
+    a: str
+    b: str
+    order: str
+    """What says it: dump_index or dump.json of a or b, or layers."""
+    num_forwards_a: int
+    num_forwards_b: int
+    tokens_checked: bool
+    """Whether both sides dumped input_ids; they are the same then."""
+    first: TensorDifference | None
+    """The first tensor that is not finite; without one, the first whose difference rounding does not explain."""
+    before: TensorDifference | None
+    """The one before it that can be judged."""
+    tensors: tuple[TensorDifference, ...]
+    not_compared: tuple[NotCompared, ...]
+    only_a: tuple[str, ...]
+    """Names that b has no counterpart of."""
+    only_b: tuple[str, ...]
+    num_gradients: int
+    """Gradients and parameters of both folders, which are not compared."""
+
+
+def locate_dumps(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress = no_progress
+) -> DumpComparison:
+    """Find the first tensor of two dumped forwards whose difference rounding does not explain.
+
+    `a` and `b` are folders that another tool dumped tensors to: SGLang's dumper, msprobe, or .pt, .npy, .npz and
+    .safetensors files by name. Only differences can be judged, not which side is wrong: without weights and inputs nobody
+    can say what an operator should have given. Files are read as data; one that names anything else is refused.
+
+    Raises ImportFailed for a file that is damaged, hostile or a link, NothingToCompare where no tensor or other tokens
+    were dumped.
+    """
+    sides = DumpFolder(a), DumpFolder(b)
+    tokens = {forward: _tokens(*sides, forward) for forward in range(min(side.num_forwards for side in sides))}
+    found = pairs(*sides)
+    if not found:
+        examples = [next(iter(side.spots.values()))[0].name for side in sides]
+        raise NothingToCompare(f"{a} and {b} have no name in common, as {examples[0]!r} and {examples[1]!r}")
+    judge, tensors, refused = _Judge(), [], []
+    with progress("comparing", len(found)) as advance:
+        for pair in found:
+            try:
+                tensors.append(_compared(pair, sides, tokens[pair.forward], judge))
+            except Unmatched as error:
+                refused.append(NotCompared(place=str(pair.place), forward=pair.forward, reason=str(error)))
+            advance(1)
+    first = next((row for row in tensors if row.why == "nonfinite"), None) or next(
+        (row for row in tensors if row.why), None
+    )
+    earlier = tensors[: tensors.index(first)] if first is not None else []
+    return DumpComparison(
+        a=str(a), b=str(b), order=_order(*sides), num_forwards_a=sides[0].num_forwards, num_forwards_b=sides[1].num_forwards,
+        tokens_checked=all(of is not None for pair_of in tokens.values() for of in pair_of), first=first,
+        before=next((row for row in reversed(earlier) if row.rms is not None), None), tensors=tuple(tensors),
+        not_compared=tuple(refused), only_a=tuple(_left(sides[0], {s for p in found for s in p.a.spots})),
+        only_b=tuple(_left(sides[1], {s for p in found for s in p.b.spots})),
+        num_gradients=sum(side.num_gradients for side in sides),
+    )  # fmt: skip
+
+
+def dumps_rows(found: DumpComparison, by: str = "operator") -> Rows:
+    """A row a tensor, or the worst of each layer."""
+    rows = list(found.tensors)
+    if by == "layer":
+        worst: dict[tuple[int, int | None], TensorDifference] = {}
+        for row in rows:
+            known = worst.setdefault((row.forward, row.layer), row)
+            if (row.ratio or 0.0) > (known.ratio or 0.0):
+                worst[row.forward, row.layer] = row
+        rows = list(worst.values())
+    return table(rows)
+
+
+def _order(a: DumpFolder, b: DumpFolder) -> str:
+    return f"{a.order} of a" if a.order else f"{b.order} of b" if b.order else "layers"
+
+
+def _left(side: DumpFolder, used: set[Spot]) -> Iterator[str]:
+    yield from dict.fromkeys(entries[0].name for spot, entries in side.spots.items() if spot not in used)
+
+
+class _Judge:
+    """What rounding may have made of the tensors so far."""
+
+    def __init__(self) -> None:
+        self._rms = self._worst = self._unit = 0.0
+        self._num_terms = 1
+
+    def ratio(self, found: Difference, unit: float, num_terms: int) -> tuple[float, float]:
+        """The next tensor's error in units of its bound, and the unit roundoff that it is counted in.
+
+        A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is at
+        most the longest axis so far.
+        """
+        self._unit, self._num_terms = max(self._unit, unit), max(self._num_terms, num_terms)
+        terms = 2 * min(self._unit, _FLOAT32) * min(self._num_terms, 8 * sqrt(self._num_terms))
+        ratio = max(
+            found.rms / (_GROWTH * self._rms + _ROUNDINGS * self._unit + terms),
+            found.worst / (_GROWTH * self._worst + _WORST_ROUNDINGS * self._unit + terms),
+        )
+        if ratio <= 1:
+            self._rms, self._worst = max(self._rms, found.rms), max(self._worst, found.worst)
+        return ratio, self._unit
+
+
+def _compared(
+    pair: Pair, sides: tuple[DumpFolder, DumpFolder], tokens: tuple[Tokens | None, Tokens | None], judge: _Judge
+) -> TensorDifference:
+    of_a, of_b = shards(pair.a, sides[0], sides[1]), shards(pair.b, sides[1], sides[0])
+    if of_a.is_float != of_b.is_float:
+        raise Unmatched(f"dtypes {of_a.dtype} and {of_b.dtype}")
+    if not all(value.size for each in (of_a, of_b) for value in each.values):
+        raise Unmatched("it has no values")
+    shapes = [_shape(each.values) for each in (of_a, of_b)]
+    a, b = reconciled(*whole(of_a.values, of_b.values), *tokens)
+    row = _integers(pair, a, b) if not of_a.is_float else _numbers(a, b, of_a, of_b, judge)
+    return TensorDifference(
+        place=str(pair.place), layer=pair.place.layer, forward=pair.forward, name_a=of_a.name, name_b=of_b.name,
+        dtype_a=of_a.dtype, dtype_b=of_b.dtype, shape_a=shapes[0], shape_b=shapes[1], **row,
+    )  # fmt: skip
+
+
+def _numbers(a: np.ndarray, b: np.ndarray, of_a: Shards, of_b: Shards, judge: _Judge) -> dict[str, Any]:
+    found = difference(a, b)
+    # Equal values say nothing of a computation: weights of a bfloat16 checkpoint, zeros and masks are in float32 models too.
+    unit = max((each.held_unit if found.rms else each.unit) for each in (of_a, of_b))
+    ratio, unit = judge.ratio(found, unit, max(a.shape, default=1))
+    is_odd = bool(found.num_nonfinite_a or found.num_nonfinite_b)
+    return {
+        "rms": found.rms, "worst": found.worst, "token": found.token, "max_abs": found.max_abs, "units": found.rms / unit,
+        "ratio": ratio, "num_different": None, "num_nonfinite_a": found.num_nonfinite_a,
+        "num_nonfinite_b": found.num_nonfinite_b,
+        "why": "nonfinite" if is_odd else "beyond" if ratio > 1 else None,
+    }  # fmt: skip
+
+
+def _integers(pair: Pair, a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
+    differs = (a != b).reshape(len(a) if a.ndim else 1, -1)
+    number = int(differs.sum())
+    largest = np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0)
+    return {
+        "rms": None, "worst": None, "token": int(differs.any(1).argmax()) if number else None, "max_abs": float(largest),
+        "units": None, "ratio": None, "num_different": number, "num_nonfinite_a": 0, "num_nonfinite_b": 0,
+        "why": "differs" if number and pair.place.module == POSITIONS else None,
+    }  # fmt: skip
+
+
+def _shape(values: list[np.ndarray]) -> tuple[int, ...]:
+    return tuple(values[0].shape) if len(values) == 1 else (len(values), *values[0].shape)
+
+
+def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[Tokens | None, Tokens | None]:
+    """The tokens of a forward of both sides. Raises NothingToCompare where they are other ones."""
+    of_a, of_b = _tokens_of(a, forward), _tokens_of(b, forward)
+    if of_a is None or of_b is None:
+        return None, None
+    if len(of_a.ids_T) != len(of_b.ids_T):
+        raise NothingToCompare(
+            f"forward {forward}: a has {len(of_a.ids_T):,} tokens and b {len(of_b.ids_T):,}, so there is nothing to compare; where "
+            "one side pads, dump its attention_mask, and where it took several forwards, dump one"
+        )
+    if not np.array_equal(of_a.ids_T, of_b.ids_T):
+        token = int((of_a.ids_T != of_b.ids_T).argmax())
+        raise NothingToCompare(
+            f"forward {forward}: input_ids differ from token {token} on ({of_a.ids_T[token]} in a, {of_b.ids_T[token]} in b), so "
+            "there is nothing to compare; dump forwards of the same tokens"
+        )
+    return of_a, of_b
+
+
+def _tokens_of(side: DumpFolder, forward: int) -> Tokens | None:
+    ids, mask = (_integer_array(side, name, forward) for name in (INPUT_IDS, MASK))
+    return None if ids is None else Tokens.of(ids, mask)
+
+
+def _integer_array(side: DumpFolder, name: str, forward: int) -> np.ndarray | None:
+    entries: list[Entry] = side.spots.get(Spot(Place(None, name, OUTPUT), forward, 0), [])
+    if not entries:
+        return None
+    value = side.read(entries[0])
+    return value.array if not value.is_float and value.array.ndim in (1, 2) else None

@@ -1,0 +1,169 @@
+"""The tensors in one file of a dump: .pt, .npy, .npz and .safetensors, read as data and never run."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from ...tracer.importers.arrays import Held, Tensor, from_bfloat16
+from ...tracer.importers.npz import read_npz
+from ...tracer.importers.pickles import Budget, NotPlain
+from ...tracer.importers.torch_files import read_pickled
+
+SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".safetensors")
+_PRECISION_BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
+_SAFETENSORS = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "bfloat16", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "BOOL": "?",
+}  # fmt: skip
+"""safetensors' name of a dtype -> NumPy's."""
+_MOST_HEADER_BYTES = 100 << 20
+"""Of a safetensors file, as its own library reads."""
+_DEEPEST = 8
+"""Dictionaries and lists inside of each other in one file."""
+
+
+class Value:
+    """One tensor as it was dumped."""
+
+    __slots__ = ("array", "dtype")
+
+    def __init__(self, array: np.ndarray, dtype: str):
+        self.array, self.dtype = array, dtype
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in _PRECISION_BITS
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of its dtype."""
+        return 2.0 ** -_PRECISION_BITS[self.dtype]
+
+    @property
+    def held_unit(self) -> float:
+        """The unit roundoff of the coarsest dtype that holds every value exactly.
+
+        A tensor that was computed in bfloat16 and saved as float32 has bfloat16's.
+        """
+        own = self.unit
+        if self.dtype != "float32" or not self.array.size:
+            return own
+        bits = np.ascontiguousarray(self.array).view(np.uint32)
+        if not (bits & 0xFFFF).any():
+            return 2.0**-8
+        with np.errstate(over="ignore"):
+            is_half = np.array_equal(self.array.astype(np.float16).astype(np.float32), self.array)
+        return 2.0**-11 if is_half else own
+
+
+class TensorFile:
+    """One file, opened: its tensors by the names in it; "" is the name of a file's only tensor."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ImportFailed(f"{path}: is no plain file, so it is not read")
+        self.meta: dict[str, Any] = {}
+        """What SGLang's dumper says of the tensor."""
+        self._held: dict[str, Any] = {}
+        try:
+            self._open()
+        except ImportFailed:
+            raise
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            EOFError,
+            OverflowError,
+            RecursionError,
+            struct.error,
+        ) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ImportFailed(f"{path}: is no whole {path.suffix} file ({reason}); dump or copy it again") from error
+
+    def names(self) -> list[str]:
+        return list(self._held)
+
+    def read(self, name: str) -> Value:
+        """One tensor. Raises ImportFailed."""
+        held = self._held[name]
+        try:
+            if isinstance(held, Tensor):
+                return _value(held.array(), held.dtype)
+            if isinstance(held, Held):
+                return _value(held.array())
+            if isinstance(held, tuple):
+                return self._safetensor(*held)
+            return _value(held)
+        except (NotPlain, ValueError, OSError) as error:
+            raise ImportFailed(f"{self.path}: {name or 'its tensor'} is not readable ({error})") from error
+
+    def _open(self) -> None:
+        if self.path.suffix == ".npy":
+            self._held[""] = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        elif self.path.suffix == ".npz":
+            self._held = dict(read_npz(self.path, Budget(str(self.path), self.path.stat().st_size)))
+        elif self.path.suffix == ".safetensors":
+            self._held = dict(self._safetensors())
+        else:
+            value = read_pickled(self.path)
+            if isinstance(value, dict) and isinstance(value.get("meta"), dict) and "value" in value:
+                value, self.meta = value["value"], value["meta"]
+            self._held = dict(_tensors(value))
+
+    def _safetensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+        """Name -> dtype, shape, and where its bytes begin and end in the file."""
+        total = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(total - 8, _MOST_HEADER_BYTES):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise TypeError("its header names no tensors")
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+            sizes = (*shape, start, stop)
+            if not all(type(size) is int and size >= 0 for size in sizes) or not start <= stop <= total - 8 - length:
+                raise ValueError(f"{name[:80]!r} lies outside of its bytes")
+            yield name, (entry["dtype"], shape, 8 + length + start, 8 + length + stop)
+
+    def _safetensor(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Value:
+        if name not in _SAFETENSORS:
+            raise NotPlain(f"dtype {name}")
+        is_bfloat16 = name == "BF16"
+        dtype = np.dtype("<u2" if is_bfloat16 else _SAFETENSORS[name])
+        if math.prod(shape) * dtype.itemsize != stop - start:
+            raise NotPlain("its bytes are not as many as its shape says")
+        if stop == start:
+            return Value(np.empty(shape, np.float32), "bfloat16" if is_bfloat16 else dtype.name)
+        array = np.memmap(self.path, dtype, "r", offset=start, shape=shape)
+        return Value(from_bfloat16(array), "bfloat16") if is_bfloat16 else _value(array)
+
+
+def _value(array: np.ndarray, dtype: str | None = None) -> Value:
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise NotPlain(f"dtype {array.dtype}")
+    return Value(array.astype(array.dtype.newbyteorder("="), copy=False), dtype or array.dtype.name)
+
+
+def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a value, by the names that lead to it."""
+    if isinstance(value, (Held, np.ndarray)):
+        yield name, value
+    elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(item, f"{name}.{key}" if name else str(key), depth + 1)

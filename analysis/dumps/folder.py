@@ -1,0 +1,226 @@
+"""A folder of dumped tensors: whose they are, of which forward and rank, and in which order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...schemas.errors import ImportFailed, NothingToCompare
+from .files import SUFFIXES, TensorFile, Value
+from .names import Place, has_layer, is_gradient, place_of
+
+_PASS_TAGS = ("step", "forward_pass_id")
+"""SGLang's tag of a forward, of today and of older releases."""
+_PASS_FOLDER = re.compile(r"^(?:step|pass|forward|forward_pass|iteration)[_=-]?(\d+)$")
+_RANK_FOLDER = re.compile(r"^(?:tp_|global_|tp|global)?rank[_=-]?(\d+)$")
+_PROCESS_FOLDER = re.compile(r"^proc\d+$")
+_MOST_JSON_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One dumped tensor."""
+
+    name: str
+    path: Path
+    key: str
+    """Its name in the file; "" where the file holds nothing else."""
+    rank: int
+    number: int | None
+    """Its place in the order in which it was dumped; None where nothing says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """What tensors of two dumps are matched by."""
+
+    place: Place
+    forward: int
+    """The how-manieth forward of the dump."""
+    call: int
+    """The how-manieth tensor of this place in the forward."""
+
+
+class NoTensor(ValueError):
+    """What was dumped is a number, a text or a dictionary."""
+
+
+class DumpFolder:
+    """The tensors of one side. One file at a time is held in memory."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.path = Path(folder)
+        if not self.path.is_dir():
+            raise NothingToCompare(
+                f"{self.path}: no folder lies there; give the folder that the tensors were dumped to"
+            )
+        self.num_gradients = 0
+        """Gradients and parameters, which are not compared."""
+        self.order = ""
+        """What says the order of the tensors; empty where nothing does."""
+        self._open: TensorFile | None = None
+        self.spots: dict[Spot, list[Entry]] = self._spots()
+        if not self.spots:
+            raise NothingToCompare(
+                f"{self.path}: holds no tensor of a forward; what is read is {', '.join(SUFFIXES)}, a file a tensor or with "
+                "many names"
+            )
+
+    @property
+    def num_forwards(self) -> int:
+        return 1 + max(spot.forward for spot in self.spots)
+
+    def read(self, entry: Entry) -> Value:
+        """The tensor of an entry. Raises ImportFailed, and NoTensor where a dumper wrote another value."""
+        file = self._file(entry.path)
+        if entry.key not in file.names():
+            raise NoTensor
+        return file.read(entry.key)
+
+    def _file(self, path: Path) -> TensorFile:
+        if self._open is None or self._open.path != path:
+            self._open = None
+            self._open = TensorFile(path)
+        return self._open
+
+    def _spots(self) -> dict[Spot, list[Entry]]:
+        found: list[tuple[str, Place, int, Entry]] = []
+        for forward, layer, entry in self._entries():
+            if is_gradient(entry.name):
+                self.num_gradients += 1
+                continue
+            place, call = place_of(entry.name, layer)
+            found.append((forward, place, call, entry))
+        forwards = {name: place for place, name in enumerate(sorted({item[0] for item in found}, key=_by_number))}
+        found.sort(key=lambda item: (item[3].number is None, item[3].number or 0))
+        times: Counter[Any] = Counter()
+        spots: dict[Spot, list[Entry]] = defaultdict(list)
+        for forward, place, call, entry in found:
+            seen = (forward, place, call, entry.rank, entry.name)
+            spots[Spot(place, forwards[forward], call + times[seen])].append(entry)
+            times[seen] += 1
+        return {spot: _of_one_name(entries) for spot, entries in spots.items()}
+
+    def _entries(self) -> Iterator[tuple[str, int | None, Entry]]:
+        paths = sorted(self._paths(self.path))
+        numbers = self._msprobe_order(paths)
+        tensors = [path for path in paths if path.suffix in SUFFIXES]
+        folders = [path.relative_to(self.path).parent.parts for path in tensors]
+        shared = _num_shared(folders)
+        ranks: dict[str, int] = {}
+        for path, parts in zip(tensors, folders, strict=True):
+            tags = _tags(path.stem)
+            names, forward, rank = [], "0", 0
+            for depth, part in enumerate(parts):
+                if of_pass := _PASS_FOLDER.match(part):
+                    forward = of_pass[1]
+                elif of_rank := _RANK_FOLDER.match(part):
+                    rank = int(of_rank[1])
+                elif _PROCESS_FOLDER.match(part):
+                    rank = ranks.setdefault(part, len(ranks))
+                elif depth >= shared and part != "dump_tensor_data":
+                    names.append(part)
+            if "name" in tags:
+                forward = next((tags[tag] for tag in _PASS_TAGS if tag in tags), forward)
+                layer = int(tags["layer_id"]) if tags.get("layer_id", "").isdecimal() else None
+                self.order = self.order or ("dump_index" if tags.get("dump_index", "").isdecimal() else "")
+                yield forward, layer, Entry(
+                    name=tags["name"], path=path, key="", rank=_rank(tags, rank),
+                    number=int(tags["dump_index"]) if tags.get("dump_index", "").isdecimal() else None,
+                )  # fmt: skip
+                continue
+            for key in self._keys(path):
+                name = key if _is_whole(key, path.stem) else ".".join(filter(None, (*names, path.stem, key)))
+                yield forward, None, Entry(name=name, path=path, key=key, rank=rank, number=numbers.get(path.name))
+
+    def _keys(self, path: Path) -> list[str]:
+        """Names in a file; one tensor alone has none. Files that msprobe names are not opened for it."""
+        if path.parent.name == "dump_tensor_data":
+            return [""]
+        return self._file(path).names()
+
+    def _msprobe_order(self, paths: list[Path]) -> dict[str, int]:
+        """File name -> place in msprobe's dump.json, which lists modules in the order in which they ended."""
+        numbers: dict[str, int] = {}
+        for path in paths:
+            if path.name != "dump.json":
+                continue
+            if path.stat().st_size > _MOST_JSON_BYTES:
+                raise ImportFailed(f"{path}: has more than {_MOST_JSON_BYTES >> 30} GiB, so it is not read")
+            try:
+                listed = json.loads(path.read_bytes())
+                for number, name in enumerate(_data_names(listed.get("data", {}))):
+                    numbers.setdefault(name, number)
+            except (OSError, ValueError, AttributeError, RecursionError) as error:
+                raise ImportFailed(f"{path}: is no whole dump.json of msprobe ({error})") from error
+        if numbers:
+            self.order = "dump.json"
+        return numbers
+
+    def _paths(self, folder: Path) -> Iterator[Path]:
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path = folder / entry.name
+                    if entry.is_symlink():
+                        if entry.is_dir() or path.suffix in SUFFIXES or entry.name == "dump.json":
+                            raise ImportFailed(
+                                f"{path}: is a link, which may lead anywhere, so it is not followed; copy what it names"
+                            )
+                    elif entry.is_dir():
+                        yield from self._paths(path)
+                    elif path.suffix in SUFFIXES or entry.name == "dump.json":
+                        if not entry.is_file():
+                            raise ImportFailed(f"{path}: is no plain file, so it is not read")
+                        yield path
+        except OSError as error:
+            raise ImportFailed(f"{folder}: cannot be read ({error.strerror or error})") from error
+
+
+def _num_shared(folders: list[tuple[str, ...]]) -> int:
+    """How many folders, from the top, lie above all files."""
+    first, last = min(folders, default=()), max(folders, default=())
+    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+
+
+def _tags(stem: str) -> dict[str, str]:
+    """The tags in a file name of SGLang's dumper, as step=0___rank=0___dump_index=3___name=x."""
+    return dict(part.partition("=")[::2] for part in stem.split("___") if "=" in part) if "___" in stem else {}
+
+
+def _rank(tags: dict[str, str], of_folder: int) -> int:
+    for tag in ("tp_rank", "rank"):
+        if tags.get(tag, "").isdecimal():
+            return int(tags[tag])
+    return of_folder
+
+
+def _is_whole(key: str, stem: str) -> bool:
+    """Whether a name in a file is whole without the file's."""
+    return has_layer(key) or not (key.isdecimal() or not key or has_layer(stem))
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() and len(name) < 20 else (1 << 62, name)
+
+
+def _of_one_name(entries: list[Entry]) -> list[Entry]:
+    """Where two names stand for one place, those of the first."""
+    return sorted((entry for entry in entries if entry.name == entries[0].name), key=lambda entry: entry.rank)
+
+
+def _data_names(listed: Any) -> Iterator[str]:
+    if isinstance(listed, dict):
+        if isinstance(listed.get("data_name"), str):
+            yield listed["data_name"]
+        for value in listed.values():
+            yield from _data_names(value)
+    elif isinstance(listed, list):
+        for value in listed:
+            yield from _data_names(value)

@@ -1,0 +1,152 @@
+"""One tensor in the layouts of two dumps: shards put together, tokens brought into one order, or a reason why not.
+
+Shapes: T tokens of a side, B rows of its batch, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Unmatched(ValueError):
+    """The two tensors cannot be brought into one layout; the message is the reason, without their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a side's forward, where it dumped input_ids."""
+
+    shape: tuple[int, ...]
+    """Of input_ids."""
+    ids_T: np.ndarray
+    """Those that are no padding, row by row."""
+    kept_T: np.ndarray
+    """Their places in input_ids, row by row."""
+
+    @classmethod
+    def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> Tokens:
+        """From input_ids and an attention_mask of the same shape, which is 0 at padding."""
+        flat = ids.reshape(-1)
+        whole = np.arange(flat.size) if mask is None or mask.shape != ids.shape else np.flatnonzero(mask.reshape(-1))
+        return cls(tuple(ids.shape), flat[whole], whole)
+
+
+def by_token(array: np.ndarray, tokens: Tokens) -> np.ndarray | None:
+    """[T, ...]: the tensor without padding, in the order of the tokens; None where no axis is theirs."""
+    num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
+    shape = array.shape
+    rows = [
+        axis for axis in ((0, 1), (1, 0)) if array.ndim > 1 and (shape[axis[0]], shape[axis[1]]) == (num_rows, width)
+    ]
+    if len(rows) == 2 and num_rows > 1:
+        raise Unmatched(f"it has {num_rows} rows of {width} tokens: nothing says which axis is which")
+    if rows:
+        by_row = array if rows[0] == (0, 1) else array.swapaxes(0, 1)
+        return by_row.reshape(num_rows * width, *shape[2:]).take(tokens.kept_T, 0)
+    if array.ndim == 4 and (shape[0], shape[2]) == (num_rows, width):  # [B, heads, T, D]
+        return array.swapaxes(1, 2).reshape(num_rows * width, *shape[1:2], *shape[3:]).take(tokens.kept_T, 0)
+    if array.ndim and shape[0] == num_rows * width:
+        return array.take(tokens.kept_T, 0)
+    return array if array.ndim and shape[0] == len(tokens.kept_T) else None
+
+
+def reconciled(a: np.ndarray, b: np.ndarray, of_a: Tokens | None, of_b: Tokens | None) -> tuple[np.ndarray, np.ndarray]:
+    """Both tensors in one shape. Raises Unmatched."""
+    if of_a is not None and of_b is not None:
+        by_a, by_b = by_token(a, of_a), by_token(b, of_b)
+        if by_a is not None and by_b is not None:
+            return _flat(by_a, by_b)
+    a, b = _squeezed(a), _squeezed(b)
+    if a.shape == b.shape:
+        return a, b
+    if a.ndim == b.ndim > 1 and (a.shape[1], a.shape[0], *a.shape[2:]) == b.shape:
+        return a, b.swapaxes(0, 1)
+    if a.ndim and b.ndim and a.shape[0] == b.shape[0] and a.size == b.size:
+        return _flat(a, b)
+    if a.size == b.size:
+        raise Unmatched(
+            f"shapes {_shape(a)} and {_shape(b)}: nothing says in which order the tokens are; dump input_ids on both sides"
+        )
+    raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
+
+
+def joined(shards: Sequence[np.ndarray], whole: tuple[int, ...]) -> np.ndarray:
+    """The tensor of shape `whole`, or with another layout of its tokens, that R ranks hold. Raises Unmatched.
+
+    Where one rank's has the shape already, all of them have to hold the same bits.
+    """
+    first = shards[0]
+    if len(shards) == 1:
+        return first
+    target = _without_ones(whole)
+    if sorted(_without_ones(first.shape)) == sorted(target) or first.size == math.prod(whole):
+        if not all(np.array_equal(first, shard, equal_nan=first.dtype.kind == "f") for shard in shards[1:]):
+            raise Unmatched(
+                f"{len(shards)} ranks hold different tensors of the whole shape: sums that were not reduced, or other data; "
+                "give one rank's folder"
+            )
+        return first
+    if any(shard.ndim != first.ndim for shard in shards):
+        raise Unmatched(f"{len(shards)} ranks hold tensors of different shapes")
+    grown = {axis: shape for axis in range(first.ndim) if (shape := _grown(shards, axis)) is not None}
+    axes = [axis for axis, shape in grown.items() if _without_ones(shape) == target] or [
+        axis for axis, shape in grown.items() if _fits(shape, axis, whole)
+    ]
+    if len(axes) != 1:
+        why = "fits no axis" if not axes else f"fits {len(axes)} axes"
+        raise Unmatched(f"{len(shards)} shards of {_shape(first)} to {tuple(whole)}: it {why}")
+    return np.concatenate(shards, axes[0])
+
+
+def _grown(shards: Sequence[np.ndarray], axis: int) -> tuple[int, ...] | None:
+    """The shape of shards that are put together on an axis; None where they do not fit each other."""
+    if len({(*shard.shape[:axis], *shard.shape[axis + 1 :]) for shard in shards}) != 1:
+        return None
+    shape = shards[0].shape
+    return (*shape[:axis], sum(shard.shape[axis] for shard in shards), *shape[axis + 1 :])
+
+
+def _fits(shape: tuple[int, ...], axis: int, whole: tuple[int, ...]) -> bool:
+    """Whether tensors of both shapes hold the same, with the axes in another order or tokens in one axis."""
+    same_axes = sorted(_without_ones(shape)) == sorted(_without_ones(whole))
+    is_width = (
+        axis == len(shape) - 1 and bool(whole) and shape[-1] == whole[-1] and math.prod(shape) == math.prod(whole)
+    )
+    return same_axes or is_width
+
+
+def part(fused: Sequence[np.ndarray], place: int, widths: Sequence[int]) -> list[np.ndarray]:
+    """One projection's columns of a fused one, of each rank: widths are those of the whole projections, in their order.
+
+    Each rank holds its share of all of them, one beside the other. Raises Unmatched.
+    """
+    num_ranks = len(fused)
+    if any(width % num_ranks for width in widths) or any(shard.shape[-1] * num_ranks != sum(widths) for shard in fused):
+        raise Unmatched(
+            f"{num_ranks} x {fused[0].shape[-1]} columns are not those of the parts ({' + '.join(map(str, widths))})"
+        )
+    start = sum(widths[:place]) // num_ranks
+    return [shard[..., start : start + widths[place] // num_ranks] for shard in fused]
+
+
+def _flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both with the axes behind the first as one."""
+    if len(a) != len(b) or a.size != b.size:
+        raise Unmatched(f"shapes {_shape(a)} and {_shape(b)} do not fit")
+    return a.reshape(len(a), -1), b.reshape(len(b), -1)
+
+
+def _squeezed(array: np.ndarray) -> np.ndarray:
+    return array.reshape(_without_ones(array.shape))
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _shape(array: np.ndarray) -> str:
+    return str(tuple(array.shape))

@@ -1,0 +1,86 @@
+"""What `tim-trace locate` costs, in forward passes of the same sequences, and the memory that it takes.
+
+python benchmarks/location/cost.py [--rows 8] [--tokens 512] [--layers 30] [--rounds 3]
+
+The model has the sizes of SmolLM2-135M and random weights; its step is recorded here. Timed in turns, in CPU time: the forward of
+all rows in float32 by transformers, two rows at a time, logits and all, and `locate` without patches between two attention
+kernels in float32.
+"""
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from score import recorded
+from tim_trace.replay.locate.engine import locate
+from transformers import LlamaForCausalLM
+
+PROMPT, ROWS_A_FORWARD = 128, 2
+CONFIG = {
+    "class": "transformers.models.llama.modeling_llama.LlamaForCausalLM", "hidden_size": 576, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def initialise(model, seed):
+    """As transformers draws them."""
+    torch.manual_seed(seed)
+    model.init_weights()
+
+
+def spent(run):
+    """CPU seconds, and what was run gave."""
+    start = time.process_time()
+    found = run()
+    return time.process_time() - start, found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name, default in (("rows", 8), ("tokens", 512), ("layers", 30), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    config = CONFIG | {"num_hidden_layers": asked.layers}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = recorded(
+            Path(folder, "run"), config, initialise, seed=0, num_rows=asked.rows, prompt=(PROMPT, PROMPT + 1),
+            response=(asked.tokens - PROMPT, asked.tokens - PROMPT + 1), rows_a_forward=ROWS_A_FORWARD,
+        )  # fmt: skip
+        model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_dict(config)).eval()
+        ids = torch.randint(5, CONFIG["vocab_size"], (asked.rows, asked.tokens))
+
+        @torch.no_grad()
+        def forward():
+            for part in ids.split(ROWS_A_FORWARD):
+                model(input_ids=part)
+
+        def located():
+            return locate(
+                trace,
+                arm="dtype=fp32",
+                against="dtype=fp32,attention=eager",
+                patch="none",
+                sequences=f"random:{asked.rows}",
+            )
+
+        forward()
+        ratios = []
+        for _ in range(asked.rounds):
+            one, _ = spent(forward)
+            whole, found = spent(located)
+            ratios.append(whole / one)
+            share = sum(each.product for each in found.carried) / sum(each.sum_square for each in found.sequences)
+            print(
+                f"forward {one:.1f} s, locate {whole:.1f} s, {whole / one:.1f} forwards; carried {share:.6f}",
+                flush=True,
+            )
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"median {np.median(ratios):.1f} forwards ({min(ratios):.1f} to {max(ratios):.1f}); {most:.1f} GB at most")
+
+
+if __name__ == "__main__":
+    main()
