@@ -26,6 +26,7 @@ from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_o
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
+    InvalidOption,
     InvalidQuery,
     TimTraceError,
     TimTraceWarning,
@@ -1000,16 +1001,32 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
 @_weights_from
 @click.option(
-    "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch"]),
+    "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch", "parameter"]),
     help="What a row of --csv stands for.",
 )  # fmt: skip
+@click.option(
+    "--backward",
+    is_flag=True,
+    default=False,
+    help="The same for gradients of the recorded loss, as locate_backward in Python.",
+)
+@click.option(
+    "--loss", metavar="FIELDS", help="With --backward: the loss where the trace does not say it, as gradient's --loss."
+)
 @click.option(
     "--limit", default=24, show_default=True, type=click.IntRange(1), metavar="N",
     help="Most rows to print of --from-dumps; --json and --csv have all.",
 )  # fmt: skip
 @_prints()
 def locate(
-    trace: str | None, from_dumps: tuple[str, str] | None, by: str, limit: int, form: _Form, **options: Any
+    trace: str | None,
+    from_dumps: tuple[str, str] | None,
+    by: str,
+    limit: int,
+    backward: bool,
+    loss: str | None,
+    form: _Form,
+    **options: Any,
 ) -> None:
     """Find where two executions of recorded tokens part: the operator, and proof.
 
@@ -1028,6 +1045,12 @@ def locate(
         raise click.UsageError("give RUN, or two folders of dumped tensors as --from-dumps A B")
     from dataclasses import asdict
 
+    if backward:
+        return _locate_backward(trace, by, form, loss=loss, **options)
+    if loss is not None:
+        raise InvalidOption("goes with --backward alone", option="loss")
+    if by == "parameter":
+        raise InvalidOption("'parameter' goes with --backward alone", option="by")
     from .analysis import locate as find
     from .analysis.locate import location_rows
     from .analysis.locate_text import location_text, next_command, sentence
@@ -1045,8 +1068,34 @@ def locate(
         raise click.exceptions.Exit(1)
 
 
+def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: str | None, **options: Any) -> None:
+    """`locate --backward`."""
+    from dataclasses import asdict
+
+    from .analysis.locate_backward import backward_rows, check_by, locate_backward
+    from .analysis.locate_backward_text import backward_sentence, backward_text
+
+    given = click.get_current_context().get_parameter_source("patch")
+    if given is not click.core.ParameterSource.DEFAULT and patch != "none":
+        raise InvalidOption(
+            "does not go with --backward: no operator is patched in a backward; leave it out", option="patch"
+        )
+    if layers is not None:
+        raise InvalidOption("does not go with --backward: every operator is looked at; leave it out", option="layers")
+    check_by(by)
+    with _library_output_held_back():
+        found = locate_backward(trace, progress=_progress, **options)
+    form.answer(
+        json=lambda: asdict(found) | {"sentence": backward_sentence(found)},
+        text=lambda width: backward_text(found, by, width),
+        rows=lambda: backward_rows(found, by),
+    )
+    if found.first is not None:
+        raise click.exceptions.Exit(1)
+
+
 _NOT_FOR_DUMPS = (
-    "steps", "arm", "against", "sequences", "layers", "patch", "model_factory", "against_factory", "weights_from",
+    "steps", "arm", "against", "sequences", "layers", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
 )  # fmt: skip
 
 

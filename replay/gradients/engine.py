@@ -69,7 +69,7 @@ def gradient(
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
     asked = _Asked(
-        loss=_loss(run, settings, loss),
+        loss=loss_of(run, settings, loss),
         accumulated=settings.get("gradient_accumulation_steps"),
         micro_batches=micro_batches,
         smoothness=smoothness,
@@ -174,7 +174,7 @@ def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
     return arms
 
 
-def _loss(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:
+def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:
     recorded = read_loss(settings)
     if text is not None:
         said = parse_loss(text, recorded)
