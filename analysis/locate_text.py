@@ -40,6 +40,8 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}"))
     if found.no_interval:
         facts.append(("intervals", f"none: {found.no_interval}"))
+    if found.engines:
+        facts.append(("vllm", "eager: neither compiled nor in CUDA graphs, no prefix cache"))
     if found.unseen:
         facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution alone"))
     parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -74,6 +76,8 @@ def next_command(found: Location) -> str:
     """What to run next, of this trace."""
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
+    if found.first is None and _hides(found):
+        return f"tim-trace locate RUN --steps {found.step} --arm dtype=fp32 --against engine=vllm,dtype=fp32"
     best = max(_single(found), key=lambda each: each.removed, default=None)
     kind = max(found.kinds, key=lambda each: each.carried).kind if found.kinds else ""
     if found.first is not None:
@@ -81,6 +85,11 @@ def next_command(found: Location) -> str:
     elif best is not None and best.removed > _REMOVES:
         kind = best.patch
     return f"tim-trace replay RUN --steps {found.step} {_TRIES.get(kind, '--dtype fp32')}"
+
+
+def _hides(found: Location) -> bool:
+    """Whether vLLM's rounding is coarse enough to hide a fault of its code; it does not run in float64."""
+    return any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
 
 
 def _single(found: Location) -> list[PatchShare]:

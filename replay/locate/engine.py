@@ -17,12 +17,11 @@ from ...schemas.passes import TRAIN
 from ...schemas.steps import parse_steps
 from ...tracer.progress import Advance, Progress, no_progress
 from ..arms import Arm, parse_arm
-from ..batching import ForwardBatch, PaddedBatch, check_tokens
+from ..batching import check_tokens
 from ..hf_scorer import HfScorer
 from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
 from .execution import Execution, Prepare
-from .grafts import Graft
 from .head import Head, judge_head
 from .reference import EVERY_LAYER, Judged, Judgement, Point, Reference, Window, kind_of, layer_of, position_of
 from .results import (
@@ -37,7 +36,9 @@ from .results import (
     Router,
     WeightDifference,
 )  # fmt: skip
-from .taps import ATTENTION, RowTaps
+from .taps import RowTaps
+from .vllm_execution import VLLM, AnyExecution, VllmExecution
+from .vllm_grafts import AnyGraft, graft_of
 
 REFERENCE = "dtype=fp64"
 CODE_DIFFERS = 4e-6
@@ -75,7 +76,7 @@ def locate(
     """Run sequences of a recorded step through two executions, and say where they part and what carries the gap.
 
     `arm` is the one that is asked about (by default as recorded), `against` the one that it is held against (by default the
-    recorded model in float64): arms as `replay` takes them, in one forward a row. `steps` names one step. `sequences` are how
+    recorded model in float64): arms as `replay` takes them, of transformers in one forward a row, or of vLLM. `steps` names one step. `sequences` are how
     many (the ones where trainer and engine lie farthest apart, where both were recorded), `random:N`, or names with commas.
 
     Of each operator: what it took and gave is held against a float64 model on the same inputs, so that an error which came
@@ -190,21 +191,26 @@ class _Location:
         plain.put(model, self.tensors)
         self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
         self.tapped_bytes = int(_free_bytes(device) * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
-        self.executions: dict[str, Execution] = {}
+        self.executions: dict[str, AnyExecution] = {}
         self.doubles: dict[str, Execution] = {}
         # Where one side's code is the user's, both give logits by the model's own forward, head and all.
         whole = any(factory is not None or prepare is not None for factory, prepare in sides.values())
 
-        def execution(side: str, arm: Arm) -> Execution:
+        def transformers(side: str, arm: Arm) -> Execution:
             made = Execution(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
             made.load(self._tensors(arm))
             return made
 
         for side, arm in arms.items():
-            self.executions[side] = execution(side, arm)
+            if arm.engine == VLLM:
+                engine = VllmExecution(runs[side], arm, contract, device, sides[side][1])
+                engine.load(self._tensors(arm))
+                self.executions[side] = engine
+                continue
+            self.executions[side] = transformers(side, arm)
             if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
-                self.doubles[side] = execution(side, double)
+                self.doubles[side] = transformers(side, double)
 
     def _tensors(self, arm: Arm) -> Any:
         if arm.weights_version is None:
@@ -254,6 +260,7 @@ class _Location:
             patches=tuple(self._patched(patch, logprobs)) if patch != "none" and np.any(flat) else (),
             unseen=tuple(sorted(unseen)),
             first=_first(operators, weights),
+            engines=tuple(side for side, each in self.executions.items() if isinstance(each, VllmExecution)),
         )
 
     def _sequence(self, row: RecordedRow, d_T: np.ndarray) -> LocatedSequence:
@@ -269,7 +276,7 @@ class _Location:
 
         Where those of one sequence do not, beside it the layers whose do: windows of them, that are listened to in turns.
         """
-        per_token = sum(_tapped_values(each.model.config) * _size(each) for each in self.executions.values())
+        per_token = sum(_tapped_values(each.config) * each.itemsize for each in self.executions.values())
         most = self.tapped_bytes
         part: list[RecordedRow] = []
         for row in sorted(self.chosen.rows, key=lambda row: (row.writer, row.forward_id)):
@@ -332,7 +339,7 @@ class _Location:
             return [judged[side, window].errors for side in sides]
 
         d_T = np.where(row.scored, logprobs[B][row.seq_id] - logprobs[A][row.seq_id], 0.0)
-        temperature = self.executions[A].scorer.numerics.temperature
+        temperature = self.executions[A].numerics.temperature
         for position in sorted(set(positions.values())):
             sides = [side for side in (A, B) if positions[side] == position]
 
@@ -361,7 +368,7 @@ class _Location:
         advance(_TASKS - 1)
 
     def _judge(
-        self, execution: Execution, row: RecordedRow, taps: RowTaps, first_position: int | None, window: Window
+        self, execution: AnyExecution, row: RecordedRow, taps: RowTaps, first_position: int | None, window: Window
     ) -> Judgement:
         return self.reference.judge(
             row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores, first_position=first_position, window=window
@@ -395,10 +402,9 @@ class _Location:
         """Tensors of either side that are not the recorded ones."""
         recorded = dict(self.reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self.executions.items():
-            if execution.scorer.adapter is not None or self.run.model.get("adapters"):
+            if execution.is_adapted or self.run.model.get("adapters"):
                 continue
-            for name, held in execution.model.named_parameters(remove_duplicate=False):
-                parameter = held.detach()
+            for name, parameter in execution.held():
                 if name in recorded and recorded[name].shape == parameter.shape:
                     exact = recorded[name]
                     if not bool((parameter == exact.to(parameter.dtype)).all()):
@@ -420,17 +426,17 @@ class _Location:
         return None
 
     def _patched(self, patch: str, logprobs: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[PatchedSequence]:
-        grafts = {side: Graft(self.executions[side], self.executions[other]) for side, other in ((B, A), (A, B))}
+        grafts = {
+            side: graft_of(self.executions[side], self.executions[other])
+            for side, other in ((B, A), (A, B))
+            if not all(isinstance(each, VllmExecution) for each in self.executions.values())
+        }
         plans = {side: list(self._plans(patch, graft)) for side, graft in grafts.items()}
         with self.progress("patching operators", sum(map(len, plans.values()))) as advance:
             for side, graft in grafts.items():
                 other = A if side == B else B
                 for name, operators in plans[side]:
-
-                    def around(batch: ForwardBatch, graft: Graft = graft, operators: frozenset[str] = operators) -> Any:
-                        return graft.put(operators, batch)
-
-                    scored = self.executions[side].score(self.chosen.rows, self.rows, around)
+                    scored = graft.score(operators, self.chosen.rows, self.rows)
                     for row in self.chosen.rows:
                         left = scored[row.seq_id] - logprobs[other][row.seq_id]
                         yield PatchedSequence(
@@ -442,11 +448,9 @@ class _Location:
                         )
                     advance(1)
 
-    def _plans(self, patch: str, graft: Graft) -> Iterator[tuple[str, frozenset[str]]]:
+    def _plans(self, patch: str, graft: AnyGraft) -> Iterator[tuple[str, frozenset[str]]]:
         """Names of what is put in together."""
-        names = [name for name in graft.names if self.wanted(name)]
-        if any(not isinstance(batch, PaddedBatch) for batch in self._batches(graft)):
-            names = [name for name in names if not name.endswith(f".{ATTENTION}")]
+        names = [name for name in graft.names(self.chosen.rows, self.rows) if self.wanted(name)]
         if patch in ("kinds", "all"):
             kinds: dict[str, list[str]] = defaultdict(list)
             for name in names:
@@ -464,10 +468,6 @@ class _Location:
                 part = frozenset(name for name in names if (layer := layer_of(name)) is not None and layer <= end)
                 yield f"layers 0 to {end}", part
         yield "all operators", frozenset(names)
-
-    def _batches(self, graft: Graft) -> list[ForwardBatch]:
-        scorer = graft.taker.scorer
-        return scorer.batches(scorer.together(list(self.chosen.rows), self.rows))
 
 
 def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> CarriedError:
@@ -495,11 +495,6 @@ def _free_bytes(device: str) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return _UNKNOWN_FREE
-
-
-def _size(execution: Execution) -> int:
-    """Bytes of a number of an execution."""
-    return int(next(execution.model.parameters()).element_size())
 
 
 def _dtype(name: str) -> Any:

@@ -15,6 +15,7 @@ from ..arms import Arm
 from ..backends.double import keep_double
 from ..batching import ForwardBatch
 from ..hf_scorer import HfScorer
+from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from .taps import RowTaps, Taps
 
@@ -49,6 +50,31 @@ class Execution:
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether it runs with adapters, so that its weights are not the recorded ones."""
+        return self.scorer.adapter is not None
+
+    @property
+    def numerics(self) -> Numerics:
+        """What it computes with."""
+        return self.scorer.numerics
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of the model."""
+        return self.model.config
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return int(next(self.model.parameters()).element_size())
+
+    @property
+    def head(self) -> str:
+        """The name of the module that gives logits."""
+        return head_name(self.model)
+
+    @property
     def rounds_scores(self) -> bool:
         """Whether scores and softmax are rounded to the dtype, or may be: torch chooses its kernel by itself."""
         return self.arm.attention not in ("flash", "efficient", "cudnn")
@@ -65,7 +91,12 @@ class Execution:
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""
-        return {name: parameter.dtype for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+        return {name: parameter.dtype for name, parameter in self.held()}
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """The weights that it computes with."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            yield name, parameter.detach()
 
     def score(
         self,
@@ -116,10 +147,17 @@ class Execution:
         return self.score(rows, of, heard), found
 
 
+def head_name(model: Any) -> str:
+    """The name of the module that gives logits."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
 def _check(arm: Arm) -> None:
     if arm.engine != "hf":
         raise CannotReplay(
-            f"arm {arm.name}: the operators of engine {arm.engine} cannot be heard; compare arms of {option('engine', 'hf')}"
+            f"arm {arm.name}: the operators of engine {arm.engine} cannot be heard; compare arms of {option('engine', 'hf')} and "
+            f"{option('engine', 'vllm')}"
         )
     if arm.compile:
         raise CannotReplay(f"arm {arm.name}: operators inside a compiled model cannot be heard; leave compile out")

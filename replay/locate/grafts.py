@@ -6,13 +6,16 @@ differs before it, so that the last operator would seem to carry all of a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import numpy as np
 
 from ..backends import kernels
 from ..backends.double import keep_double
 from ..batching import ForwardBatch, PaddedBatch
+from ..recorded import RecordedRow
 from ..settings import autocast
 from .execution import Execution
 from .taps import ATTENTION, attention_around, core_name, operators, tensors_of
@@ -28,16 +31,24 @@ class Graft:
         self._modules = dict(giver.model.named_modules())
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
-    @property
-    def names(self) -> list[str]:
-        """The operators that can be put in: those that both have."""
-        cores = [core_name(name) for name in attention_layers(self.taker.model)]
+    def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
+        """The operators that can be put in: those that both have; attention where it has a mask of its own."""
+        scorer = self.taker.scorer
+        batches = scorer.batches(scorer.together(list(rows), of))
+        are_padded = all(isinstance(batch, PaddedBatch) for batch in batches)
+        cores = [core_name(name) for name in attention_layers(self.taker.model)] if are_padded else []
         return [*(name for name in self._ours if name in self._theirs), *cores]
+
+    def score(
+        self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
+    ) -> dict[str, np.ndarray]:
+        """Sequence -> [T] float64 log-probabilities of the taker's, of some rows `of` a step, with these operators the giver's."""
+        return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Within it a forward of the taker computes these operators as the giver does."""
-        masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
+        masks = self.masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,9 +57,9 @@ class Graft:
                 return original(module, *args, **kwargs)
             function, theirs, mask, words = masks[name]
             dtype = self._dtype if self._autocast is None else self._narrowed(args[0].dtype)
-            with self._as_giver():
-                given = function(theirs, *(_cast(state, dtype) for state in args[:3]), mask, **words)[0]
-            return _as(given, args[0]), None
+            with self.as_giver():
+                given = function(theirs, *(cast(state, dtype) for state in args[:3]), mask, **words)[0]
+            return as_given(given, args[0]), None
 
         with ExitStack() as stack:
             for name in names:
@@ -61,27 +72,27 @@ class Graft:
         theirs = self._theirs[name]
 
         def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-            dtype = next(theirs.parameters(), self._first).dtype
+            dtype = next(theirs.parameters(), self.first).dtype
             if self._autocast is not None:
                 given_dtypes = [value.dtype for value in tensors_of(args, kwargs) if value.is_floating_point()]
                 dtype = self._narrowed(given_dtypes[0]) if given_dtypes else dtype
-            with self._as_giver():
+            with self.as_giver():
                 new = theirs(
-                    *(_cast(value, dtype) for value in args),
-                    **{key: _cast(value, dtype) for key, value in kwargs.items()},
+                    *(cast(value, dtype) for value in args),
+                    **{key: cast(value, dtype) for key, value in kwargs.items()},
                 )
-            return _as(new, given)
+            return as_given(new, given)
 
         return graft
 
     @property
-    def _first(self) -> Any:
+    def first(self) -> Any:
         """A parameter of the giver, of its device and dtype."""
         return next(self._giver.model.parameters())
 
     @property
     def _dtype(self) -> Any:
-        return self._first.dtype
+        return self.first.dtype
 
     def _narrowed(self, dtype: Any) -> Any:
         """Under autocast numbers have the dtypes that they come in; it leaves float64 alone, which the giver does not have."""
@@ -94,7 +105,7 @@ class Graft:
         return self._giver.scorer.numerics.autocast
 
     @contextmanager
-    def _as_giver(self) -> Iterator[None]:
+    def as_giver(self) -> Iterator[None]:
         """The giver's own surroundings: a taker in float64 keeps numbers wide that are to be narrow here."""
         import torch
 
@@ -103,11 +114,11 @@ class Graft:
                 stack.enter_context(keep_double())
             else:
                 stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(autocast(self._first.device, self._autocast))
+            stack.enter_context(autocast(self.first.device, self._autocast))
             stack.enter_context(kernels.forced(self._giver.arm.attention))
             yield
 
-    def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
+    def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
         """The giver's attention functions and masks for a forward of the taker: it runs that forward once itself."""
         import torch
 
@@ -124,7 +135,7 @@ class Graft:
 
             assert isinstance(batch, PaddedBatch)
             device = next(self._giver.model.parameters()).device
-            with torch.no_grad(), self._as_giver(), attention_around(around):
+            with torch.no_grad(), self.as_giver(), attention_around(around):
                 self._giver.model.base_model(
                     input_ids=torch.from_numpy(batch.ids_BW).to(device),
                     attention_mask=torch.from_numpy(batch.mask_BW).to(device),
@@ -144,14 +155,15 @@ def attention_layers(model: Any) -> list[str]:
     ]
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def cast(value: Any, dtype: Any) -> Any:
+    """A tensor of numbers in another dtype; anything else as it is."""
     import torch
 
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float and dtype is not None else value
 
 
-def _as(new: Any, given: Any) -> Any:
+def as_given(new: Any, given: Any) -> Any:
     """What was computed, in the dtypes that the taker's own operator gives."""
     import torch
 

@@ -13,9 +13,9 @@ from ...tracer.logits import scaled
 from ..recorded import RecordedRow
 from . import bounds
 from .bounds import Rounding
-from .execution import Execution
 from .reference import Judged, Reference, judged
 from .taps import RowTaps
+from .vllm_execution import AnyExecution
 
 LOG_SOFTMAX = "log_softmax"
 Head = list[tuple[Judged, np.ndarray]]
@@ -23,17 +23,17 @@ Head = list[tuple[Judged, np.ndarray]]
 
 
 def judge_head(
-    execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray, order: int
+    execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray, order: int
 ) -> Head:
     """What lies behind the last hidden states; in one where the projection is no call of its own."""
     import torch
 
-    name = head_name(execution.model)
+    name = execution.head
     hidden = final_hidden(taps, name)
     if hidden is None or not len(row.response_ids):
         return []
     before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
-    numerics, model = execution.scorer.numerics, reference.model
+    numerics, model = execution.numerics, reference.model
     ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     hidden_TH = hidden[before]
@@ -76,12 +76,6 @@ def judge_head(
 
 def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
     return logits_TV.gather(-1, ids_T[:, None])[:, 0] - logits_TV.logsumexp(-1)
-
-
-def head_name(model: Any) -> str:
-    """The name of the module that gives logits."""
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "")
 
 
 def final_hidden(taps: RowTaps, head: str) -> Any:

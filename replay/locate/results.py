@@ -154,3 +154,5 @@ class Located:
     """Operators that only one execution has, or whose inside a fused kernel hides: `attention: scores, softmax and values`."""
     first: Divergence | None
     """None where nothing but rounding was found."""
+    engines: tuple[str, ...] = ()
+    """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""

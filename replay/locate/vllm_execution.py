@@ -1,0 +1,372 @@
+"""vLLM as one of the two executions: its own model, listened to under transformers' names.
+
+vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens come in one forward, in chunks, or
+one by one; they are joined in their order here. Projections that vLLM computes at once are divided into those that transformers has.
+
+Shapes: W tokens of a forward, T tokens of a sequence (prompt and response), N heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...schemas.contract import Contract
+from ...schemas.errors import CannotReplay, option
+from ...tracer.weights.reader import Tensor
+from ..arms import Arm
+from ..backends.vllm import FORCED
+from ..numerics import Numerics
+from ..recorded import RecordedRow, RecordedRun, has_experts
+from ..vllm_scorer import VllmScorer
+from .execution import Execution
+from .taps import Call, RowTaps, core_name
+
+VLLM = "vllm"
+_HEAD = ("lm_head", "logits_processor")
+"""Modules that run for the response's tokens alone, after the forward."""
+_FUSED = ("act_fn",)
+"""Modules that compute what transformers does in a module and outside of one; what they give is seen where it is taken."""
+_ROTARY = "rotary_emb"
+_PARTS_OF_ATTENTION = "attn."
+
+Span = tuple[str, slice, int]
+"""A sequence, where its tokens lie in a forward, and the first one's place in the sequence."""
+
+
+class VllmExecution:
+    """A vLLM engine with the weights of a step, in eager mode: neither compiled nor in CUDA graphs, and without a prefix cache."""
+
+    is_other_code = False
+    rounds_scores = True
+    is_adapted = False
+
+    def __init__(
+        self,
+        run: RecordedRun,
+        arm: Arm,
+        contract: Contract,
+        device: str,
+        prepare: Callable[[Any], None] | None = None,
+    ):
+        """Raises CannotReplay for an arm whose operators cannot be heard."""
+        if arm.prefix_caching == "on":
+            raise CannotReplay(
+                f"arm {arm.name}: what a prefix cache holds is not computed again and cannot be heard; leave prefix-caching out"
+            )
+        if run.model_factory is not None:
+            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
+        if has_experts(run.model["config"]):
+            raise CannotReplay(
+                f"arm {arm.name}: operators of a mixture of experts are heard in transformers alone; compare arms of "
+                f"{option('engine', 'hf')}"
+            )
+        self.arm, self.run = arm, run
+        self._prepare = prepare
+        self.numerics = _EngineNumerics(arm, contract)
+        self._scorer = _EagerScorer(run, arm, contract, device)
+        self._engine: Any = None
+        self.takes_whole_rows = True
+        """Whether every sequence so far went through the engine in one forward."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these weights. Raises CannotReplay."""
+        if self._engine is None:
+            self._engine = self._scorer.build()
+        self._scorer.put(self._engine, tensors)
+        self._scorer.attach(self._engine)
+        if self._prepare is not None:
+            self._prepare(self.model)
+        names(self.model)
+
+    @property
+    def model(self) -> Any:
+        """vLLM's own."""
+        return self._engine.llm.apply_model(lambda model: model)[0]
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of the model."""
+        return self.model.config
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return int(next(self.model.parameters()).element_size())
+
+    @property
+    def head(self) -> str:
+        """The name of the module that gives logits, as transformers has it."""
+        return "lm_head"
+
+    @property
+    def weight_dtypes(self) -> dict[str, Any]:
+        """Parameter -> torch's dtype, by transformers' names."""
+        return {name: tensor.dtype for name, tensor in self.held()}
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """The engine's weights by transformers' names; what it computes at once is divided, rows that fill up are left out."""
+        model, vocabulary = self.model, self.config.vocab_size
+        parts = dict(names(model))
+        modules = dict(model.named_modules())
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            module, _, leaf = name.rpartition(".")
+            whose, value = parts.get(module, [module]), parameter.detach()
+            if len(whose) > 1:
+                sizes = modules[module].output_partition_sizes
+                yield from zip((f"{each}.{leaf}" for each in whose), value.split(sizes), strict=True)
+            elif module.rpartition(".")[2] in ("embed_tokens", "lm_head"):
+                yield name, value[:vocabulary]
+            else:
+                yield name, value
+
+    def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
+        """Sequence -> [T] float64 log-probabilities of some rows `of` a step, in batches of the engine's."""
+        # Decoding, the last token is sampled and never taken; one more lets it be.
+        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
+        scored = self._scorer.score(self._scorer.together(asked, of))
+        return {
+            row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
+            for row, values in zip(rows, scored.logprobs, strict=True)
+        }
+
+    def listen(
+        self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
+    ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
+        """The same, and what operators took and gave for these rows."""
+        taps = _EngineTaps(self.model, wanted)
+        with self.following(rows, taps.begin), taps.heard():
+            values = self.score(rows, of)
+        return values, taps.found(rows)
+
+    @contextmanager
+    def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
+        """Within it `begin` is called before each forward, with whose tokens are where in it, and their positions [W]."""
+        runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        batch = _Batch(runner, rows, self._scorer.decodes)
+        lengths = {row.seq_id: row.num_tokens for row in rows}
+
+        def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            spans = batch.spans(kwargs["positions"])
+            self.takes_whole_rows &= all(where.stop - where.start == lengths[seq_id] for seq_id, where, _ in spans)
+            begin(spans, kwargs["positions"])
+
+        handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+AnyExecution = Execution | VllmExecution
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineNumerics:
+    """What lies behind the last hidden states in vLLM: the head in the engine's dtype, and a log-softmax in float32."""
+
+    arm: Arm
+    contract: Contract
+
+    projection_dtype = None
+
+    @property
+    def temperature(self) -> float:
+        return Numerics(self.arm, self.contract).temperature
+
+
+class _EagerScorer(VllmScorer):
+    """An engine whose every operator runs by itself, on every token."""
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens are decoded one by one."""
+        return self._decodes
+
+
+class _Batch:
+    """Whose tokens are where in the forward that is about to run."""
+
+    def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
+        self._runner, self._decodes = runner, decodes
+        self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        """Tokens -> the sequences that have them and whose request was not seen yet."""
+        for row in rows:
+            self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
+        self._known: dict[str, str] = {}
+
+    def spans(self, positions_W: Any) -> list[Span]:
+        """The sequences of a forward."""
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        metadata = next(iter(metadata.values())) if isinstance(metadata, dict) else metadata
+        if metadata is None:
+            return []
+        starts = metadata.query_start_loc.tolist()
+        requests = self._runner.input_batch.req_ids
+        return [
+            (self._sequence(request), slice(start, end), int(positions_W[start]))
+            for request, start, end in zip(requests, starts, starts[1:], strict=False)
+            if end > start
+        ]
+
+    def _sequence(self, request: str) -> str:
+        if request not in self._known:
+            state = self._runner.requests[request]
+            ids = list(state.prompt_token_ids)
+            if self._decodes:
+                params = state.sampling_params
+                ids += (params.extra_args or {}).get(FORCED) or params.trace_decode_token_ids
+                ids = ids[:-1]
+            self._known[request] = self._waiting[tuple(ids)].pop(0)
+        return self._known[request]
+
+
+def _longer(row: RecordedRow) -> RecordedRow:
+    """A row with one more token."""
+    return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
+
+
+def names(model: Any) -> dict[str, list[str]]:
+    """Module of vLLM's -> the operators that transformers has in its place. Raises CannotReplay for one without."""
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        layer, _, last = name.rpartition(".")
+        if not name or f".{_PARTS_OF_ATTENTION}" in name or last in (*_HEAD, *_FUSED) or f"{_ROTARY}." in name:
+            continue
+        if last == _PARTS_OF_ATTENTION[:-1]:
+            found[name] = [core_name(layer)]
+        elif last == _ROTARY:
+            found[name] = [f"model.{_ROTARY}"]
+        elif last in packed and hasattr(module, "output_partition_sizes"):
+            found[name] = [f"{layer}.{each}" for each in packed[last]]
+        elif _computes(module):
+            found[name] = [name]
+        elif not any(True for _ in module.children()):
+            raise CannotReplay(
+                f"engine vllm: {name} ({type(module).__name__}) has no counterpart in transformers that is known here; "
+                f"compare arms of {option('engine', 'hf')}"
+            )
+    return found
+
+
+def _computes(module: Any) -> bool:
+    """Whether a module has weights of its own, which one of transformers' has too."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+class _EngineTaps:
+    """Keeps what vLLM's operators take and give, by sequence, in the order of its tokens."""
+
+    def __init__(self, model: Any, wanted: Callable[[str], bool]):
+        self._model, self._wanted = model, wanted
+        self._names = names(model)
+        self._spans: list[Span] = []
+        self._positions: Any = None
+        self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
+        """Sequence -> operator -> its calls, each with the first token's place."""
+
+    def begin(self, spans: list[Span], positions_W: Any) -> None:
+        """A forward is about to run."""
+        self._spans, self._positions = spans, positions_W
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Listen to the forwards within."""
+        hooks = {"attn": self._attention, _ROTARY: self._rotary}
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                if name in self._names:
+                    hook = hooks.get(name.rpartition(".")[2], self._operator)
+                    stack.callback(module.register_forward_hook(hook(name, module), with_kwargs=True).remove)
+            yield
+
+    def found(self, rows: Sequence[RecordedRow]) -> dict[str, RowTaps]:
+        """What was heard of each row."""
+        found = {}
+        for row in rows:
+            calls = {name: _joined(pieces) for name, pieces in self._pieces.pop(row.seq_id, {}).items()}
+            found[row.seq_id] = RowTaps(calls=calls)
+        return found
+
+    def _keep(self, name: str, takes: Sequence[Any], gives: Sequence[Any]) -> None:
+        if not self._wanted(name):
+            return
+        for seq_id, where, first in self._spans:
+            # Copied: vLLM writes over what it gave.
+            parts = ((None if value is None else value[where].clone() for value in of) for of in (takes, gives))
+            self._pieces[seq_id][name].append((first, Call(*map(tuple, parts))))
+
+    def _attention(self, name: str, module: Any) -> Callable[..., None]:
+        (core,) = self._names[name]
+
+        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
+            states = [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
+            self._keep(core, [state.reshape(len(state), -1, module.head_size) for state in states], [given])
+
+        return heard
+
+    def _rotary(self, name: str, _module: Any) -> Callable[..., None]:
+        (rotary,) = self._names[name]
+
+        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
+            positions = args[0] if args else kwargs["positions"]
+            if not self._has(rotary):  # one for all layers
+                self._keep(rotary, [None, positions], [None, None])
+
+        return heard
+
+    def _has(self, name: str) -> bool:
+        return (
+            any(any(first == place for place, _ in self._pieces[seq_id][name]) for seq_id, _, first in self._spans)
+            or not self._spans
+        )
+
+    def _operator(self, name: str, module: Any) -> Callable[..., None]:
+        theirs = self._names[name]
+
+        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
+            taken = args[0] if args else next(iter(kwargs.values()))
+            outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
+            if len(args) + len(kwargs) > 1 and len(outputs) > 1:
+                taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
+            parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
+            for each, part in zip(theirs, parts, strict=True):
+                self._keep(each, [taken], [part])
+
+        return heard
+
+
+def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
+    """One call of all tokens, out of those of its parts; what was computed again after it was dropped counts once."""
+    import torch
+
+    def whole(values: list[tuple[int, Any]]) -> Any:
+        kept: list[Any] = []
+        length = 0
+        for first, value in values:
+            if value is None:
+                return None
+            while kept and length > first:
+                length -= len(kept[-1])
+                kept.pop()
+            kept.append(value)
+            length += len(value)
+        return torch.cat(kept) if len(kept) > 1 else kept[0]
+
+    takes, gives = (
+        tuple(whole([(first, getattr(call, of)[slot]) for first, call in pieces])
+              for slot in range(len(getattr(pieces[0][1], of))))
+        for of in ("takes", "gives")
+    )  # fmt: skip
+    return Call(takes, gives)

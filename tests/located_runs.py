@@ -1,0 +1,67 @@
+"""Small models of several architectures, and a recorded step of each, to be looked into by `locate`."""
+
+import numpy as np
+import torch
+import transformers
+from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.rows import Forward
+
+VOCAB, ROWS = 200, 9
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+MODELS = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "gemma2": ("Gemma2", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12}),
+    "qwen3_moe": (
+        "Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    ),
+    "gpt_neox": ("GPTNeoX", {"eos_token_id": 1}),
+}  # fmt: skip
+
+
+def model_of(name):
+    prefix, changes = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **changes, attn_implementation="eager")
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def record(folder, model, versions=1):
+    """A step of nine sequences in forwards of three, padded on both sides."""
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(2, VOCAB, length) for length in draw.integers(3, 9, ROWS)]
+    responses = [draw.integers(2, VOCAB, length) for length in draw.integers(12, 25, ROWS)]
+    number = np.arange(ROWS)
+    lengths = np.array([[len(ids) for ids in part] for part in (prompts, responses)])
+    most = np.array([lengths[:, place - place % 3 : place - place % 3 + 3].max(1) for place in number]).T
+    with Recorder(folder) as recorder:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.add_contract("train", {"engine": "a loop", "model": {"dtypes": {"float32": 1}, "attention": "eager"}})
+        for version in range(versions):
+            recorder.add_weights(version, {key: value + 1e-3 * version for key, value in model.state_dict().items()})
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=prompts, response_ids=responses, policy_version=0, group_ids=[f"g{n}" for n in number],
+            seq_ids=[f"s{n}" for n in number],
+        )  # fmt: skip
+        forward = Forward(
+            ids=number // 3, places=(number % 3).astype("i4"), rows=np.full(ROWS, 3, np.int32),
+            pad_left=(most - lengths)[0].astype("i4"), pad_right=(most - lengths)[1].astype("i4"),
+        )  # fmt: skip
+        recorder.add_scores(
+            "train", batch, logprobs=[np.full(len(ids), -1.0, np.float32) for ids in responses], forward=forward
+        )
+    return folder
