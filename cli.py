@@ -502,7 +502,8 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
-    Views: sequences, scores, passes, metrics, steps, tokens, and changes (everything recorded that changed). Table macros:
+    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators and
+    patches (what locate found). Table macros:
     pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions of what --capture kept. Without QUERY it is read from stdin, or asked for.
     """
     from .analysis.prompt import prompt, split_arguments
@@ -1001,6 +1002,10 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="What builds the model of b.")
 @_weights_from
 @click.option(
+    "--keep/--no-keep", default=True, show_default=True,
+    help="Keep the result in the trace, for sql, report and diagnose; the same question again replaces it.",
+)  # fmt: skip
+@click.option(
     "--by", default="kind", show_default=True, type=click.Choice(["kind", "operator", "layer", "patch", "parameter"]),
     help="What a row of --csv stands for.",
 )  # fmt: skip
@@ -1046,6 +1051,7 @@ def locate(
     from dataclasses import asdict
 
     if backward:
+        options.pop("keep")
         return _locate_backward(trace, by, form, loss=loss, **options)
     if loss is not None:
         raise InvalidOption("goes with --backward alone", option="loss")
@@ -1062,6 +1068,10 @@ def locate(
         text=lambda width: location_text(found, width),
         rows=lambda: location_rows(found, by),
     )
+    if found.kept is not None:
+        _tell(f'kept as {found.kept}: tim-trace sql {shlex.quote(trace)} "FROM operators"')
+    if found.not_kept is not None:
+        _tell(f"not kept in the trace: {found.not_kept}")
     if found.first is not None or found.kinds:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
     if found.first is not None:
@@ -1096,6 +1106,7 @@ def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: st
 
 _NOT_FOR_DUMPS = (
     "steps", "arm", "against", "sequences", "layers", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
+    "keep",
 )  # fmt: skip
 
 

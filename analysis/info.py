@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..replay.locate.result_files import result_ids
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.results import Result
@@ -123,6 +124,8 @@ class TraceInfo(Result):
     """Folder -> bytes; `dense` is what captured distributions take."""
     num_captured: int
     """Rows of scores that have captured distributions."""
+    num_located: int = 0
+    """Results of `locate`."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Attempts at training, where there are several: a run that resumed from a checkpoint."""
     has_checksums: bool = True
@@ -175,6 +178,7 @@ def info(trace: str | Database) -> TraceInfo:
         passes=_passes(database),
         writers=tuple(writers),
         num_bytes=_bytes(source),
+        num_located=len(result_ids(source.store)),
         attempts=attempts(database),
         has_checksums=not source.snapshot.unchecked,
         judged=tuple(_judged(source)),

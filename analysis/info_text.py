@@ -42,6 +42,11 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         ("metrics", f"{info.num_metrics:,} values"),
         *_evaluation(info),
         ("capture", _capture(info)),
+        *(
+            [("located", f"{info.num_located:,} result{'s' if info.num_located > 1 else ''} of locate")]
+            if info.num_located
+            else []
+        ),
         (
             "size",
             f"{_size(sum(info.num_bytes.values()))} ({', '.join(f'{k} {_size(v)}' for k, v in _largest(info) if v)})",

@@ -14,9 +14,12 @@ import numpy as np
 
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.results import CarriedError, Divergence, Located, OperatorError, Router, WeightDifference
+from ..replay.locate.result_files import write_result
+from ..replay.locate.result_header import LocateQuestion
+from ..replay.locate.results import Divergence, Located, OperatorError, Router, WeightDifference
 from ..schemas.results import Result
 from ..tracer.progress import Progress, no_progress
+from ..tracer.store import Store, first_line
 from .rows import Rows, table
 from .statistics.estimators import Array
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends
@@ -61,6 +64,10 @@ class Location(Result):
 
     run: str
     step: int
+    policy_version: int
+    """Of the recorded weights."""
+    device: str
+    """`cpu` or `cuda`."""
     a: str
     b: str
     chosen: str
@@ -85,8 +92,12 @@ class Location(Result):
     operators: tuple[OperatorError, ...]
     unseen: tuple[str, ...]
     """Operators that only one execution has."""
-    engines: tuple[str, ...] = ()
+    engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+    kept: str | None = None
+    """Path in the trace where the result lies; None where it is not kept."""
+    not_kept: str | None = None
+    """Why it could not be kept; None where it is, and where that was not asked for."""
 
 
 def locate(
@@ -101,6 +112,7 @@ def locate(
     model_factory: str | None = None,
     against_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
+    keep: bool = True,
     progress: Progress = no_progress,
 ) -> Location:
     """Find where two executions of recorded tokens part: the operator, and proof.
@@ -117,16 +129,37 @@ def locate(
     on, `all` of both, or `none`. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model by
     the user's code, which then runs once more in float64, where rounding hides nothing.
 
-    Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    With `keep` the result is kept in a local trace, below `locate/`, in the place of an earlier one to the same question:
+    the views `operators` and `patches` and the report have it then. Where that cannot be, `not_kept` says why.
+
+    Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     found = locate_operators(
         trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, patch=patch,
         model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
     )  # fmt: skip
-    return location(found)
+    if not keep:
+        return location(found)
+    question = LocateQuestion(
+        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, patch=patch,
+        model_factory=model_factory, against_factory=against_factory,
+        weights_from=None if weights_from is None else os.fspath(weights_from),
+    )  # fmt: skip
+    kept, not_kept = _keep(Store(trace), question, found)
+    return location(found, kept=kept, not_kept=not_kept)
 
 
-def location(found: Located) -> Location:
+def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str | None, str | None]:
+    """Where a result is kept now, or why it is not."""
+    if not store.is_local:
+        return None, "the trace is not a local folder"
+    try:
+        return write_result(store, question, found), None
+    except OSError as error:
+        return None, error.strerror or first_line(error)
+
+
+def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:
     """Shares of the gap, with 95 % intervals over groups of a prompt, by bootstrap-t."""
     shares = _Shares(found)
     total = float(sum(each.sum_square for each in found.sequences))
@@ -135,6 +168,8 @@ def location(found: Located) -> Location:
     return Location(
         run=found.run,
         step=found.step,
+        policy_version=found.policy_version,
+        device=found.device,
         a=found.a,
         b=found.b,
         chosen=found.chosen,
@@ -155,6 +190,8 @@ def location(found: Located) -> Location:
         operators=found.operators,
         unseen=found.unseen,
         engines=found.engines,
+        kept=kept,
+        not_kept=not_kept,
     )
 
 
@@ -167,26 +204,27 @@ class _Shares:
         self._square_S = np.array([each.sum_square for each in found.sequences])
         self._group_S = np.unique([each.group for each in found.sequences], return_inverse=True)[1]
 
-    def carried(self, key: Callable[[CarriedError], tuple[str, str, int | None]]) -> Iterator[OperatorShare]:
+    def carried(self, key: Callable[[OperatorError], tuple[str, str, int | None]]) -> Iterator[OperatorShare]:
         """A row a key, the largest share first."""
-        groups: dict[tuple[str, str, int | None], list[CarriedError]] = {}
-        for each in self._found.carried:
-            groups.setdefault(key(each), []).append(each)
-        ratios = {(each.side, each.operator): each.ratio for each in self._found.operators}
+        products = self._found.products()
+        groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
+        for each in self._found.operators:
+            if (each.side, each.operator) in products:
+                groups.setdefault(key(each), []).append(each)
         rows = []
         for (side, kind, layer), members in groups.items():
-            share, low, high = self._share(self._summed((each.seq_id, each.product) for each in members))
-            names = {each.operator for each in members}
+            own = [products[side, each.operator] for each in members]
+            share, low, high = self._share(self._summed(item for each in own for item in each.items()))
             rows.append(
                 OperatorShare(
                     side=side,
                     kind=kind,
                     layer=layer,
-                    num_operators=len(names),
+                    num_operators=len(members),
                     carried=share,
                     carried_low=low,
                     carried_high=high,
-                    ratio=max(ratios[side, name] for name in names),
+                    ratio=max(each.ratio for each in members),
                 )
             )
         yield from sorted(rows, key=lambda row: -row.carried)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..replay.locate.result_files import header_path, read_header, read_whole_table, result_ids
+from ..replay.locate.result_header import ResultHeader
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
-from ..schemas.layout import DENSE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
@@ -98,7 +100,8 @@ class _Verifier:
 
     def __init__(self, source: Source):
         self.source, self.snapshot, self.store = source, source.snapshot, source.store
-        self.counts: dict[str, _Count] = {name: _Count() for name in (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER)}
+        folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
+        self.counts: dict[str, _Count] = {name: _Count() for name in folders}
         self.damaged: list[str] = []
         self.ignored: list[str] = []
         self._records = self.snapshot.accounted
@@ -106,7 +109,7 @@ class _Verifier:
     @property
     def num_bytes(self) -> int:
         """Bytes that will be read, of the folders that are large."""
-        return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER))
+        return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
         """Read everything, and tell after each part how many bytes it had."""
@@ -133,6 +136,7 @@ class _Verifier:
                 yield self._document(folder, relative, record)
         yield from self._groups()
         yield from self._weights()
+        yield from self._results()
 
     def _file(self, folder: str, relative: str, file: VerifiedFile) -> int:
         record = self._records.get(relative)
@@ -219,6 +223,30 @@ class _Verifier:
                 yield self._read(WEIGHTS, f"{WEIGHTS}: version {version}", num_bytes, True, read)
                 if self.counts[WEIGHTS].num_damaged > before:  # by one writer's part: others may be, too
                     self.damaged += reader.damaged_parts(version, attempt)
+
+    def _results(self) -> Iterator[int]:
+        """The results of `locate`, header and tables."""
+        seen: set[str] = set()
+        for result in result_ids(self.store):
+            relative = header_path(result)
+            seen.add(relative)
+            headers: list[ResultHeader] = []
+
+            def read_into(result: str = result, headers: list[ResultHeader] = headers) -> None:
+                headers.append(read_header(self.store, result))
+
+            yield self._read(LOCATE, relative, self.store.file_size(relative), True, read_into)
+            for header in headers:
+                for name, record in header.files.items():
+                    seen.add(name)
+                    yield self._read(
+                        LOCATE, name, record.num_bytes, True, partial(read_whole_table, self.store, header, name)
+                    )
+        self.ignored += [
+            f"{self.store.shown(f'{LOCATE}/{name}')}: is of no result of locate that can be read; remove it"
+            for name in self.store.files(LOCATE)
+            if f"{LOCATE}/{name}" not in seen
+        ]
 
     def _read(self, folder: str, relative: str, num_bytes: int, is_checked: bool, read: Callable[[], Any]) -> int:
         count = self.counts[folder]

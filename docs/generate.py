@@ -17,6 +17,7 @@ import click
 import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
+from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers.formats import FORMATS
@@ -174,6 +175,7 @@ def pages():
                 for spec in TABLES.values()
             ),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
+            "located": "\n\n".join(table(spec) for spec in LOCATED_TABLES.values()),
         },
     }
 

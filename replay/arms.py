@@ -174,6 +174,12 @@ class Arm:
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
+    def is_heard(self) -> bool:
+        """Whether `locate` can listen to what its operators take and give."""
+        plain = self.engine == "hf" and self.mode == "prefill" and not self.compile
+        return plain or (self.engine == "vllm" and self.prefix_caching != "on")
+
+    @property
     def is_identity(self) -> bool:
         """Whether nothing differs from the recording."""
         return not self.changes
@@ -221,6 +227,20 @@ def parse_arm(text: str) -> Arm:
     """
     words = [part.partition("=") for part in filter(None, (part.strip() for part in text.split(",")))]
     return _arm({key.strip(): value.strip() if equals else None for key, equals, value in words})
+
+
+def arm_text(changes: Mapping[str, Any]) -> str | None:
+    """What an arm changes in the words of `parse_arm`, as a pass's contract has it; None where this release does not know them.
+
+    >>> arm_text({"dtype": "fp16", "batch_size": 1})
+    'dtype=fp16,batch-size=1'
+    """
+    words = {name.replace("_", "-"): str(value).lower() if value is True else value for name, value in changes.items()}
+    text = ",".join(f"{name}={value}" for name, value in words.items())
+    try:
+        return text if parse_arm(text).changes == dict(changes) else None
+    except InvalidOption:
+        return None
 
 
 def read_arms(path: str | os.PathLike[str]) -> list[Arm]:

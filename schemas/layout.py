@@ -11,6 +11,7 @@ EVAL_SEQUENCES, EVAL_SCORES = "eval_sequences", "eval_scores"
 PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "journal"
 TOKENIZER, WEIGHTS, ENGINE_WEIGHTS = "tokenizer", "weights", "engine_weights"
 INDEX = "index"
+LOCATE = "locate"
 FOLDERS = (
     SEQUENCES,
     SCORES,
@@ -26,6 +27,7 @@ FOLDERS = (
     JOURNAL,
     TOKENIZER,
     INDEX,
+    LOCATE,
 )
 TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORES)
 
@@ -83,7 +85,7 @@ class Segment:
         return f"{DENSE}/{self.name}"
 
 
-_HEX32 = "[0-9a-f]{32}"
+_HEX16, _HEX32 = "[0-9a-f]{16}", "[0-9a-f]{32}"
 _WRITER = r"[A-Za-z0-9_.-]+"
 _SEGMENT_NAME = rf"{_WRITER}-\d{{6}}"
 _PASS = r"[A-Za-z0-9][A-Za-z0-9_.+=-]*(?:/[A-Za-z0-9][A-Za-z0-9_.+=-]*)*"
@@ -106,6 +108,7 @@ _OWN = re.compile(
         rf"{WRITERS}/{_WRITER}\.json",
         rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z_]+\.arrows",
         rf"{INDEX}/{_HEX32}\.json\.gz",
+        rf"{LOCATE}/{_HEX16}(?:\.json|-(?:operators|patches)-{_HEX16}\.parquet)",
         rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
     ))
 )  # fmt: skip

@@ -95,6 +95,12 @@ def triangulate(data: PairData, dtype: str | None) -> Advice:
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
+def locate(data: PairData, against: str) -> Advice:
+    """`tim-trace locate` of one step, as recorded against an arm."""
+    step = int(data.sample.steps[-1])
+    return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
+
+
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
 """Records with what a replay needs."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
+from ...replay.arms import parse_arm
+from ...replay.recorded import has_experts
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -26,6 +29,9 @@ from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, Size
 from .figures import FIGURES
 from .metrics import own_metrics
 from .replay_effects import replay_effects
+
+if TYPE_CHECKING:
+    from ..locate import Location
 
 JUDGED = "k3"
 """Series whose jumps are told."""
@@ -63,6 +69,7 @@ def diagnose(
     )
     with database.telling(progress):
         jumps = _jumps(database, names)
+        located = _located(database)
     return Diagnosis(
         checked=checked,
         attribution=attribution,
@@ -78,7 +85,8 @@ def diagnose(
         figures=figures,
         alarms=read_alarms(database, names),
         replays=replays,
-        next=_next(data, checked, replays),
+        next=_next(data, checked, replays, located),
+        located=located,
     )
 
 
@@ -130,11 +138,40 @@ def size_comparison(
     return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)
 
 
-def _next(data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Commands for what is open, and nothing for what a replay has settled."""
-    if any(replay.code == "settles" for replay in replays) or checked.findings[0].code == "equal":
+def _next(
+    data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
+) -> tuple[Advice, ...]:
+    """Commands for what is open: which side, then where in the model; nothing for what a replay or `locate` has settled."""
+    if checked.findings[0].code == "equal":
         return ()
+    where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
+    if any(replay.code == "settles" for replay in replays):
+        return where
     found = [finding.next for finding in checked.findings if finding.next]
     if not data.has_weights:
         return (*found, Advice(commands.supply(data), "this trace has no weights to replay with"))
-    return (*found, commands.triangulate(data, dtype_of(data.contract("a")))) if checked.is_valid else tuple(found)
+    if not checked.is_valid:
+        return (*found, *where)
+    return (*found, *where, commands.triangulate(data, dtype_of(data.contract("a"))))
+
+
+def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
+    """`locate` against the replay that comes nearest to pass b, once one has shown what makes the mismatch."""
+    if not data.has_weights:
+        return ()
+    for replay in replays:
+        if replay.code not in ("settles", "repeats", "part") or not replay.changes:
+            continue
+        arm = parse_arm(replay.changes)
+        if arm.is_heard and not (arm.engine == "vllm" and has_experts(data.model.get("config") or {})):
+            return (commands.locate(data, replay.changes),)
+    return ()
+
+
+def _located(database: Database) -> Location | None:
+    if not database.has_located:
+        return None
+    from ..located import newest  # it brings in what runs models
+
+    found = newest(database)
+    return None if found is None else replace(found.location, operators=())

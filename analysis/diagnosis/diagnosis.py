@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...schemas.results import Result
 from ..advice import Advice
@@ -12,6 +12,9 @@ from ..attribution.attribution import Attribution
 from ..check.result import CheckResult
 from ..dynamics.recorded import RecordedChange
 from .figures import PublishedFigure
+
+if TYPE_CHECKING:
+    from ..locate import Location
 
 SETTLES = 0.9
 """Share of the mismatch that a replay must remove to have settled its cause."""
@@ -77,6 +80,8 @@ class ReplayEffect:
     """Why there is none; None where there is one."""
     is_own_engine: bool = False
     """Whether it is a replay by the engine of pass b, with nothing else changed."""
+    changes: str | None = None
+    """The arm's words, as `dtype=fp16,batch-size=1`; None where the pass does not say them."""
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:
@@ -108,6 +113,8 @@ class Diagnosis(Result):
     replays: tuple[ReplayEffect, ...]
     next: tuple[Advice, ...]
     """Commands that would settle what is open."""
+    located: Location | None = None
+    """The newest result of `locate` that lies in the trace, without its operators; None where there is none."""
 
     @property
     def settled_by(self) -> ReplayEffect | None:

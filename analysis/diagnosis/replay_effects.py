@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 
+from ...replay.arms import arm_text
+from ...schemas.contract import Contract
 from ...schemas.passes import REPLAY_PREFIX
 from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
@@ -32,7 +35,8 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
     """Every replay, put in the place of pass a: those that remove most of the mismatch first."""
-    found, own_engines = [], _own_engines(database, pair[1])
+    found, contracts = [], _contracts(database)
+    own_engines = _own_engines(contracts, pair[1])
     tell_sampled(database, set(passes) - {*pair})
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
@@ -44,14 +48,27 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
             gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
             interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
             arm = name.removeprefix(REPLAY_PREFIX)
-            found.append(_effect(arm, pair, name in own_engines, int(num), gap / num, left / num, interval))
+            effect = _effect(arm, pair, name in own_engines, int(num), gap / num, left / num, interval)
+            found.append(replace(effect, changes=_changes(name, contracts)))
     return tuple(sorted(found, key=lambda each: -each.removed))
 
 
-def _own_engines(database: Database, engine_pass: str) -> set[str]:
-    """Replays by the engine of a pass, with nothing else changed."""
+def _contracts(database: Database) -> list[tuple[str, Contract]]:
+    """Every pass's contracts."""
     rows = database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
-    contracts = [(name, json.loads(text)) for name, text in rows if text]
+    return [(name, json.loads(text)) for name, text in rows if text]
+
+
+def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
+    """The words of a replay's arm, where its pass says them in one way."""
+    arms = {
+        arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
+    }
+    return arms.pop() if len(arms) == 1 else None
+
+
+def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
+    """Replays by the engine of a pass, with nothing else changed."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name

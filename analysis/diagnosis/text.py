@@ -115,6 +115,11 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     settled = found.settled_by
     if settled is not None:
         rows.append(("replays", effect_text(settled)))
+    if found.located is not None:
+        from ..locate_text import sentence  # it brings in what runs models
+
+        where = found.located
+        rows.append(("where", f"{sentence(where)} (a is {where.a}, b is {where.b}; step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
     advice = [*found.next, *(suspect.next for suspect in attribution.suspects[:1] if suspect.next)]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
@@ -143,6 +148,10 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     """The same as JSON can say it: codes, every number, and the sentences made from them."""
     told = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
+    if found.located is not None:
+        from ..locate_text import sentence
+
+        told["located"]["sentence"] = sentence(found.located)
     for replay, effect in zip(told["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
     told["alarms"] = [

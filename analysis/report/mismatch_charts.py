@@ -22,6 +22,7 @@ _GROUPS = {
     "contribution-": "What the loss sees of it",
     "arms": "What would remove or cut it",
     "corrections": "What would remove or cut it",
+    "located-": "Where both sides part",
 }
 """How the key of a chart begins -> the heading that it stands under."""
 
@@ -42,6 +43,10 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
         found += _spread_charts(subject, subject.spread)
     found += _objective_charts(subject)
     found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
+    if subject.located is not None:
+        from .located_charts import located_charts  # it brings in what runs models
+
+        found += located_charts(subject.located)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from ..trace.database import Database, opened
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from .sample import num_steps_within, without_most_steps
+
+if TYPE_CHECKING:
+    from ..located import LocatedResult
 
 Found = TypeVar("Found")
 
@@ -72,6 +75,8 @@ class Subject:
     """Hyperparameters, by name."""
     evaluation: Column | None
     """The logged evaluation that attribute judged; None where it judged the reward, or nothing."""
+    located: LocatedResult | None
+    """The newest result of `locate` that lies in the trace."""
     unanswered: Mapping[str, str]
     """What could not be asked -> why."""
 
@@ -126,8 +131,16 @@ def read_subject(
         trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
-        settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,
+        settings=read_hyperparameters(database, database.sources[0].run), located=_located(database), unanswered=why,
     )  # fmt: skip
+
+
+def _located(database: Database) -> LocatedResult | None:
+    if not database.has_located:
+        return None
+    from ..located import newest  # it brings in what runs models
+
+    return newest(database)
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:

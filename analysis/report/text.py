@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...schemas.passes import REPLAY_PREFIX
 from ..alarms.text import alarm_sentence
@@ -18,6 +19,9 @@ from ..dynamics.changes import ChangePoint
 from ..info import TraceInfo
 from ..objective.judged import Estimate, Objective
 from ..token_samples.token_sample import TokenSample
+
+if TYPE_CHECKING:
+    from ..locate import Location
 
 QUESTIONS = {
     "validity": "Is the comparison valid?",
@@ -310,6 +314,26 @@ BIAS = (
     "sums are over the sum of |f|, the size of the objective's terms. Above 0 the loss sees more objective than there "
     "is. Where the sum is small beside the sum of |b|, the errors cancel (arXiv 2605.14220)."
 )
+
+
+LOCATED_RATIO = (
+    "The largest error that an operator itself introduces, held against float64 on its own inputs, in units of what rounding can do "
+    "in its dtype. What came before it does not count. Above 1 the operator computes something else."
+)
+LOCATED_DEPTH = "Root mean square of the difference of both executions' hidden states, relative to those of a, where each layer begins."
+LOCATED_CARRIED = (
+    "The hidden states' errors along the direction that moves the tokens' logprobs, by one backward pass: what the operators' own errors "
+    "up to a layer add to the gap's mean square, to first order. What lies before and behind all layers is left out."
+)
+LOCATED_PATCHES = (
+    "One execution computes these operators by the other's code, on its own inputs: 1 means that the gap is gone then. Lines are "
+    "95 % intervals over prompts."
+)
+
+
+def located(found: Location) -> str:
+    """What was located."""
+    return f"a is {found.a}, b is {found.b}; step {found.step}, {found.num_sequences} sequences."
 
 
 def density_note(envelope: float | None) -> str:

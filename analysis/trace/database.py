@@ -14,6 +14,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...replay.locate.result_files import result_ids
 from ...schemas.errors import DamagedTrace, InvalidOption, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.layout import HYPERPARAMETER, METRICS, TABLES
 from ...schemas.steps import ALL_STEPS, parse_steps
@@ -42,6 +43,10 @@ from .source import Pair, Source, open_source
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
+_LOCATED = """
+    CREATE OR REPLACE VIEW operators AS SELECT * FROM located_operators;
+    CREATE OR REPLACE VIEW patches AS SELECT * FROM located_patches;
+"""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
@@ -198,6 +203,7 @@ class Database:
             sql_file("corrections"), lambda: self.define_corrections(published()), ("correction_rules",)
         )
         found["changes"] = MacroFile(_CHANGES, self._define_changes)
+        found["located"] = MacroFile(_LOCATED, self._define_located)
         for name in registry.FRAMEWORKS:
             define = partial(registry.define_macros, name, self.connection)
             found[name] = MacroFile(registry.macros(name), define, is_listed=False)
@@ -208,6 +214,18 @@ class Database:
 
         self.connection.register("recorded_changes", changes_table(self.sources, steps=self.steps))
         self.connection.raw.execute(_CHANGES)
+
+    @property
+    def has_located(self) -> bool:
+        """Whether results of `locate` lie in a trace."""
+        return any(result_ids(source.store) for source in self.sources)
+
+    def _define_located(self) -> None:
+        from ..located import view_rows
+
+        for name, rows in view_rows(self).items():
+            self.connection.register(f"located_{name}", rows)
+        self.connection.raw.execute(_LOCATED)
 
     def _define_pair_sums(self) -> None:
         register_pair_sums(self.connection.raw)
@@ -441,7 +459,8 @@ def opened(traces: Traces | Database, steps: str = ALL_STEPS) -> Database:
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
     """Open one trace or several for SQL.
 
-    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps` and `tokens` and the table macros
+    The connection has the views `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens` and `changes`, the views
+    `operators` and `patches` of what `locate` found, and the table macros
     `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`, where d = logprob(a) - logprob(b) in
     nats; `pair_distributions(a, b)`, a row a response token whose distribution both passes captured, with
     `pair_distribution_sequences(a, b)`, `_steps` and `_runs` over these; `pair_routing(a, b)` and its kin where router

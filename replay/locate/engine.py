@@ -177,7 +177,7 @@ class _Location:
         )
         self.arms = arms
         self.routers: dict[str, Router] = {}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = device = "cuda" if torch.cuda.is_available() else "cpu"
         contract = run.train_contract(rows[0].contract)
         versions = {row.policy_version for row in chosen.rows}
         if len(versions) != 1:
@@ -246,6 +246,8 @@ class _Location:
         return Located(
             run=self.run.store.name,
             step=self.step,
+            policy_version=self.version,
+            device=self.device,
             a=self.arms[A].name,
             b=self.arms[B].name,
             sequences=tuple(self._sequence(row, d[row.seq_id]) for row in self.chosen.rows),

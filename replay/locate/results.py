@@ -133,6 +133,10 @@ class Located:
 
     run: str
     step: int
+    policy_version: int
+    """Of the recorded weights."""
+    device: str
+    """`cpu` or `cuda`."""
     a: str
     """Name of its arm."""
     b: str
@@ -154,5 +158,13 @@ class Located:
     """Operators that only one execution has, or whose inside a fused kernel hides: `attention: scores, softmax and values`."""
     first: Divergence | None
     """None where nothing but rounding was found."""
-    engines: tuple[str, ...] = ()
+    engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+
+    def products(self) -> dict[tuple[str, str], dict[str, float]]:
+        """(side, operator) -> sequence -> `product` of its errors, added up: a residual stream is judged at two places."""
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for each in self.carried:
+            own = found.setdefault((each.side, each.operator), {})
+            own[each.seq_id] = own.get(each.seq_id, 0.0) + each.product
+        return found

@@ -38,10 +38,10 @@ from tim_trace.analysis.dynamics.recorded import RecordedChange
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 
 
-def effect(removed):
+def effect(removed, changes=None):
     return ReplayEffect(
         arm="bf16", pair=("train", "rollout"), num_tokens=10, gap_rms=1.0, left_rms=0.5, removed=removed, low=None, high=None,
-        no_interval="fewer than 8 groups",
+        no_interval="fewer than 8 groups", changes=changes,
     )  # fmt: skip
 
 
@@ -247,7 +247,9 @@ DATA = SimpleNamespace(
     is_import=False,
     sample=SimpleNamespace(steps=np.array([3, 7])),
     contract=lambda side: {},
+    model={},
 )
+LOCATE = "tim-trace locate run --steps 7 --against dtype=bf16"
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
 
@@ -270,6 +272,33 @@ def test_what_is_next(code, removed, has_weights, expected):
     data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
     replays = () if removed is None else (effect(0.0), effect(removed))
     assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "removed", "changes", "more", "expected"),
+    [
+        ("rounding", 0.901, "dtype=bf16", {}, (LOCATE,)),
+        ("rounding", 0.101, "dtype=bf16", {}, ("look", LOCATE, TRIANGULATE)),
+        ("rounding", 0.099, "dtype=bf16", {}, ("look", TRIANGULATE)),
+        ("rounding", 0.901, None, {}, ()),
+        ("rounding", 0.901, "dtype=bf16", {"has_weights": False}, ()),
+        ("temperature", 0.901, "dtype=bf16", {}, (LOCATE,)),
+        ("equal", 0.901, "dtype=bf16", {}, ()),
+        ("rounding", 0.901, "engine=exact", {}, ()),
+        ("rounding", 0.901, "mode=decode", {}, ()),
+        ("rounding", 0.901, "compile=true", {}, ()),
+        ("rounding", 0.901, "engine=vllm,mode=decode", {}, (LOCATE.replace("dtype=bf16", "engine=vllm,mode=decode"),)),
+        ("rounding", 0.901, "engine=vllm,prefix-caching=on", {}, ()),
+        ("rounding", 0.901, "engine=vllm", {"model": {"config": {"num_experts": 4}}}, ()),
+        ("rounding", 0.901, "dtype=bf16", {"model": {"config": {"num_experts": 4}}}, (LOCATE,)),
+    ],
+)
+def test_where_is_asked_once_a_replay_says_what(code, removed, changes, more, expected):
+    data = SimpleNamespace(**vars(DATA) | more)
+    replays = (effect(removed, changes), effect(0.0, changes))
+    assert _next(data, checked(code, "look"), replays) == expected
+    located = _next(data, checked(code, "look"), replays, located=object())
+    assert located == tuple(command for command in expected if "locate" not in command)
 
 
 @pytest.mark.parametrize(("dtype", "arm"), [("bfloat16", "fp32"), ("float16", "fp32"), ("float32", "bf16")])

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from ...schemas.errors import TraceExists
-from ...schemas.layout import DENSE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS
+from ...schemas.layout import DENSE, LOCATE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS
 from ..adopt import adopt
 from ..create import refuse_live, whole_trace
 from ..index import write_index
@@ -56,7 +56,7 @@ def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progr
         files = write_merged(snapshot, chosen, building, file_bytes, progress)
         for relative in left:
             _copy(store, relative, building)
-        for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE):
+        for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE, LOCATE):
             for name in store.walk(folder):
                 _copy(store, f"{folder}/{name}", building)
         for state in snapshot.writers:

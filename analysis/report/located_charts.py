@@ -1,0 +1,103 @@
+"""Where two executions of the run part, as `locate` found it last: over layers, over depth, and what a patch removes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...replay.locate.results import BEYOND, OperatorError
+from ..locate import Location
+from ..locate_text import sentence
+from . import chart, text
+from .chart import Band, Bar, BarChart, Chart, Line, LineChart
+
+if TYPE_CHECKING:
+    from ..located import LocatedResult
+
+_MOST_LINES = 5
+"""Kinds of operators that have a line; those of the largest errors."""
+_MOST_BARS = 12
+"""Patches that have a bar; those that remove most."""
+_SQL = "SELECT {columns} FROM operators WHERE result = '{result}' ORDER BY side, forward_order"
+
+
+def located_charts(result: LocatedResult) -> Iterator[Chart]:
+    """The charts of one result; of what it does not hold there is none."""
+    found = result.location
+    if ratios := _ratios(found):
+        highest = max(float(np.nanmax(line.y)) for line in ratios)
+        yield LineChart(
+            key="located-ratio", title="Each operator's own error, by layer", unit="bounds of rounding",
+            note=text.LOCATED_RATIO, sql=_SQL.format(columns="side, kind, layer, ratio", result=result.id), lines=ratios,
+            x_label="layer", y_scale=chart.LOG,
+            bands=(Band(low=BEYOND, high=2 * max(BEYOND, highest), text="no rounding"),) if highest > BEYOND else (),
+            remark=f"{text.located(found)} {sentence(found)}",
+        )  # fmt: skip
+    depth = _depth(found.operators)
+    if depth is not None:
+        yield LineChart(
+            key="located-depth", title="How far apart both are, by depth", unit="relative rms",
+            note=text.LOCATED_DEPTH, sql=_SQL.format(columns="layer, operator, inherited", result=result.id),
+            lines=(depth,), x_label="layer", y_scale=chart.LOG,
+        )  # fmt: skip
+    if carried := tuple(_carried(found)):
+        yield LineChart(
+            key="located-carried", title="What of the gap each side has made up to a layer", unit="share of mean d squared",
+            note=text.LOCATED_CARRIED, sql=_SQL.format(columns="side, layer, operator, carried", result=result.id),
+            lines=carried, x_label="layer",
+        )  # fmt: skip
+    if found.patches:
+        best = sorted(found.patches, key=lambda each: -abs(each.removed))[:_MOST_BARS]
+        sides = {taker: f"in {taker}" for taker in sorted({each.taker for each in best})}
+        yield BarChart(
+            key="located-patches", title="What the other side's code removes", unit="share of mean d squared",
+            note=text.LOCATED_PATCHES, sql=f"FROM patches WHERE result = '{result.id}'", x_label="share removed",
+            groups={
+                name: tuple(
+                    Bar(name=each.patch, value=each.removed, low=each.removed_low, high=each.removed_high)
+                    for each in best
+                    if each.taker == taker
+                )
+                for taker, name in sides.items()
+            },
+        )  # fmt: skip
+
+
+def _ratios(found: Location) -> tuple[Line, ...]:
+    """A line a kind of operator and side: the largest own error in each layer, in units of the bound."""
+    largest: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for each in found.operators:
+        if each.layer is not None and 0.0 < each.ratio < np.inf:
+            own = largest[each.kind, each.side]
+            own[each.layer] = max(own.get(each.layer, 0.0), each.ratio)
+    kinds = sorted(largest, key=lambda key: -max(largest[key].values()))[:_MOST_LINES]
+    return tuple(
+        Line(name=f"{kind} in {side}", x=np.array(sorted(own)), y=np.array([own[layer] for layer in sorted(own)]))
+        for kind, side in kinds
+        for own in (largest[kind, side],)
+    )
+
+
+def _depth(operators: Sequence[OperatorError]) -> Line | None:
+    """The difference of what comes into each layer: of the inputs of its first operator that both have."""
+    first: dict[int, tuple[int, float]] = {}
+    for each in operators:
+        if each.layer is not None and each.inherited and each.side == "b":
+            first[each.layer] = min(first.get(each.layer, (each.order, each.inherited)), (each.order, each.inherited))
+    if not first:
+        return None
+    layers = sorted(first)
+    return Line(name="input of the layer", x=np.array(layers), y=np.array([first[layer][1] for layer in layers]))
+
+
+def _carried(found: Location) -> Iterator[Line]:
+    """A line a side: the shares of the gap that its operators carry, added up from the front."""
+    layers = sorted({each.layer for each in found.layers if each.layer is not None})
+    for side, name in (("a", found.a), ("b", found.b)):
+        own = {each.layer: each.carried for each in found.layers if each.side == side}
+        if any(own.values()):
+            total = np.cumsum([own.get(layer, 0.0) for layer in layers])
+            yield Line(name=f"{side} ({name})", x=np.array(layers), y=total)

@@ -1,0 +1,268 @@
+"""The files of locate/: writing a result beside the recording, and reading what lies there.
+
+A result is a header, `<id>.json`, and two tables that the header names with their hashes. The header is written last and
+replaces the one before by rename, so that a reader sees one result or the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ... import __version__
+from ...schemas.checksums import SealedFile, whole_hash
+from ...schemas.clock import now
+from ...schemas.errors import DamagedTrace, TimTraceError
+from ...schemas.layout import LOCATE
+from ...schemas.located import OPERATORS, PATCHES
+from ...schemas.tables import Table
+from ...tracer.environment import numeric_versions
+from ...tracer.parquet_file import ParquetFooter, read_footer, write_checked
+from ...tracer.store import Store, first_line
+from ...tracer.verified_file import FileCursor
+from ...tracer.whole_file import unnamed_file, write_part
+from .result_header import FORMAT, LocateQuestion, ResultHeader, parse_header
+from .results import A, B, CarriedError, Located, OperatorError, PatchedSequence
+
+_AGAIN = "run locate again, or remove it"
+_HEADER = re.compile(r"[0-9a-f]{16}\.json")
+_OPTIONS: dict[str, Any] = {"compression": "zstd"}
+_MOST_ROWS = 1 << 20
+"""A table with more is refused unread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResult:
+    """A result of `locate` that lies in a trace."""
+
+    header: ResultHeader
+    found: Located
+
+    @property
+    def relative(self) -> str:
+        """Path of its header in the trace."""
+        return header_path(self.header.id)
+
+
+def header_path(result: str) -> str:
+    """Path of a result's header in the trace."""
+    return f"{LOCATE}/{result}.json"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------
+
+
+def write_result(store: Store, question: LocateQuestion, found: Located) -> str:
+    """Keep a result in a local trace, in the place of an earlier one to the same question; return its header's path.
+
+    Raises OSError, and StorageError where a link would lead elsewhere.
+    """
+    folder, result = Path(store.root), question.id
+    before = _named_before(store, result)
+    files = dict(
+        _write_table(folder, result, spec, rows)
+        for spec, rows in ((OPERATORS, _operator_rows(found)), (PATCHES, _patch_rows(found)))
+    )
+    header = ResultHeader(
+        format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
+        versions=numeric_versions(), device=found.device, policy_version=found.policy_version, a=found.a, b=found.b,
+        chosen=found.chosen, sequences=found.sequences, num_tokens=found.num_tokens, mean_abs_d=found.mean_abs_d,
+        max_abs_d=found.max_abs_d, weights=found.weights, routers=found.routers, unseen=found.unseen, engines=found.engines,
+        first=found.first, files=files,
+    )  # fmt: skip
+    relative = header_path(result)
+    write_part(folder, relative, header.to_json().encode())
+    for name in before - set(files):
+        (folder / name).unlink(missing_ok=True)
+    return relative
+
+
+def _named_before(store: Store, result: str) -> set[str]:
+    """Tables of the result that is replaced: another process may be writing others of the same question."""
+    try:
+        return set(read_header(store, result).files)
+    except (TimTraceError, OSError):
+        return set()
+
+
+def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
+    """Path and account of a table, which is named for the hash of its footer."""
+    part = pa.Table.from_pylist(rows, spec.schema)
+    with unnamed_file(folder, LOCATE) as temporary:
+        written = write_checked(temporary, _identity(result, spec), spec.schema, [part], **_OPTIONS)
+        relative = f"{_identity(result, spec)}-{written.footer}.parquet"
+        temporary.rename(folder / relative)
+    return relative, written
+
+
+def _identity(result: str, spec: Table) -> str:
+    return f"{LOCATE}/{result}-{spec.name}"
+
+
+def _operator_rows(found: Located) -> list[dict[str, Any]]:
+    products, rows = found.products(), []
+    for operator in found.operators:
+        row = asdict(operator)
+        own = products.get((operator.side, operator.operator))
+        row["products"] = None if own is None else [own.get(each.seq_id) for each in found.sequences]
+        rows.append({"forward_order": row.pop("order"), **row})
+    return rows
+
+
+def _patch_rows(found: Located) -> list[dict[str, Any]]:
+    squares: dict[tuple[str, str, int], dict[str, float]] = {}
+    for each in found.patches:
+        squares.setdefault((each.name, each.taker, each.num_operators), {})[each.seq_id] = each.sum_square_left
+    return [
+        {"patch": name, "taker": taker, "num_operators": number}
+        | {"squares_left": [own[each.seq_id] for each in found.sequences]}
+        for (name, taker, number), own in squares.items()
+    ]
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def result_ids(store: Store) -> list[str]:
+    """Ids of the results that lie in a trace."""
+    return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
+
+
+def read_header(store: Store, result: str) -> ResultHeader:
+    """A result's header. Raises DamagedTrace, NewerTrace, OSError."""
+    where = store.shown(header_path(result))
+    header = parse_header(store.read_json(header_path(result)), where)
+    if header.id != result:
+        raise DamagedTrace(f"{where}: is of result {header.id} under another name; {_AGAIN}")
+    if header.run_id != store.manifest().run_id:
+        raise DamagedTrace(f"{where}: is of run {header.run_id}, not of this one; remove it")
+    names = {part: name for name in header.files for part in (OPERATORS.name, PATCHES.name) if f"-{part}-" in name}
+    if len(names) != 2 or any(not name.startswith(f"{LOCATE}/{result}-") for name in names.values()):
+        raise DamagedTrace(f"{where}: does not name its two tables; {_AGAIN}")
+    return header
+
+
+def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
+    """Every result that lies in a trace, the newest last; what cannot be read comes second, a sentence each."""
+    found, damaged = [], []
+    for result in result_ids(store):
+        try:
+            found.append(read_result(store, result))
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        except (TimTraceError, OSError) as error:
+            damaged.append(str(error))
+    return sorted(found, key=lambda each: (each.header.made_at, each.header.id)), damaged
+
+
+def read_result(store: Store, result: str) -> KeptResult:
+    """A result. Raises DamagedTrace for what is not as it was written, NewerTrace, and FileNotFoundError where there is none."""
+    header = read_header(store, result)
+    try:
+        return _read_tables(store, header)
+    except FileNotFoundError:  # a newer result took its place
+        header = read_header(store, result)
+    try:
+        return _read_tables(store, header)
+    except FileNotFoundError as error:
+        missing = [name for name in header.files if not store.exists(name)]
+        raise DamagedTrace(f"{', '.join(map(store.shown, missing))}: is missing; {_AGAIN}") from error
+
+
+def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
+    """Compare all of one of a result's tables with its hash. Raises DamagedTrace, also for one that is missing."""
+    try:
+        read_table(store, header, relative)
+        is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash
+    except FileNotFoundError:
+        raise DamagedTrace(f"{store.shown(relative)}: is missing; {_AGAIN}") from None
+    if not is_whole:
+        raise DamagedTrace(f"{store.shown(relative)}: its content is not what locate wrote; {_AGAIN}")
+
+
+def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
+    where = store.shown(relative)
+    if (size := store.file_size(relative)) != record.num_bytes:
+        raise DamagedTrace(f"{where}: has {size:,} bytes where locate wrote {record.num_bytes:,}; {_AGAIN}")
+    footer = read_footer(store, relative, size)
+    if footer.num_rows > _MOST_ROWS:
+        raise DamagedTrace(f"{where}: claims {footer.num_rows:,} rows, which no result of locate has; {_AGAIN}")
+    if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
+        raise DamagedTrace(f"{where}: its footer is not what locate wrote; {_AGAIN}")
+    return footer
+
+
+def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
+    rows = {_spec(header, relative).name: read_table(store, header, relative) for relative in header.files}
+    operators, patches = rows[OPERATORS.name], rows[PATCHES.name]
+    names = [each.seq_id for each in header.sequences]
+    found = Located(
+        run=store.name, step=header.question.step, policy_version=header.policy_version, device=header.device, a=header.a,
+        b=header.b, sequences=header.sequences, chosen=header.chosen, num_tokens=header.num_tokens,
+        mean_abs_d=header.mean_abs_d, max_abs_d=header.max_abs_d, operators=tuple(map(_operator, operators)),
+        carried=tuple(_carried(operators, names)), weights=header.weights, routers=header.routers,
+        patches=tuple(_patched(patches, names)), unseen=header.unseen, engines=header.engines, first=header.first,
+    )  # fmt: skip
+    return KeptResult(header=header, found=found)
+
+
+def _spec(header: ResultHeader, relative: str) -> Table:
+    return next(each for each in (OPERATORS, PATCHES) if relative.startswith(f"{_identity(header.id, each)}-"))
+
+
+def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
+    """Rows of one of a result's tables, every byte compared with its checksum. Raises DamagedTrace and FileNotFoundError."""
+    where, spec = store.shown(relative), _spec(header, relative)
+    footer = _footer(store, relative, header.files[relative])
+    if not footer.schema.remove_metadata().equals(spec.schema):
+        raise DamagedTrace(f"{where}: has other columns than a table of {spec.name}; {_AGAIN}")
+    try:
+        file = footer.verified(store, relative)
+        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, (DamagedTrace, FileNotFoundError)):
+            raise
+        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)}); {_AGAIN}") from error
+    _check_rows(rows, spec, len(header.sequences), where)
+    return rows
+
+
+def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:
+    """Raise DamagedTrace for rows that no result of locate has."""
+    never = [column.name for column in spec.columns if not column.null]
+    for row in rows:
+        lists = [value for value in row.values() if isinstance(value, list)]
+        side = row.get("side", row.get("taker"))
+        if (
+            any(row[name] is None for name in never)
+            or side not in (A, B)
+            or any(len(values) != num_sequences for values in lists)
+            or (spec is PATCHES and None in row["squares_left"])
+        ):
+            raise DamagedTrace(f"{where}: holds rows that no result of locate has; {_AGAIN}")
+
+
+def _operator(row: dict[str, Any]) -> OperatorError:
+    values = {name: value for name, value in row.items() if name not in ("forward_order", "products")}
+    return OperatorError(order=row["forward_order"], **values)
+
+
+def _carried(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Iterator[CarriedError]:
+    for row in rows:
+        of_operator = {name: row[name] for name in ("side", "operator", "kind", "layer")}
+        for seq_id, product in zip(names, row["products"] or (), strict=False):
+            if product is not None:
+                yield CarriedError(seq_id=seq_id, product=product, **of_operator)
+
+
+def _patched(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Iterator[PatchedSequence]:
+    for row in rows:
+        of_patch = {"name": row["patch"], "taker": row["taker"], "num_operators": row["num_operators"]}
+        for seq_id, left in zip(names, row["squares_left"], strict=True):
+            yield PatchedSequence(seq_id=seq_id, sum_square_left=left, **of_patch)

@@ -1,0 +1,103 @@
+"""locate/<id>.json: what was asked, of what, with what, and what was found apart from operators and patches."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from ...schemas.checksums import SealedFile, short_hash
+from ...schemas.contract import canonical_json
+from ...schemas.documents import read_document, to_document
+from ...schemas.errors import DamagedTrace, NewerTrace
+from ..arms import Arm, parse_arm
+from .results import Divergence, LocatedSequence, Router, WeightDifference
+
+FORMAT = 1
+"""Of the header and the tables beside it."""
+_WHAT = "a result of locate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocateQuestion:
+    """What `locate` was asked. The same question has the same id, and its newest result is kept."""
+
+    step: int
+    arm: str | None
+    against: str
+    sequences: str
+    layers: str | None
+    patch: str
+    model_factory: str | None
+    against_factory: str | None
+    weights_from: str | None
+
+    @property
+    def id(self) -> str:
+        """XXH3-64 of its canonical JSON, 16 hexadecimal digits: arms count by what they change, not by how it is written."""
+        arms = {name: _changes(text) for name, text in (("arm", self.arm), ("against", self.against))}
+        return short_hash(canonical_json(asdict(self) | arms).encode())
+
+
+def _changes(text: str | None) -> dict[str, Any]:
+    """What an arm changes, its name left out: settings of later releases change no id."""
+    recorded = asdict(Arm())
+    given = asdict(Arm() if text is None else parse_arm(text))
+    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultHeader:
+    """One result of `locate`, less its rows."""
+
+    format: int
+    id: str
+    """Of its question; names its files."""
+    run_id: str
+    """Of the trace."""
+    question: LocateQuestion
+    made_at: str
+    """ISO 8601 in UTC."""
+    made_by: str
+    """Version of tim-trace."""
+    versions: dict[str, str]
+    """Libraries that can change a logprob -> version."""
+    device: str
+    """`cpu` or `cuda`."""
+    policy_version: int
+    """Of the recorded weights."""
+    a: str
+    """Name of the arm."""
+    b: str
+    chosen: str
+    """How the sequences were chosen."""
+    sequences: tuple[LocatedSequence, ...]
+    num_tokens: int
+    mean_abs_d: float
+    """nats"""
+    max_abs_d: float
+    """nats"""
+    weights: tuple[WeightDifference, ...]
+    routers: tuple[Router, ...]
+    unseen: tuple[str, ...]
+    engines: tuple[str, ...]
+    """The sides that vLLM ran."""
+    first: Divergence | None
+    files: dict[str, SealedFile]
+    """Path in the trace -> what was written there; of operators, and of patches."""
+
+    def to_json(self) -> str:
+        return to_document(asdict(self))
+
+
+def parse_header(content: bytes, where: str) -> ResultHeader:
+    """Read locate/<id>.json; fields that this build does not know are passed over. Raises DamagedTrace and NewerTrace."""
+    values = read_document(content, where, _WHAT, needs_checksum=True)
+    if isinstance(made := values.get("format"), int) and made > FORMAT:
+        raise NewerTrace(f"{where}: format {made} of a later release; this one reads up to {FORMAT}")
+    try:
+        # JSON has no NaN and no infinities: they are texts there.
+        return msgspec.convert(values, ResultHeader, strict=False)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error
