@@ -9,6 +9,8 @@ from .rows import Rows, shown, to_text
 
 _MOST_ROWS = 12
 """Of a table, on a terminal."""
+_LEAST = 5e-4
+"""Of the gap: a share that a table on a terminal leaves out where it is smaller."""
 _REMOVES = 0.5
 """Share of the gap from which a patch is the answer."""
 _TRIES = {"attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32"}
@@ -53,8 +55,10 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """The rows with the largest values, up to _MOST_ROWS; those that change nothing are left out."""
-    kept = sorted((row for row in rows.dicts() if row[value]), key=lambda row: -row[value])[:_MOST_ROWS]
+    """The rows with the largest values, up to _MOST_ROWS; those that change next to nothing are left out."""
+    kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
+        :_MOST_ROWS
+    ]
     return Rows(rows.columns, [tuple(row.values()) for row in kept]) if kept else None
 
 

@@ -75,7 +75,7 @@ READING = {
     "attribute", "check", "compare", "corrections", "diagnose", "dynamics", "export", "gate", "import", "info", "objective", "query", "report",
     "sql", "stats", "verify", "weights",
 }  # fmt: skip
-REPLAYING = {"gradient", "replay", "triangulate"}
+REPLAYING = {"gradient", "locate", "replay", "triangulate"}
 
 
 def tim_trace(*arguments, **options):

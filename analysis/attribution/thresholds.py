@@ -118,6 +118,8 @@ GRADED_BY_CHANCE = 0.6
 """Most of these that may have it by chance for that to be known."""
 RETURNS = 0.5
 """Share of its distance to the reference that a policy keeps at most when a KL term pulls it back; by another way it keeps more."""
+COEFFICIENT_GROWS = 10.0
+"""Least factor of the KL term's coefficient, beside a policy that returns to its reference, that leaves no other explanation."""
 LACKING = 10.0
 """Responses that would lack their earlier reward by chance, from which it is known whether rewards were reordered."""
 LACKING_OF_PERMUTED = 0.1

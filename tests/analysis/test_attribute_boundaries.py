@@ -227,11 +227,16 @@ def _carried(share):
     return codes(mismatch._semantics(facts(checked=found, series={"mean_abs_d": np.ones(len(STEPS))})))
 
 
-def _returned(share, *, before=0.4, mismatch=None):
+def _coefficient(factor):
+    near = (given_change("kl_coef", "logged", 0.1, 0.1 * factor), given_change("reference_k3", "reference", 0.1, 9.0))
+    return _returned(0.1, near=near)
+
+
+def _returned(share, *, before=0.4, mismatch=None, near=()):
     """A policy that keeps a share of its distance to the reference."""
     distance = np.where(FALL.low > STEPS, before, share * before)
     kept = SimpleNamespace(reference_distance_by_step=(STEPS, distance))
-    return codes(reference._returns(facts(rollouts=kept, mismatch=mismatch)))
+    return codes(reference._returns(facts(rollouts=kept, mismatch=mismatch, near=near)))
 
 
 def _graded(equal, by_chance):
@@ -352,6 +357,7 @@ TABLE = [
         ("entropy_rose_before_fall", STRONG), ("entropy_impossible", 0.0),
     )),
     ("FINDING_CARRIES", _carried, 0.1, ({}, {"check_fails": MEDIUM})),
+    ("COEFFICIENT_GROWS", _coefficient, 10.0, ({"returns_to_reference": DECISIVE}, {"returns_to_reference": CERTAIN})),
     ("RETURNS", _returned, 0.5, ({"returns_to_reference": DECISIVE}, {})),
     ("REFERENCE_MOVES", lambda x: _returned(0.1, before=x), 0.05, ({}, {"returns_to_reference": DECISIVE})),
     ("of_size", lambda x: _returned(0.1, mismatch=run_mismatch(x)), 0.03, ({"returns_to_reference": DECISIVE}, {})),
@@ -1459,3 +1465,34 @@ def test_advantages_of_one_sign(negative, negative_since, positive_since, is_one
     for share_below in (0.1, 0.09):  # rewards that are alike leave no signs
         found = advantages.one_sided(facts(rollouts=rollouts, since_fall=part(negative_since, positive_since)))
         assert [each.points for each in found] == [CERTAIN + WEAK] * (is_one_sided and share_below == 0.1)
+
+
+@pytest.mark.parametrize(
+    ("factor", "at", "verdict"),
+    [
+        (7.9, 60, {"advantages_steady": -MEDIUM}),
+        (8.1, 60, {"advantages_changed": CERTAIN}),
+        (300.0, 66, {"advantages_steady": -MEDIUM}),  # the fall's interval ends at 63
+    ],
+)
+def test_one_step_of_advantages_of_another_size_where_a_fall_begins(factor, at, verdict):
+    signs = np.where(np.arange(100) % 2, 1.0, -1.0)
+    rows = rows_of_steps(advantage=signs * np.where(at == STEPS, factor, np.where(at < STEPS, 0.0, 1.0)))
+    assert codes(advantages._changed(facts(rollouts=rows))) == verdict
+
+
+def test_of_advantages_that_were_not_recorded_nothing_is_said():
+    rows = rows_of_steps(advantage=np.full(100, np.nan))
+    assert advantages._changed(facts(rollouts=rows)) == []
+
+
+def test_unusual_settings_count_once_and_those_of_adam_for_adam_alone():
+    several = {"adam_beta1": 0.1, "adam_epsilon": 1.0, "learning_rate": 1.0, "adam_beta2": 0.5}
+    assert sum(each.points for each in optimizer._settings(facts(settings=several))) == STRONG
+    assert optimizer._settings(facts(settings={"adam_beta2": 0.0, "learning_rate": 1.0})) == []
+
+
+def test_logprobs_in_other_rows_are_no_mismatch_of_the_engine_s():
+    for code, points in (("row_pairing", 0.0), ("temperature", 2.5)):
+        found = codes(mismatch.mismatch(facts(mismatch=run_mismatch(0.5), checked=checked(code))).evidence)
+        assert found["mismatch_large"] == points

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from builders import tim_trace
 from tim_trace.analysis.dumps.compare import dumps_rows, locate_dumps
 from tim_trace.analysis.dumps.difference import difference
 from tim_trace.analysis.dumps.layout import Tokens, Unmatched, joined, reconciled
@@ -466,25 +467,19 @@ def test_a_forged_safetensors_header_is_named(tmp_path, header):
         locate_dumps(a, b)
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "tim_trace", "locate", *map(str, arguments)], capture_output=True, text=True
-    )
-
-
 def test_the_command_says_it_and_refuses_what_is_not_for_dumps(tmp_path, exact):
     model = model_of()
     other_norm(model)
     a, b = save(tmp_path / "a", exact), save(tmp_path / "b", forward(model))
-    done = run("--from-dumps", a, b, "--json")
-    assert done.returncode == 1, done.stderr
+    done = tim_trace("locate", "--from-dumps", a, b, "--json")
+    assert done.code == 1, done.stderr
     assert json.loads(done.stdout)["first"]["place"] == "layers.2.post_attention_layernorm"
-    done = run("--from-dumps", a, b, "--limit", "5")
+    done = tim_trace("locate", "--from-dumps", a, b, "--limit", "5")
     assert done.stdout.startswith(
         "The first difference that rounding does not explain is layers.2.post_attention_layernorm"
     )
     assert len(done.stdout.split("\n\n")[2].splitlines()) == 7
-    assert run("--from-dumps", a, a, "--by", "layer", "--csv").returncode == 0
+    assert tim_trace("locate", "--from-dumps", a, a, "--by", "layer", "--csv").code == 0
     for arguments, message in (
         (("--from-dumps", a, b, "--steps", "3"), "--steps is not for it"),
         (("run", "--from-dumps", a, b), "run is not for it"),
@@ -492,8 +487,8 @@ def test_the_command_says_it_and_refuses_what_is_not_for_dumps(tmp_path, exact):
         ((), "give RUN, or two folders"),
         (("--from-dumps", a, tmp_path / "none"), "no folder lies there"),
     ):
-        done = run(*arguments)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        done = tim_trace("locate", *arguments)
+        assert (done.code, message in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Where gradients part: a planted fault of a backward is named where it lies, and rounding is taken for nothing else."""
 
 import copy
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from builders import tim_trace
 from tim_trace.analysis.locate_backward import locate_backward as find
 from tim_trace.replay.locate import backward_bounds
 from tim_trace.replay.locate.backward import locate_backward
@@ -300,21 +299,12 @@ def test_a_trace_without_advantages_says_how_to_record_them(traces):
 
 
 def test_the_command_says_where_and_refuses_what_makes_no_sense(traces):
-    command = [
-        sys.executable,
-        "-m",
-        "tim_trace",
-        "locate",
-        str(traces("gemma2")),
-        "--backward",
-        "--against",
-        "attention=math",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1, ended.stderr
+    command = ("locate", traces("gemma2"), "--backward", "--against", "attention=math")
+    ended = tim_trace(*command)
+    assert ended.code == 1, ended.stderr
     assert ended.stdout.startswith("The first divergence on the way back is model.layers.1.self_attn.attention in b")
-    refused = subprocess.run([*command, "--patch", "kinds"], capture_output=True, text=True)
-    assert refused.returncode == 2
+    refused = tim_trace(*command, "--patch", "kinds")
+    assert refused.code == 2
     assert "--patch: does not go with --backward" in refused.stderr
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...dynamics.conditions import ADVANTAGES
 from ...dynamics.recorded import RecordedChange
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -15,6 +16,9 @@ from ..next_steps import COMPUTE_ADVANTAGES
 from ..rollouts import Rollouts, relation
 from ..suspect import Suspect
 from .changed import changed, holds, settings, worth
+
+_FEWEST_STEPS = 5
+"""Steps before a fall from which it is known how large advantages are."""
 
 
 def advantages(facts: Facts) -> Suspect:
@@ -57,7 +61,32 @@ def _changed(facts: Facts) -> list[Evidence]:
     found = [change for change in facts.clear(ADVANTAGES) if _is_large(change, facts)]
     if found:
         return [changed("advantages_changed", found[0], worth(facts, found[0]))]
-    return [Evidence(code="advantages_steady", points=-t.MEDIUM)]
+    if not np.isfinite(facts.rollouts.advantage).any():
+        return []
+    return _burst(facts) or [Evidence(code="advantages_steady", points=-t.MEDIUM)]
+
+
+def _burst(facts: Facts) -> list[Evidence]:
+    """Advantages of a size that none had before, at a step with which the fall may begin: what comes after may have no rewards left."""
+    if facts.fall is None:
+        return []
+    sizes = {
+        int(step): float(np.nanmax(np.abs(part)))
+        for step in np.unique(facts.rollouts.step)
+        if np.isfinite(part := facts.rollouts.advantage[facts.rollouts.step == step]).any()
+    }
+    first = facts.fall.interval[0] - t.AHEAD
+    before = [size for step, size in sizes.items() if step < first]
+    near = {step: size for step, size in sizes.items() if first <= step <= facts.fall.interval[1]}
+    if len(before) < _FEWEST_STEPS or not near or not max(before):
+        return []
+    step = max(near, key=lambda step: near[step])
+    if near[step] < t.BURST * max(before):
+        return []
+    values: dict[str, Measured] = {
+        "series": "max_abs_advantage", "step": step, "low": step, "high": step, "from_value": max(before), "to_value": near[step],
+    }  # fmt: skip
+    return [Evidence(code="advantages_changed", values=values, points=t.CERTAIN)]
 
 
 def _is_large(change: RecordedChange, facts: Facts) -> bool:

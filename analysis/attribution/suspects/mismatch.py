@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...advice import Advice
@@ -37,8 +39,11 @@ def mismatch(facts: Facts) -> Suspect:
     if facts.mismatch is None:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=RECORD)
+    size_and_order = [_size(facts.mismatch.size), *_order(facts)]
+    if _is_of_other_rows(facts):
+        size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
     evidence = [
-        _size(facts.mismatch.size), *_order(facts), *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
+        *size_and_order, *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
@@ -85,6 +90,12 @@ def _largest_rise(facts: Facts) -> ChangePoint | None:
     changes = rises(facts, "mean_abs_d", 3.0)
     largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
     return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None
+
+
+def _is_of_other_rows(facts: Facts) -> bool:
+    """Whether logprobs in each other's rows make the mismatch: it is no engine's then."""
+    finding = facts.checked.findings[0] if facts.checked else None
+    return finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
 
 
 def _order(facts: Facts) -> list[Evidence]:

@@ -55,11 +55,13 @@ def _jump(values: np.ndarray) -> int | None:
 
 
 def _settings(facts: Facts) -> list[Evidence]:
-    evidence = []
-    is_adam = any(name.startswith("adam_") for name in facts.settings)
+    """Settings that are out of the customary range; together they count once, since who sets one has set the others for it."""
+    evidence: list[Evidence] = []
+    # Without its second moment Adam is plain gradient descent, whose rates and moments are others.
+    is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
     for name, (low, high, *customary) in t.CUSTOMARY.items():
         value = facts.settings.get(name)
-        if name == "learning_rate" and not is_adam:
+        if name in ("learning_rate", "adam_beta2") and not is_adam:
             continue
         if isinstance(value, float) and not low <= value <= high:
             values: dict[str, Measured] = {
@@ -68,7 +70,7 @@ def _settings(facts: Facts) -> list[Evidence]:
                 "customary_low": customary[0],
                 "customary_high": customary[1],
             }
-            evidence.append(Evidence(code="setting_unusual", values=values, points=t.STRONG))
+            evidence.append(Evidence(code="setting_unusual", values=values, points=0.0 if evidence else t.STRONG))
     return evidence
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...dynamics.conditions import REFERENCE
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -55,8 +56,16 @@ def _returns(facts: Facts) -> list[Evidence]:
     before, last = float(np.median(until)), float(np.median(distance[-width:]))
     if before < t.REFERENCE_MOVES or last > t.RETURNS * before:
         return []
-    return [
-        Evidence(
-            code="returns_to_reference", values={"distance_before": before, "distance_after": last}, points=t.DECISIVE
-        )
-    ]
+    points = t.CERTAIN if _coefficient_grows(facts) else t.DECISIVE
+    values: dict[str, Measured] = {"distance_before": before, "distance_after": last}
+    return [Evidence(code="returns_to_reference", values=values, points=points)]
+
+
+def _coefficient_grows(facts: Facts) -> bool:
+    """Whether what the KL term is multiplied by became a multiple near the fall, as an adaptive controller that runs away makes it."""
+    of_term = [change for change in facts.near if change.kind != REFERENCE and suspect_of(change.series) == "reference"]
+    return any(
+        not isinstance(change.before, str) and not isinstance(change.after, str) and change.before > 0
+        and change.after >= t.COEFFICIENT_GROWS * change.before
+        for change in of_term
+    )  # fmt: skip
