@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..replay.locate.results import Divergence, WeightDifference
+from ..replay.locate.results import ROUTES, Divergence, WeightDifference
 from .locate import Location, OperatorShare, PatchShare, location_rows
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
@@ -13,7 +13,10 @@ _LEAST = 5e-4
 """Of the gap: a share that a table on a terminal leaves out where it is smaller."""
 _REMOVES = 0.5
 """Share of the gap from which a patch is the answer."""
-_TRIES = {"attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32"}
+_TRIES = {
+    "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32",
+    ROUTES: "--routing recorded",
+}  # fmt: skip
 """Kind of operator -> the replay that computes it with more digits."""
 
 
@@ -39,7 +42,9 @@ def location_text(found: Location, width: int | None = None) -> str:
     flipped = [each for each in found.routers if each.num_flipped]
     if flipped:
         number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
-        facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}"))
+        margins = [each.margin for each in flipped if each.margin is not None]
+        tie = f"; scores at most {max(margins):.2g} from a tie" if margins else ""
+        facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}{tie}"))
     if found.no_interval:
         facts.append(("intervals", f"none: {found.no_interval}"))
     if found.engines:
@@ -97,16 +102,20 @@ def _hides(found: Location) -> bool:
 
 
 def _single(found: Location) -> list[PatchShare]:
-    """Patches of one kind of operator."""
-    return [each for each in found.patches if any(each.patch == kind.kind for kind in found.kinds)]
+    """Patches of one kind of operator, and of the choices of experts."""
+    singles = {ROUTES, *(each.kind for each in found.kinds)}
+    return [each for each in found.patches if each.patch in singles]
 
 
 def _removes(best: PatchShare) -> str:
     other = "a" if best.taker == "b" else "b"
-    return (
-        f"{best.patch} computed in {best.taker} as {other} computes it removes {best.removed:.0%}"
-        f"{_interval(best.removed_low, best.removed_high)} of the gap's mean square."
+    done = (
+        f"{best.taker} with the experts that {other} chose, where they differ,"
+        if best.patch == ROUTES
+        else f"{best.patch} computed in {best.taker} as {other} computes it"
     )
+    share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
+    return f"{done} removes {share} of the gap's mean square."
 
 
 def _interval(low: float | None, high: float | None) -> str:

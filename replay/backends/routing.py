@@ -30,19 +30,25 @@ def checked(model: Any, wanted: str | None) -> list[Router]:
 
 @contextmanager
 def followed(
-    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing]
+    known: Sequence[Router],
+    batch: ForwardBatch,
+    recorded: Sequence[Routing] | None,
+    into: list[Routing],
+    *,
+    keeps_same_sets: bool = False,
 ) -> Iterator[None]:
     """Note in `into` what the routers chose for each row's tokens in one forward; no routers, no notes.
 
     With `recorded`, the routers give these ids, weights and slot order instead of their own; padding keeps the router's
-    own choice. Raises CannotReplay when the recorded choices are not of this model.
+    own choice, and with `keeps_same_sets` so does a token whose experts are the same. Raises CannotReplay when the recorded
+    choices are not of this model.
     """
     if not known:
         yield
         return
     tap = RouterTap(known)
     # Hooks run in the order in which they came: what is noted is what the experts were given.
-    with _forced(known, batch, recorded), tap:
+    with _forced(known, batch, recorded, keeps_same_sets), tap:
         yield
     parts = tap.forwards()
     if parts:
@@ -52,11 +58,13 @@ def followed(
 
 
 @contextmanager
-def _forced(known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None) -> Iterator[None]:
+def _forced(
+    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, keeps_same_sets: bool
+) -> Iterator[None]:
     if recorded is None:
         yield
         return
-    table = _Table(known, batch, recorded)
+    table = _Table(known, batch, recorded, keeps_same_sets)
     handles = [router.module.register_forward_hook(partial(table.replace, i)) for i, router in enumerate(known)]
     try:
         yield
@@ -68,7 +76,10 @@ def _forced(known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Rou
 class _Table:
     """The recorded choices, laid out as the batch is."""
 
-    def __init__(self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing]):
+    def __init__(
+        self, known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing], keeps_same_sets: bool
+    ):
+        self._keeps_same_sets = keeps_same_sets
         if any(part.expert_weights is None for part in recorded):
             raise CannotReplay("routing recorded: the trace holds the experts' ids without their weights; record both")
         ids_NLS = np.concatenate([np.asarray(part.expert_ids) for part in recorded])
@@ -101,6 +112,8 @@ class _Table:
         recorded_CS = torch.from_numpy(self.ids_BWLS[part].reshape(ids_CS.shape)).to(ids_CS)
         values_CS = torch.from_numpy(self.weights_BWLS[part].reshape(ids_CS.shape)).to(weights_CS)
         known_C1 = recorded_CS[:, :1] != NOT_ROUTED
+        if self._keeps_same_sets:
+            known_C1 &= (recorded_CS.sort(-1).values != ids_CS.sort(-1).values).any(-1, keepdim=True)
         replaced = list(output)
         replaced[place] = torch.where(known_C1, recorded_CS, ids_CS)
         replaced[1] = torch.where(known_C1, values_CS, weights_CS)

@@ -25,6 +25,7 @@ from .execution import Execution, Prepare
 from .head import Head, judge_head
 from .reference import EVERY_LAYER, Judged, Judgement, Point, Reference, Window, kind_of, layer_of, position_of
 from .results import (
+    ROUTES,
     A,
     B,
     CarriedError,
@@ -36,6 +37,7 @@ from .results import (
     Router,
     WeightDifference,
 )  # fmt: skip
+from .routes import choices, score_with
 from .taps import RowTaps
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
 from .vllm_grafts import AnyGraft, graft_of
@@ -394,10 +396,14 @@ class _Location:
         """Count the tokens for which the two executions choose other experts."""
         for a, b in zip(ours, theirs, strict=False):
             if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
-                differs = int((a.sort(-1).values != b.sort(-1).values).any(-1).sum())
+                flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
                 known = self.routers.get(name, Router(operator=name, layer=layer_of(name), num_tokens=0, num_flipped=0))
+                margins = [known.margin, _margin(ours, a, flipped_T)]
                 self.routers[name] = replace(
-                    known, num_tokens=known.num_tokens + len(a), num_flipped=known.num_flipped + differs
+                    known,
+                    num_tokens=known.num_tokens + len(a),
+                    num_flipped=known.num_flipped + int(flipped_T.sum()),
+                    margin=max((each for each in margins if each is not None), default=None),
                 )
 
     def _weights(self) -> Iterator[WeightDifference]:
@@ -434,21 +440,38 @@ class _Location:
             if not all(isinstance(each, VllmExecution) for each in self.executions.values())
         }
         plans = {side: list(self._plans(patch, graft)) for side, graft in grafts.items()}
-        with self.progress("patching operators", sum(map(len, plans.values()))) as advance:
+        flipped = sum(each.num_flipped > 0 for each in self.routers.values())
+        total = sum(map(len, plans.values())) + len(grafts) * (flipped > 0)
+        with self.progress("patching operators", total) as advance:
             for side, graft in grafts.items():
                 other = A if side == B else B
                 for name, operators in plans[side]:
                     scored = graft.score(operators, self.chosen.rows, self.rows)
-                    for row in self.chosen.rows:
-                        left = scored[row.seq_id] - logprobs[other][row.seq_id]
-                        yield PatchedSequence(
-                            name=name,
-                            taker=side,
-                            num_operators=len(operators),
-                            seq_id=row.seq_id,
-                            sum_square_left=float(np.square(left[row.scored]).sum()),
-                        )
+                    yield from self._left(name, side, len(operators), scored, logprobs[other])
                     advance(1)
+                if flipped:
+                    scored = self._routed(self.executions[side], self.executions[other])
+                    yield from self._left(ROUTES, side, flipped, scored, logprobs[other])
+                    advance(1)
+
+    def _routed(self, taker: AnyExecution, giver: AnyExecution) -> dict[str, np.ndarray]:
+        assert isinstance(taker, Execution)
+        assert isinstance(giver, Execution)
+        return score_with(taker, choices(giver, self.chosen.rows, self.rows, self.wanted), self.chosen.rows, self.rows)
+
+    def _left(
+        self, name: str, side: str, number: int, scored: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+    ) -> Iterator[PatchedSequence]:
+        """What is left of each sequence's gap."""
+        for row in self.chosen.rows:
+            left = (scored[row.seq_id] - other[row.seq_id])[row.scored]
+            yield PatchedSequence(
+                name=name,
+                taker=side,
+                num_operators=number,
+                seq_id=row.seq_id,
+                sum_square_left=float(np.square(left).sum()),
+            )
 
     def _plans(self, patch: str, graft: AnyGraft) -> Iterator[tuple[str, frozenset[str]]]:
         """Names of what is put in together."""
@@ -503,6 +526,19 @@ def _dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
+
+
+def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
+    """The largest distance, over flipped tokens, of the lowest score that was chosen to the highest that was not."""
+    import torch
+
+    wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
+    if not wide or not bool(flipped_T.any()):
+        return None
+    scores, chosen = wide[0][flipped_T].double(), ids[flipped_T].long()
+    rest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
+    margins = scores.gather(-1, chosen).amin(-1) - rest
+    return float(margins.max()) if bool((margins >= 0).all()) else None
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:

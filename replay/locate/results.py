@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 A, B = "a", "b"
 """The two executions: the one that is asked about, and the one that it is held against."""
+ROUTES = "routes"
+"""The patch that gives an execution the other's choices of experts."""
 BEYOND = 1.0
 """An introduced error of more than so many bounds is no rounding."""
 
@@ -93,6 +95,10 @@ class Router:
     num_tokens: int
     num_flipped: int
     """Tokens with another set of experts."""
+    margin: float | None = None
+    """Of these, the largest distance between the lowest score of an expert that a chose and the highest of one that it did not, in
+    the scores that the router gives: how far the widest flip was from a tie. None without flips, and where the choice is not
+    by these scores alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,7 @@ class PatchedSequence:
     """One sequence's gap when operators of one execution are computed by the other's code, on their own inputs."""
 
     name: str
-    """What was patched: a kind of operator, `layers 0 to 7`, `head`, `everything`."""
+    """What was patched: a kind of operator, `layers 0 to 7`, `all operators`, or `routes`: the choices of experts that differ."""
     taker: str
     """The side whose operators were replaced."""
     num_operators: int

@@ -94,6 +94,45 @@ def test_flipped_routes_are_counted_and_are_no_divergence(traces):
     assert "choices of experts differ, first in model.layers." in location_text(found)
 
 
+def other_experts(model):
+    """In layer 1 every fifth token goes to an expert that was not chosen."""
+
+    def choose(_module, _args, given):
+        logits, weights, ids = given
+        rest = torch.ones_like(logits).scatter(-1, ids, 0.0).argmax(-1)
+        ids = ids.clone()
+        ids[::5, 0] = rest[::5]
+        return logits, weights, ids
+
+    model.model.layers[1].mlp.gate.register_forward_hook(choose)
+
+
+@pytest.mark.parametrize("taker", ["a", "b"])
+def test_the_others_choices_of_experts_remove_what_choices_alone_make(traces, taker):
+    found = locate_operators(traces("qwen3_moe"), arm="dtype=fp32", against="dtype=fp32", prepare_against=other_experts)
+    assert found.first.operator == "model.layers.1.mlp.gate"
+    assert sum(each.sum_square for each in found.sequences) > 0
+    left = [each.sum_square_left for each in found.patches if (each.name, each.taker) == ("routes", taker)]
+    assert left == [0.0] * len(found.sequences)
+
+
+def test_only_choices_that_differ_are_given(traces):
+    """Between two precisions the weights of experts differ everywhere, and few choices do: the rest of the gap stays."""
+    found = locate(traces("qwen3_moe"), arm="dtype=bf16", layers="1")
+    routes = [each for each in found.patches if each.patch == "routes"]
+    flipped = [each for each in found.routers if each.num_flipped]
+    assert [each.operator for each in flipped] == ["model.layers.1.mlp.gate"]
+    assert [each.num_operators for each in routes] == [1, 1]
+    assert all(0 < abs(each.removed) < 1 for each in routes)
+    assert 0 < flipped[0].margin < 0.1
+    assert "from a tie" in location_text(found)
+
+
+def test_without_flips_no_choices_are_given(traces):
+    found = locate(traces("qwen3_moe"), arm="batch-size=1", against="attention=eager")
+    assert not [each for each in found.patches if each.patch == "routes"]
+
+
 def no_norm(model):
     model.model.layers[1].self_attn.q_norm.forward = lambda hidden: hidden
 
