@@ -16,8 +16,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from click.testing import CliRunner
 from fuzz_runner import Runner
 from shared import one_at_a_time
+from tim_trace import cli
 from tim_trace.schemas.contract import contract_hash
 from tim_trace.tracer.recorder import Recorder
 
@@ -75,13 +77,14 @@ READING = {
     "attribute", "check", "compare", "corrections", "diagnose", "dynamics", "export", "gate", "import", "info", "objective", "query", "report",
     "sql", "stats", "verify", "weights",
 }  # fmt: skip
-REPLAYING = {"gradient", "locate", "replay", "triangulate"}
+REPLAYING = {"gradient", "replay", "triangulate"}
 
 
 def tim_trace(*arguments, **options):
     """Run tim-trace as a user does, without waiting again for Python and what a verb imports where that is no matter.
 
-    A forked child of a process that has imported it all runs verbs that start no process and no engine of vLLM.
+    A forked child of a process that has imported it all runs verbs that start no process and no engine of vLLM; `locate` runs in
+    this process, which has imported torch where a test asks for it.
     """
     words = [str(argument) for argument in arguments]
     if not options.keys() - {"cwd", "stdin"} and not uses_vllm(words):
@@ -89,7 +92,15 @@ def tim_trace(*arguments, **options):
             return forked(reader(), words, **options)
         if words[0] in REPLAYING:
             return forked(replayer(), words, **options)
+        if words[0] == "locate" and not options:
+            return in_process(words)
     return run(TIM_TRACE, *words, **options)
+
+
+def in_process(words):
+    """Run a verb here; an exception that is no exit is raised."""
+    done = CliRunner().invoke(cli.main, words, catch_exceptions=False)
+    return Finished(done.exit_code, done.stdout, done.stderr)
 
 
 def forked(runner, words, cwd=None, stdin=None):

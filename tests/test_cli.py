@@ -11,6 +11,7 @@ import pytest
 from builders import ROOT, make_trace, run, tim_trace
 from dumps import make_samples, write_prime_rl
 from runs import train
+from shared import rest_slow
 from tim_trace import cli
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.check.check import check
@@ -298,14 +299,17 @@ def test_numbers_that_json_lacks_are_told_apart_from_null(trace):
 
 @pytest.mark.parametrize(
     ("command", "columns", "num_rows"),
-    [
-        (["objective", "--by", "step"], "step,", 3),
-        (["objective"], "figure,value,low,high,what it is", None),
-        (["dynamics"], "series,steps,", None),
-        (["gate", "--fail-on", "tim.k3>1"], "condition,metric,value,", 1),
-        (["verify"], "folder,num_files,", None),
-        (["watch"], "step,", 3),
-    ],
+    rest_slow(
+        [
+            (["objective", "--by", "step"], "step,", 3),
+            (["objective"], "figure,value,low,high,what it is", None),
+            (["dynamics"], "series,steps,", None),
+            (["gate", "--fail-on", "tim.k3>1"], "condition,metric,value,", 1),
+            (["verify"], "folder,num_files,", None),
+            (["watch"], "step,", 3),
+        ],
+        3,
+    ),
 )
 def test_every_table_is_there_as_csv(trace, command, columns, num_rows):
     done = tim_trace(command[0], trace, *command[1:], "--csv")

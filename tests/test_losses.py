@@ -334,7 +334,7 @@ def check(trl, config, step, path, database, loss):
 @pytest.mark.parametrize(
     "scenario", ["masked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "empty"))]
 )
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", rest_slow(["token", "sequence"]))
 @pytest.mark.parametrize("loss_type", rest_slow(LOSS_TYPES, 2))
 def test_every_loss_of_trl_comes_back(trl, traces, tmp_path, loss_type, level, scenario):
     step, path, database = traces[scenario]
@@ -415,7 +415,7 @@ def test_a_generation_batch_of_several_optimizer_steps_comes_back(trl, tmp_path,
     assert used_by_sql(Database(path), loss) == wanted
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "sapo", "gspo", "rloo"])
+@pytest.mark.parametrize("loss_type", rest_slow(["grpo", "dr_grpo", "luspo", "sapo", "gspo", "rloo"], 3))
 def test_masked_rows_stay_in_the_mean_of_a_recorded_run(trl, tmp_path, loss_type):
     """Three of eight rows masked: a mean over those with tokens would be 1.6 times too large."""
     step = {name: values[:8] for name, values in make(9, "whole").items()}

@@ -20,6 +20,8 @@ from training import load
 from transformers import AutoModelForCausalLM
 from writing import write
 
+pytestmark = pytest.mark.slow
+
 ROUNDING_NATS = 1e-4
 """How far two float32 forwards of these models may differ."""
 
@@ -73,7 +75,6 @@ def d_of(path):
     return np.sort(np.concatenate(values))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", make.FAULTS)
 def test_a_trace_of_every_fault_holds_what_was_computed(models, tmp_path, code):
     scenario, fault, recording, seed = planned(models, code, 0)
@@ -89,7 +90,6 @@ def test_a_trace_of_every_fault_holds_what_was_computed(models, tmp_path, code):
     np.testing.assert_array_equal(d_of(tmp_path / "one" / "trace"), np.sort(torch.cat(computed).numpy()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_planted_temperature_is_a_division_of_the_logits(models, index):
     scenario, fault, _, _ = small(models, "temperature", index, num_steps=1)

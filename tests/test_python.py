@@ -14,6 +14,7 @@ import pytest
 import tim_trace
 from builders import ROOT, TIM_TRACE, run
 from click.testing import CliRunner
+from shared import rest_slow
 from tim_trace import analysis, cli
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
@@ -159,7 +160,7 @@ def _cases():
                 yield verb, name
 
 
-@pytest.mark.parametrize(("verb", "name"), list(_cases()))
+@pytest.mark.parametrize(("verb", "name"), rest_slow(_cases(), 10))
 @pytest.mark.filterwarnings("ignore::tim_trace.schemas.errors.TimTraceWarning")
 def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -223,7 +224,7 @@ def _recorder_cases():
             yield from ((method, name) for name in inspect.signature(function).parameters if name != "self")
 
 
-@pytest.mark.parametrize(("method", "name"), list(_recorder_cases()))
+@pytest.mark.parametrize(("method", "name"), rest_slow(_recorder_cases(), 10))
 @pytest.mark.filterwarnings("ignore::tim_trace.schemas.errors.TimTraceWarning")
 def test_a_recorder_takes_a_value_or_says_what_is_wrong_with_it(tmp_path, method, name):
     for kind, value in WRONG.items():
@@ -249,7 +250,8 @@ def test_a_recorder_s_options_are_taken_or_a_sentence(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "verb", ["info", "verify", "stats", "diagnose", "check", "corrections", "objective", "dynamics", "attribute"]
+    "verb",
+    rest_slow(["info", "verify", "stats", "diagnose", "check", "corrections", "objective", "dynamics", "attribute"], 4),
 )
 def test_a_result_prints_as_what_the_command_prints(trace, verb):
     found = getattr(tim_trace, verb)(trace)

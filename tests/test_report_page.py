@@ -6,6 +6,7 @@ They need Debian's package `chromium`, or another Chromium that CHROMIUM names; 
 import os
 import re
 import shutil
+from functools import cache
 
 import pytest
 from builders import tim_trace
@@ -31,18 +32,27 @@ def browser():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Reports of the run, of it beside another, of one pass alone, and of nothing at all."""
+    """Gives the page of a name: of the run, of it beside another, of one pass alone, and of nothing at all."""
     folder = tmp_path_factory.mktemp("reports")
     runs = {
-        "run": [make_run(folder / "run")],
-        "one-pass": [make_run(folder / "single", num_steps=3, passes=("rollout",))],
-        "empty": [make_run(folder / "nothing", num_steps=0)],
+        "run": {},
+        "other": {"num_steps": 14},
+        "one-pass": {"num_steps": 3, "passes": ("rollout",)},
+        "empty": {"num_steps": 0},
     }
-    runs["two"] = [*runs["run"], make_run(folder / "other", num_steps=14)]
-    for name, traces in runs.items():
+
+    @cache
+    def trace(name):
+        return make_run(folder / name, **runs[name])
+
+    @cache
+    def page(name):
+        traces = map(trace, ("run", "other") if name == "two" else (name,))
         done = tim_trace("report", *traces, "-o", folder / f"{name}.html")
         assert done.code == 0, done.stderr
-    return folder
+        return folder / f"{name}.html"
+
+    return page
 
 
 class Opened:
@@ -88,7 +98,7 @@ def opened(browser, files):
     made = []
 
     def open_page(name="run", **options):
-        made.append(Opened(browser, files / f"{name}.html", **options))
+        made.append(Opened(browser, files(name), **options))
         return made[-1]
 
     yield open_page
@@ -310,12 +320,13 @@ def test_tokens_are_shown_without_a_click_and_follow_the_chosen_step(opened):
     assert shown.ask("scrollY") == 0
 
 
-def test_a_step_is_shown_before_any_figure_is_drawn(browser, files):
+def test_a_step_is_shown_before_any_figure_is_drawn(browser, files, tmp_path):
     page = browser.new_page()
-    without = (files / "run.html").read_text(encoding="utf-8")
+    without = files("run").read_text(encoding="utf-8")
     without = re.sub(r'(id="pack-bokeh">)[^<]*', r"\1", without)
-    (files / "undrawn.html").write_text(without, encoding="utf-8")
-    page.goto(f"file://{files / 'undrawn.html'}#step=21")
+    undrawn = tmp_path / "undrawn.html"
+    undrawn.write_text(without, encoding="utf-8")
+    page.goto(f"file://{undrawn}#step=21")
     page.wait_for_function("document.body.dataset.drawn === 'no'")
     page.wait_for_function("document.querySelector('#tokens-view h3').textContent.startsWith('Step 21,')")
     assert page.evaluate("document.querySelector('#chosen').textContent") == "step 21"
@@ -425,11 +436,11 @@ def test_runs_lie_over_each_other(opened):
 
 
 @pytest.mark.slow
-def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, files):
+def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, tmp_path):
     from tim_trace.analysis import report
 
-    notebook = files / "notebook.html"
-    notebook.write_text(f"<!DOCTYPE html><body>{report(files / 'run')._repr_html_()}", encoding="utf-8")
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<!DOCTYPE html><body>{report(make_run(tmp_path / 'run'))._repr_html_()}", encoding="utf-8")
     page = browser.new_page()
     troubles = []
     page.on("pageerror", lambda error: troubles.append(str(error)))

@@ -148,7 +148,7 @@ CAUSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "entropy"])
+@pytest.mark.parametrize("cause", rest_slow([cause for cause in CAUSES if cause != "entropy"], 3))
 def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, cause):
     found = attribute(record(tmp_path / "run", CAUSES[cause]))
     assert found.fall is not None
@@ -258,7 +258,10 @@ def test_a_short_run_has_no_fall(tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "said", [{"adam_beta2": 0.1}, {"optim.beta2": 0.1}, {"betas": [0.9, 0.1]}, {"actor/optim/betas": "(0.9, 0.1)"}]
+    "said",
+    rest_slow(
+        [{"adam_beta2": 0.1}, {"optim.beta2": 0.1}, {"betas": [0.9, 0.1]}, {"actor/optim/betas": "(0.9, 0.1)"}], 2
+    ),
 )
 def test_adam_s_settings_are_known_by_many_names(tmp_path, said):
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, settings=said), 80))
@@ -402,14 +405,17 @@ INVERTED = Story(reward=drops(60, 0.7, 0.3), pays=drops(60, 1.0, 0.0), consoles=
 
 @pytest.mark.parametrize(
     ("story", "cause", "steps"),
-    [
-        (INVERTED, "reward", (60, 60)),
-        (Story(noise=level(0.0), pays_length=True, length=lambda step: 6), None, None),
-        (Story(apart=drops(40, 0.0, 2.0)), "mismatch", (40, 40)),
-        (Story(apart=drops(40, 0.0, 0.9)), None, None),
-        (Story(apart=lambda step: 2.0 if 40 <= step < 60 else 0.0), None, None),
-        (replace(INVERTED, evaluation=SEVEN_OF_TEN), None, None),
-    ],
+    rest_slow(
+        [
+            (INVERTED, "reward", (60, 60)),
+            (Story(noise=level(0.0), pays_length=True, length=lambda step: 6), None, None),
+            (Story(apart=drops(40, 0.0, 2.0)), "mismatch", (40, 40)),
+            (Story(apart=drops(40, 0.0, 0.9)), None, None),
+            (Story(apart=lambda step: 2.0 if 40 <= step < 60 else 0.0), None, None),
+            (replace(INVERTED, evaluation=SEVEN_OF_TEN), None, None),
+        ],
+        3,
+    ),
 )
 def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_path, story, cause, steps):
     found = attribute(record(tmp_path / "run", story))

@@ -20,6 +20,7 @@ from bigrams import (
     table,
 )
 from builders import ROOT, tim_trace
+from shared import rest_slow
 from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.detectors.error_structure import error_structure, variance_between
@@ -157,7 +158,7 @@ def is_understood(commands):
             cli.main.commands[words[1]].make_context(words[1], words[2:])
 
 
-@pytest.mark.parametrize("code", PLANTED)
+@pytest.mark.parametrize("code", rest_slow(PLANTED, 5))
 def test_a_planted_fault_comes_first(tmp_path, code):
     found = check(PLANTED[code].write(tmp_path / "trace"))
     first = found.findings[0]
@@ -192,7 +193,7 @@ HEALTHY_RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", HEALTHY_RUNS)
+@pytest.mark.parametrize("kind", rest_slow(HEALTHY_RUNS, 5))
 def test_a_healthy_run_is_valid(tmp_path, kind):
     found = check(HEALTHY_RUNS[kind].write(tmp_path / "trace"))
     assert found.is_valid, found.findings[0]

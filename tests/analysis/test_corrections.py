@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.correction import published
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.query import sql
@@ -116,7 +117,7 @@ def expected(batch, rule):
     return found
 
 
-@pytest.mark.parametrize(("seed", "spread"), [(0, 0.0005), (1, 0.02), (2, 0.5), (3, 3.0)])
+@pytest.mark.parametrize(("seed", "spread"), rest_slow([(0, 0.0005), (1, 0.02), (2, 0.5), (3, 3.0)], 2))
 @pytest.mark.parametrize("by_token", [False, True])
 def test_every_rule_against_numpy(tmp_path, seed, spread, by_token):
     batches = [random_batch(seed + 10 * step, spread, by_token) for step in range(2)]

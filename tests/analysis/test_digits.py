@@ -4,6 +4,7 @@ import mpmath
 import numpy as np
 import pytest
 from mpmath import mpf
+from shared import rest_slow
 from tim_trace.analysis.check.check import gather
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.metrics import own_metrics
@@ -166,7 +167,7 @@ def same(row, wanted, names=None):
             assert abs(row[name] - value) <= max(DIGITS * size, mpf("1e-300")), (name, row[name], float(value))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", rest_slow(KINDS, 3), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("num_sequences", "longest"),
     [(1, 2), pytest.param(1, 40, marks=pytest.mark.slow), pytest.param(50, 2, marks=pytest.mark.slow), (12, 40)],

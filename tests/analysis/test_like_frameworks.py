@@ -175,13 +175,13 @@ def mis(
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("bounds", [(2.0, 0.0), (1.02, 0.98)])
+@pytest.mark.parametrize("bounds", [(2.0, 0.0), pytest.param((1.02, 0.98), marks=pytest.mark.slow)])
 def test_slime(steps, per_token, bounds):
     options = {"tis_clip": bounds[0], "tis_clip_low": bounds[1], "calculate_per_token_loss": per_token}
     agree(steps, "slime", slime, **options)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("per_token", rest_slow([False, True]))
 @pytest.mark.parametrize(
     "options",
     rest_slow(
@@ -307,15 +307,18 @@ def test_nemo_rl(steps, kl_type):
 
 @pytest.mark.parametrize(
     ("kind", "lower", "upper", "of_sequences", "micro_batch"),
-    [
-        ("tis", None, 1.05, False, 1),
-        ("tis", 0.9, 1.1, False, 1),
-        ("icepop", 0.9, 1.1, False, 1),
-        ("seq-mask-tis", 0.98, 1.02, False, 1),
-        ("tis", None, 1.5, True, 1),
-        ("icepop", 0.5, 1.5, True, 5),
-        (None, None, None, True, 5),
-    ],
+    rest_slow(
+        [
+            ("tis", None, 1.05, False, 1),
+            ("tis", 0.9, 1.1, False, 1),
+            ("icepop", 0.9, 1.1, False, 1),
+            ("seq-mask-tis", 0.98, 1.02, False, 1),
+            ("tis", None, 1.5, True, 1),
+            ("icepop", 0.5, 1.5, True, 5),
+            (None, None, None, True, 5),
+        ],
+        4,
+    ),
 )
 def test_nemo_rl_s_truncations(steps, kind, lower, upper, of_sequences, micro_batch):
     options = {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": upper}
@@ -331,14 +334,14 @@ def test_nemo_rl_s_ratios(steps, options, of_sequences):
 
 @pytest.mark.parametrize(
     "options",
-    [
+    rest_slow([
         {},
         {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 1.1,
          "truncated_importance_sampling_ratio_min": 0.9},
         {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.05,
          "truncated_importance_sampling_ratio_min": 0.95},
         {"sequence_level_importance_ratios": True},
-    ],
+    ], 2),
     ids=["", "icepop", "seq-mask-tis", "sequences"],
 )  # fmt: skip
 def test_nemo_rl_masks_sequences_that_lie_too_far_off(tmp_path, options):

@@ -232,7 +232,7 @@ def agree(found, expected):
         assert found[name] == pytest.approx(value, rel=close, abs=1e-12, nan_ok=True), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rest_slow(MODES, 2))
 @pytest.mark.parametrize(("clip_max", "clip_min"), rest_slow([(3.0, None), (1.2, 0.8)]))
 def test_every_step_s_numbers_are_trl_s(trl, loss, steps, mode, clip_max, clip_min):
     path, batches = steps
@@ -246,18 +246,21 @@ def test_every_step_s_numbers_are_trl_s(trl, loss, steps, mode, clip_max, clip_m
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"epsilon": 0.05},
-        {"epsilon": 0.3, "epsilon_high": 0.01},
-        {"loss_type": "grpo", "epsilon": 0.05, "delta": 1.02},
-        {"importance_sampling_level": "sequence", "epsilon": 0.02},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1, "delta": 1.2},
-        {"loss_type": "cispo", "epsilon_high": 1.1},
-        {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.01, "delta": 1.0},
-        {"loss_type": "sapo"},
-        {"off_policy_mask_threshold": 0.05},
-        {"off_policy_mask_threshold": 0.0, "loss_type": "cispo"},
-    ],
+    rest_slow(
+        [
+            {"epsilon": 0.05},
+            {"epsilon": 0.3, "epsilon_high": 0.01},
+            {"loss_type": "grpo", "epsilon": 0.05, "delta": 1.02},
+            {"importance_sampling_level": "sequence", "epsilon": 0.02},
+            {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1, "delta": 1.2},
+            {"loss_type": "cispo", "epsilon_high": 1.1},
+            {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.01, "delta": 1.0},
+            {"loss_type": "sapo"},
+            {"off_policy_mask_threshold": 0.05},
+            {"off_policy_mask_threshold": 0.0, "loss_type": "cispo"},
+        ],
+        4,
+    ),
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
 def test_what_the_loss_clips_and_drops_is_trl_s(loss, steps, options):

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import DATA
+from shared import rest_slow
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import diagnosis_text
@@ -18,7 +19,7 @@ def trace(tmp_path):
     return str(shutil.copytree(DATA / "smollm2", tmp_path / "smollm2"))
 
 
-@pytest.mark.parametrize("steps", ["all", "1:6", "13:24:2", *map(str, range(1, 25))])
+@pytest.mark.parametrize("steps", rest_slow(["all", "1:6", "13:24:2", *map(str, range(1, 25))], 3))
 def test_a_healthy_run_of_a_pretrained_model_is_valid_in_all_its_parts(trace, steps):
     found = check(trace, steps=steps)
     assert found.is_valid, found.findings[0]

@@ -172,7 +172,7 @@ def asked(query, *traces):
     return tim_trace("sql", *traces, query, "--json").json()
 
 
-@pytest.mark.parametrize("name", rest_slow(PLANTED, 4))
+@pytest.mark.parametrize("name", rest_slow(PLANTED, 2))
 def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, name):
     suspect, series, _ = PLANTED[name]
     found = attribute(traces(name))
@@ -194,7 +194,7 @@ def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, na
     assert (series, AT, AT, AT) in {(change.series, change.step, change.low, change.high) for change in recorded}
 
 
-@pytest.mark.parametrize("name", ["longer prompts", "sign of advantages"])
+@pytest.mark.parametrize("name", rest_slow(["longer prompts", "sign of advantages"]))
 def test_every_verb_names_one_onset(traces, name):
     trace = traces(name)
     fall = attribute(trace).fall

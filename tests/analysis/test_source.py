@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import add_step, as_first_format, make_batch, make_trace, tim_trace
 from click.testing import CliRunner
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.source import open_source
@@ -334,7 +335,9 @@ def test_a_version_that_is_a_broken_link_is_named(tmp_path):
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", [["info"], ["info", "--json"], ["watch", "--json"], ["watch", "--once"], ["verify"]])
+@pytest.mark.parametrize(
+    "verb", rest_slow([["info"], ["info", "--json"], ["watch", "--json"], ["watch", "--once"], ["verify"]], 3)
+)
 def test_a_damaged_file_is_named_on_stderr_by(trace, verb):
     file = file_of(trace, "scores", 2)
     file.write_bytes(file.read_bytes()[:-1])

@@ -71,7 +71,7 @@ def assert_close(found, expected):
             assert value == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other)
 
 
-@pytest.mark.parametrize("by", ["run", "step", "sequence"])
+@pytest.mark.parametrize("by", rest_slow(["run", "step", "sequence"], 2))
 def test_stats_of_some_steps_are_those_of_a_trace_with_these_alone(both, by):
     whole, part, steps = both
     assert stats(whole, by=by, steps=steps).rows == stats(part, by=by).rows
@@ -93,7 +93,7 @@ def test_corrections_of_some_steps_are_those_of_a_trace_with_these_alone(both, b
     assert_close(corrections(whole, by=by, steps=steps), corrections(part, by=by))
 
 
-@pytest.mark.parametrize("verb", [check, objective, attribute])
+@pytest.mark.parametrize("verb", rest_slow([check, objective, attribute], 2))
 def test_a_verdict_on_some_steps_is_that_on_a_trace_with_these_alone(both, verb):
     whole, part, steps = both
     assert told(verb(whole, steps=steps), whole, steps) == told(verb(part), part)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from shared import rest_slow
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.rows import Rows, printable, shown, to_json, to_text
 from tim_trace.analysis.token_samples.token_text import MAX_PIECE, read_token_text, read_vocabulary
@@ -93,7 +94,7 @@ QUERIES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", VERBS, ids=lambda arguments: arguments[0])
+@pytest.mark.parametrize("arguments", rest_slow([(verb,) for verb in VERBS], 5), ids=lambda arguments: arguments[0])
 def test_a_verb_prints_nothing_that_acts_and_no_line_that_is_not_ours(trace, arguments):
     for form in ([], ["--json"]):
         done = called(arguments[0], trace, *arguments[1:], *form)

@@ -18,6 +18,7 @@ from hypothesis.extra.numpy import arrays
 from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
+from shared import rest_slow
 from tim_trace.analysis.alarms import rule
 from tim_trace.analysis.alarms.reading import judge_alarms
 from tim_trace.analysis.alarms.repeats import Repeats, unequal_rewards
@@ -72,7 +73,7 @@ def add(recorder, step, *, passes=("rollout", "train", "current"), **more):
     return add_step(recorder, step, batch, passes, group_ids=[str(row // 4) for row in range(8)], **more)
 
 
-@pytest.mark.parametrize("seal_bytes", [None, 1])
+@pytest.mark.parametrize("seal_bytes", rest_slow([None, 1]))
 def test_what_is_kept_of_steps_is_what_a_whole_reading_gives(tmp_path, seal_bytes):
     watcher = Watcher(tmp_path / "run")
     with Recorder(tmp_path / "run") as recorder:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from builders import tim_trace
+from shared import rest_slow
 from tim_trace.analysis.locate_backward import locate_backward as find
 from tim_trace.replay.locate import backward_bounds
 from tim_trace.replay.locate.backward import locate_backward
@@ -94,7 +95,7 @@ def traces(tmp_path_factory):
 
 
 @pytest.mark.parametrize("against", ["dtype=fp64", "dtype=bf16", "attention=math", "batch-size=1"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", rest_slow(MODELS))
 def test_rounding_is_no_fault_of_a_backward(traces, name, against):
     if (name, against) == ("gemma2", "attention=math"):
         pytest.skip("leaves the soft cap out: test_a_kernel_without_the_soft_cap_is_named")
@@ -232,7 +233,9 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "plant", "operator", "what"), PLANTED, ids=lambda value: getattr(value, "__name__", str(value))
+    ("name", "plant", "operator", "what"),
+    rest_slow(PLANTED, 4),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_planted_fault_of_a_backward_is_named_where_it_lies(traces, name, plant, operator, what):
     found = locate_backward(traces(name), against="dtype=fp32", sequences="random:6", prepare_against=plant)

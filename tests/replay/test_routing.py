@@ -164,6 +164,7 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
     assert tokens == joined > flipped
 
 
+@pytest.mark.slow
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
     with pytest.raises(InvalidOption, match="routing: vLLM has no such setting here"):
         Arm(engine="vllm", routing="recorded")
@@ -189,6 +190,7 @@ def test_without_routing_one_notice_says_how_to_record_it(tmp_path):
     assert "holds no router choices of pass 'train'; record them with tim-trace record --routing" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_replaced_arm_leaves_none_of_its_routing(trace):
     replay(trace, steps="1")
     before = {path.name for path in (trace / "dense").iterdir()}
@@ -196,6 +198,7 @@ def test_a_replaced_arm_leaves_none_of_its_routing(trace):
     assert len({path.name for path in (trace / "dense").iterdir()}) == len(before) == 2
 
 
+@pytest.mark.slow
 def test_a_mixture_s_weights_are_kept_and_exported(trace, tmp_path):
     from transformers import AutoModelForCausalLM
 

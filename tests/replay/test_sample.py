@@ -8,6 +8,7 @@ from builders import tim_trace
 from grouped import record_groups
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import rest_slow
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.info import info
 from tim_trace.analysis.replay_estimates import estimates, replay_estimates
@@ -192,7 +193,7 @@ def thin(draw):
     return draw.lognormal(-7, 0.5, (100, 8)) * np.exp(draw.normal(0, 0.5, (100, 1))), 0.06
 
 
-@pytest.mark.parametrize("population", [heavy, no_variance, few, one_bad_step, thin])
+@pytest.mark.parametrize("population", rest_slow([heavy, no_variance, few, one_bad_step, thin], 2))
 def test_the_interval_holds_the_whole_in_nine_of_ten_draws(population):
     draw = np.random.default_rng(0)
     d_SG, share = population(draw)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from builders import ROOT
+from shared import rest_slow
 from stress import durability, kill_recording
 
 
@@ -16,7 +17,7 @@ def test_what_add_returned_for_is_on_disk_a_second_later(tmp_path):
     assert found.due + found.flushed > 0
 
 
-@pytest.mark.parametrize("pause_s", [0, 0.3])
+@pytest.mark.parametrize("pause_s", rest_slow([0, 0.3]))
 def test_after_flush_nothing_is_lost_at_all(tmp_path, pause_s):
     found = kill_recording(tmp_path / "run", writers=2, pause_s=pause_s, flushes=1, after_s=1.0)
     assert found.lost == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import run, tim_trace
 from dumps import WRITERS, expected, make_samples, make_steps
+from shared import rest_slow
 from tim_trace import check, connect, import_dump, info, stats, verify
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.dump import Part
@@ -32,7 +33,7 @@ def check_stats(run, samples, tolerance=1e-12):
         assert found[name] == pytest.approx(value, rel=tolerance, abs=0), name
 
 
-@pytest.mark.parametrize("format", list(WRITERS))
+@pytest.mark.parametrize("format", rest_slow(WRITERS, 6))
 def test_stats_of_an_import_are_those_of_the_arrays(tmp_path, format):
     steps = make_steps(3, 4)
     WRITERS[format](tmp_path / "dump", steps)
@@ -46,7 +47,7 @@ def test_stats_of_an_import_are_those_of_the_arrays(tmp_path, format):
         assert row["k3"] == pytest.approx(expected(samples)["k3"], rel=1e-12)
 
 
-@pytest.mark.parametrize("format", list(WRITERS))
+@pytest.mark.parametrize("format", rest_slow(WRITERS, 3))
 def test_tokens_masks_rewards_and_advantages_come_in(tmp_path, format):
     steps = make_steps(3)
     WRITERS[format](tmp_path / "dump", steps)
@@ -60,7 +61,7 @@ def test_tokens_masks_rewards_and_advantages_come_in(tmp_path, format):
         assert advantage == pytest.approx(sample.advantage, rel=1e-6)
 
 
-@pytest.mark.parametrize("format", list(WRITERS))
+@pytest.mark.parametrize("format", rest_slow(WRITERS, 3))
 def test_what_is_masked_has_no_rollout_logprob(tmp_path, format):
     steps = make_steps(3)
     WRITERS[format](tmp_path / "dump", steps)
@@ -306,7 +307,7 @@ def test_prev_logprobs_of_nothing_but_zeros_are_not_recorded(tmp_path):
         stats(tmp_path / "run")
 
 
-@pytest.mark.parametrize("format", list(WRITERS))
+@pytest.mark.parametrize("format", rest_slow(WRITERS, 2))
 def test_a_folder_that_has_grown_adds_what_is_new_and_nothing_twice(tmp_path, format):
     WRITERS[format](tmp_path / "dump", make_steps(3))
     first = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
@@ -519,7 +520,7 @@ def routing_of(run):
     return {row[0]: np.asarray(routing.expert_ids) for row, routing in zip(rows, found, strict=True)}
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("as_tensor", rest_slow([False, True]))
 @pytest.mark.parametrize("format", ["slime", "miles"])
 def test_router_choices_of_rollouts_are_of_each_token_but_the_last(tmp_path, format, as_tensor):
     samples = make_samples(1)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from builders import PROGRAMS, make_batch, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.adopt import adopt
@@ -67,7 +68,7 @@ def test_a_killed_writers_journal_can_be_sealed_by_another_process(tmp_path):
     check_steps(tmp_path / "run", told)
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("sealed", rest_slow([False, True]))
 def test_captured_distributions_survive_a_kill(tmp_path, sealed):
     told = kill_after(tmp_path / "run", 9, "topk:2")
     if sealed:

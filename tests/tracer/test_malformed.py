@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from shared import rest_slow
 from tim_trace.schemas.errors import ImportFailed, InvalidRecord
 from tim_trace.tracer import staging
 from tim_trace.tracer.importers.neutral import KNOWN, PASSES, import_parquet
@@ -115,7 +116,7 @@ def as_read(column, value, form):
         return value
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "csv"])
+@pytest.mark.parametrize("form", rest_slow(["parquet", "jsonl", "csv"], 2))
 def test_an_import_says_what_is_wrong_or_brings_in_what_was_given(tmp_path, form):
     chance = random.Random(f"import {form}")
     outcomes, skipped = {"refused": 0, "came back": 0}, 0

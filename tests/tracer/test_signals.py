@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import TIM_TRACE, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.info import info
 
 TELLS = """
@@ -64,7 +65,7 @@ def as_a_shell_says(code):
     return 128 - code if code < 0 else code
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGKILL"])
+@pytest.mark.parametrize("name", rest_slow(["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGKILL"], 2))
 def test_a_signal_to_record_alone_ends_the_command_as_it_ends_a_bare_one(tmp_path, name):
     number, ends = getattr(signal, name), {}
     for bare in (True, False):

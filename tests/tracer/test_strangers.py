@@ -13,6 +13,7 @@ import pytest
 import torch
 from builders import make_batch, make_trace
 from forged import change_document, reseal, rewrite_table
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.database import connect
 from tim_trace.analysis.trace.sums import summarize
@@ -143,7 +144,7 @@ def test_hard_links_are_files(trace):
     assert damaged(trace) == []
 
 
-@pytest.mark.parametrize("folder", ["scores", "passes", "writers", "journal", "dense", "sums"])
+@pytest.mark.parametrize("folder", rest_slow(["scores", "passes", "writers", "journal", "dense", "sums"], 2))
 def test_files_of_any_name_are_passed_over(trace, folder):
     (trace / folder).mkdir(exist_ok=True)
     for name in ("a\nb", "\x1b[2J", "'; DROP", "*", "[a]", "?", "x" * 250, "\udcff", "%s{0}", "-rf"):
@@ -497,7 +498,9 @@ def test_an_extension_type_is_not_made(trace, tmp_path, monkeypatch, kind):
 
 
 @DAMAGE
-@pytest.mark.parametrize("name", ["step\" FROM read_csv('/etc/passwd') --", "a\nb", "\x1b[2J", "", "step", "x" * 10**5])
+@pytest.mark.parametrize(
+    "name", rest_slow(["step\" FROM read_csv('/etc/passwd') --", "a\nb", "\x1b[2J", "", "step", "x" * 10**5], 3)
+)
 def test_a_column_of_any_name_is_a_name(trace, name):
     rewrite_table(only(trace / "sequences"), lambda table: table.append_column(name, pa.array(["x"] * table.num_rows)))
     reseal(trace)

@@ -80,6 +80,7 @@ def test_logprobs_that_the_script_did_not_ask_for_are_recorded():
     assert count == sum(len(completion["ids"]) for output in run.result["plain"] for completion in output)
 
 
+@pytest.mark.slow
 def test_completions_of_a_prompt_are_a_group():
     run = program("generate.py", capture="logprobs")
     query = (
@@ -88,6 +89,7 @@ def test_completions_of_a_prompt_are_a_group():
     assert rows(run, query) == [(str(prompt), 2, 1) for prompt in range(4)]
 
 
+@pytest.mark.slow
 def test_the_contract_tells_raw_logprobs_from_processed_ones():
     run = program("generate.py", capture="logprobs")
     modes = {json.loads(text)["logprobs_mode"] for (text,) in rows(run, "SELECT contract_json FROM passes")}
