@@ -14,11 +14,12 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, correlation, least_reward, relation, reward_differences
+from .rollouts import Rollouts, least_reward, length_correlation, relation, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
 from .suspects.lag import declared_lag
+from .suspects.mismatch import is_of_other_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     codes = {difference.suspect for difference in differences}
     if facts.fall is None:
         return ControlComparison(suspects=(), is_intervention=shares, differences=differences, notes=notes)
+    if any(difference.code == "rewards_by_length" for difference in differences):
+        suspects = _without(suspects, "reward", "rewards_changed")
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
     if fell_too:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
@@ -65,15 +68,29 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
     )
 
 
+def _without(suspects: tuple[Suspect, ...], code: str, evidence: str) -> tuple[Suspect, ...]:
+    """Suspects ranked anew, with one's evidence of a code left out: the control says what it is."""
+    return ranked(
+        [
+            replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code != evidence))
+            if suspect.code == code
+            else suspect
+            for suspect in suspects
+        ]
+    )
+
+
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
     for find in (_prompts, _rewards, _advantages, _lags):
         yield from find(facts, control)
-    yield from _mismatches(facts, control, suspects)
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
+    # Else the first update that differs is what they do.
+    first = [] if given else list(_first_update(facts, control))
+    parted = [int(each.values["step"]) for each in first if "control" in each.values]  # by their gradients
+    yield from _mismatches(facts, control, suspects, min(parted, default=None))
     yield from given
-    if not given:  # else the first update that differs is what they do
-        yield from _first_update(facts, control)
+    yield from first
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
@@ -99,7 +116,8 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     if share <= t.UNEQUAL:
         return
     values = {"share": share, "num_responses": int(known.sum())}
-    length = correlation(difference[known & differs], a.length[at_a][known & differs])
+    chosen = known & differs
+    length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
     if abs(length) > t.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
     elif _permuted(a, b) or facts.rewards_lie_off:
@@ -132,15 +150,35 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
         yield _difference("staleness", "lag", of_run, of_control)
 
 
-def _mismatches(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """A mismatch that the control lacks: of the engine or of stale weights, whichever the run alone makes more probable."""
+def _mismatches(
+    facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: int | None = None
+) -> Iterator[Difference]:
+    """A mismatch that the control lacks: of the engine or of stale weights, whichever the run alone makes more probable.
+
+    One that comes after the step at which the two got other gradients from the same data is what followed.
+    """
     run, other = facts.mismatch, control.mismatch
     if run is None or other is None or run.size < t.MATERIAL_MISMATCH or run.size < t.MISMATCH_DIFFERS * other.size:
         return
     explained = next((suspect.code for suspect in suspects if suspect.code in ("mismatch", "staleness")), "mismatch")
+    if is_of_other_rows(facts):
+        explained = "pairing"
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
+    if parted is not None and not _is_apart_by(facts, control, parted):
+        return
     yield _difference(explained, "mismatch", run.size, other.size)
+
+
+def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
+    """Whether the mismatch of a run is beyond its control's soon after a step, as far as both have it."""
+    until = facts.steps <= step + t.AHEAD
+    size = facts.values("mean_abs_d")[until]
+    beside = control.values("mean_abs_d")[: len(size)]
+    n = min(len(size), len(beside))
+    known = np.isfinite(size[:n]) & np.isfinite(beside[:n])
+    apart = (size[:n] > t.MATERIAL_MISMATCH) & (size[:n] > t.MISMATCH_DIFFERS * beside[:n])
+    return not known.any() or bool(apart[known].any())
 
 
 def _prompts(facts: Facts, control: Facts) -> Iterator[Difference]:
@@ -165,7 +203,14 @@ def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
                 yield Difference(suspect=suspect.code, code="changed", values=values)
 
 
-_CHANGES = ("setting_changed", "reference_changed", "reference_jumps", "responses_cut", "advantages_changed")
+_CHANGES = (
+    "setting_changed",
+    "reference_changed",
+    "reference_jumps",
+    "distance_jumps",
+    "responses_cut",
+    "advantages_changed",
+)
 """Evidence of a run that is a difference where its control lacks it."""
 
 
@@ -202,7 +247,7 @@ def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
                 yield from _of_update(facts, control, before)
             return
         same = [np.array_equal(x[one], y[two], equal_nan=True) for x, y in _inputs(a, b)]
-        if not all(same):
+        if not all(same) or not _same_logprobs(a.sampled[one], b.sampled[two]):
             return
         before = int(step)
 
@@ -211,14 +256,25 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(a.whole.astype(float), b.whole.astype(float)), (a.reward, b.reward), (a.advantage, b.advantage)]
 
 
+def _same_logprobs(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether the engine gave two runs' sequences of a step the same logprobs, as far as both have them."""
+    apart = np.abs(a - b)[np.isfinite(a) & np.isfinite(b)]
+    return not len(apart) or float(apart.mean()) <= t.WEIGHTS_DIFFER
+
+
 def _of_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
     of_run, of_control = (_at(run, "grad_norm", step) for run in (facts, control))
+    own = facts.rollouts.at([step]).advantage
+    has_advantages = bool(np.isfinite(own).any())
+    unseen = () if has_advantages else ("advantages",)
     if not np.isfinite(of_run - of_control):
-        for suspect in ("unknown", "optimizer", "entropy", "reference"):
-            yield Difference(suspect=suspect, code="update_or_loss", values={"step": step})
+        code = "update_or_loss" if has_advantages else "update_or_loss_without_advantages"
+        for suspect in ("unknown", "optimizer", "entropy", "reference", *unseen):
+            yield Difference(suspect=suspect, code=code, values={"step": step})
     elif abs(of_run - of_control) > t.NORM_DIFFERS * abs(of_control):
-        for suspect in ("unknown", "entropy", "reference"):
-            yield _difference(suspect, "gradient", of_run, of_control, step=step)
+        code = "gradient" if has_advantages else "gradient_without_advantages"
+        for suspect in ("unknown", "entropy", "reference", *unseen):
+            yield _difference(suspect, code, of_run, of_control, step=step)
     else:
         yield Difference(suspect="optimizer", code="update", values={"step": step})
 

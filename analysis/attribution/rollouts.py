@@ -104,17 +104,22 @@ class Rollouts:
     @property
     def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] steps and [n] the mean likelihood of their responses, where it is known."""
-        known = np.isfinite(self.likelihood)
-        steps, place = np.unique(self.step[known], return_inverse=True)
-        return steps, np.bincount(place, self.likelihood[known]) / np.maximum(np.bincount(place), 1)
+        return self._by_step(self.likelihood)
+
+    @property
+    def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] steps and [n] the mean logprob of their responses as the engine returned it, where it is known."""
+        return self._by_step(self.sampled)
 
     @property
     def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] steps and [n] by how much more likely their responses are to the policy than to the reference, nats a token."""
-        distance = self.likelihood - self.reference
-        known = np.isfinite(distance)
+        return self._by_step(self.likelihood - self.reference)
+
+    def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        known = np.isfinite(values)
         steps, place = np.unique(self.step[known], return_inverse=True)
-        return steps, np.bincount(place, distance[known]) / np.maximum(np.bincount(place), 1)
+        return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
     @property
     def share_below_group(self) -> float:
@@ -269,7 +274,7 @@ class ChangedResponses:
     share_before: float
     """Of the responses that came twice before `first`, those that were given something else then; NaN without any."""
     length_correlation: float
-    """Of the differences and the lengths of the responses; 0 where one of them has no spread."""
+    """Of the differences and the lengths of the responses, over all or within steps; 0 where one of them has no spread."""
     is_of_one_length: bool
     """Whether those that are given something else have one length, so that nothing can be said of lengths."""
     agreement: float = 0.0
@@ -315,10 +320,14 @@ def changed_responses(
         if num >= _FEWEST_SPANNING and (best is None or share > best.share):
             chosen = spans & differs
             lengths = length[:-1][again][chosen]
+            by_length = (
+                length_correlation(difference[chosen], lengths, high[chosen]),
+                correlation(difference[chosen], lengths * (high - low)[chosen]),  # what a token earns grows steadily
+            )
             best = ChangedResponses(
                 step=int(at), num_responses=num, share=share,
                 share_before=float(before.mean()) if len(before) else math.nan,
-                length_correlation=correlation(difference[chosen], lengths), is_of_one_length=len(np.unique(lengths)) == 1,
+                length_correlation=max(by_length, key=abs), is_of_one_length=len(np.unique(lengths)) == 1,
                 agreement=correlation(given[:-1][again][spans], given[1:][again][spans]),
             )  # fmt: skip
     if best is None:
@@ -500,6 +509,23 @@ def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Pearson's; 0 where one of them has no spread."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
+
+
+def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
+    """Of what rewards differ by and the lengths of their responses: over all of them or the mean within steps, whichever is larger.
+
+    What a token earns may grow by the step, so that within each step alone it is in proportion.
+    """
+    overall = correlation(difference, length)
+    _, of_step = np.unique(step, return_inverse=True)
+    x, y = _centred(difference, of_step), _centred(length.astype(float), of_step)
+    xy, xx, yy = (np.bincount(of_step, product) for product in (x * y, x**2, y**2))
+    spread = (xx > 1e-12) & (yy > 1e-12) & (np.bincount(of_step) > 2)
+    weight = (np.bincount(of_step) - 1)[spread]
+    if weight.sum() < _FEWEST_SPANNING:
+        return overall
+    within = float(np.average(xy[spread] / np.sqrt(xx[spread] * yy[spread]), weights=weight))
+    return max(overall, within, key=abs)
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

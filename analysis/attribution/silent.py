@@ -10,7 +10,15 @@ from . import thresholds as t
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, correlation, least_reward, repeated_responses, step_interval, unequal_share
+from .rollouts import (
+    Rollouts,
+    correlation,
+    least_reward,
+    length_correlation,
+    repeated_responses,
+    step_interval,
+    unequal_share,
+)
 from .suspect import Suspect
 from .suspects.changed import of_changed
 from .suspects.mismatch import mismatch
@@ -136,12 +144,13 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
         return None
     since = step >= first
     share = float(differs[since].mean())
-    by_length = correlation((given - of_control)[since & differs], a.length[rows][since & differs])
-    if (
-        share < t.MOST
-        or abs(by_length) > t.LENGTH_EXPLAINS
-        or correlation(given[since], of_control[since]) > t.SAME_ORDER
-    ):
+    chosen = since & differs
+    by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
+    if share >= t.MOST and abs(by_length) > t.LENGTH_EXPLAINS:
+        values = {"correlation": by_length, "step": first, "num_responses": int(since.sum())}
+        evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
+        return _of(first, (interval[0], interval[1]), _suspect("length", evidence))
+    if share < t.MOST or correlation(given[since], of_control[since]) > t.SAME_ORDER:
         return None
     values = {"step": first, "num_responses": int(since.sum()), "share": share}
     evidence = Evidence(code="rewards_not_the_controls", values=values, points=t.CERTAIN)

@@ -47,6 +47,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), with the fall",
         "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on ({low} to {high}), after the fall "
         "began: it follows the fall",
+        "not_sampled_so": "since the fall tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times "
+        "it, {ratio_before:.2g} before): they are not sampled with the logprobs that the engine returns",
         "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
@@ -70,6 +72,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "reference": {
         "reference_jumps": "k3 to the reference goes from {from_value:.3g} to {to_value:.3g} nats at step {step} ({low} to {high}), at "
         "once",
+        "distance_jumps": "responses are {from_value:.3g} and then {to_value:.3g} nats a token likelier to the policy than to the reference, "
+        "from step {step} on, at once, and the policy is the same",
         "reference_changed": "from step {step} on the reference model scores {share:.0%} of {num_responses:,} responses otherwise than "
         "before: it is another one",
         "returns_to_reference": "the distance to the reference goes from {distance_before:.3g} to {distance_after:.3g} nats a token with the "
@@ -183,14 +187,14 @@ EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sent
 UNITS: Mapping[str, str] = {
     "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
     "chance_share": "0 to 1", "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
+    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
     "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
     "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
     "series": "name", "to_value": "the series'",
-    "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
-    "step": "step", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
+    "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
+    "step": "step", "surprisal": "nats", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's",
 }  # fmt: skip
 """Number of an evidence -> its unit."""
@@ -212,8 +216,12 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages: the optimizer or a term of the loss differs (no gradient norm was recorded, which would tell them apart)",
     "prompts": "from step {step} on the prompts are other ones than the control's ({num_steps} steps)",
     "changed": "{series} changes near the fall in the run and not in the control",
-    "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards, advantages "
-    "and gradient norm: the optimizer differs",
+    "gradient_without_advantages": "at step {step} the same sequences and rewards give a gradient of norm {run:.4g} in the run and "
+    "{control:.4g} in the control: the advantages, which were not recorded, or a term of the loss differ",
+    "update_or_loss_without_advantages": "the update of step {step} leaves other weights than the control's, from the same sequences "
+    "and rewards: the optimizer, a term of the loss, or the advantages differ (neither they nor a gradient norm was recorded)",
+    "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards and gradient "
+    "norm: the optimizer differs",
 }
 """Code of a difference from the control -> the sentence."""
 

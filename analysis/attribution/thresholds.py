@@ -118,6 +118,8 @@ GRADED_BY_CHANCE = 0.6
 """Most of these that may have it by chance for that to be known."""
 RETURNS = 0.5
 """Share of its distance to the reference that a policy keeps at most when a KL term pulls it back; by another way it keeps more."""
+DISTANCE_JUMPS = 3.0
+"""Least factor, between two steps, of how much more likely responses are to the policy than to its reference."""
 COEFFICIENT_GROWS = 10.0
 """Least factor of the KL term's coefficient, beside a policy that returns to its reference, that leaves no other explanation."""
 LACKING = 10.0
@@ -162,6 +164,8 @@ BURST = 8.0
 """Factor over the median size of an update that single ones have where the optimizer's averages are too short or too long."""
 LARGE_UPDATE = 0.003
 """Relative size of one update that is large: a thousandth is what supervised training is advised to take."""
+AS_BEFORE = 1.5
+"""Factor of the largest update at a fall over the median before it, below which updates are as they were."""
 HUGE_UPDATE = 0.005
 """The size from which hardly a run goes on learning."""
 
@@ -196,6 +200,12 @@ MISMATCH_DIFFERS = 3.0
 """Factor between two runs' mismatch from which they differ; chance in two runs of one engine gives 1.5."""
 MATERIAL_MISMATCH = 0.01
 """Mean |d| below which a mismatch does not bend a run: bf16 engines have 0.002 to 0.01 in sound runs of months."""
+SAMPLED_BY_POLICY = (0.6, 1.6)
+"""-mean logprob over the recorded entropy, as sampled tokens have it, within which both are of the same tokens and in nats."""
+UNSAMPLED = 2.0
+"""Least factor by which that grows where tokens are no longer sampled with the logprobs that the engine returns for them."""
+UNSAMPLED_NATS = 0.5
+"""Least excess of -mean logprob over the entropy there, nats a token."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
 FIRST_STEPS = 50

@@ -26,6 +26,7 @@ from tim_trace.analysis.attribution.rollouts import (
     ReorderedRewards,
     RepeatedResponses,
     Rollouts,
+    length_correlation,
     repeated_responses,
     rewards_of_other_prompts,
     step_interval,
@@ -117,7 +118,8 @@ def facts(**given):
         "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
         "rollouts": SimpleNamespace(
             is_alone=False, until=lambda step: None, since=lambda step: None,
-            reference_distance_by_step=(np.empty(0), np.empty(0)),
+            reference_distance_by_step=(np.empty(0), np.empty(0)), likelihood_by_step=(np.empty(0), np.empty(0)),
+            sampled_by_step=(np.empty(0), np.empty(0)),
         ),
         "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
         "_given_otherwise_for_good": lambda column, least: None,
@@ -191,7 +193,14 @@ def _norm(factor):
 
 
 def _update(size):
-    return codes(optimizer._steps(facts(series={"update_to_weight": np.full(100, size)})))
+    slow = replace(FALL, kind="slow decline")
+    return codes(optimizer._steps(facts(series={"update_to_weight": np.full(100, size)}, fall=slow)))
+
+
+def _borne(factor):
+    """Updates of a size that the run learned with, and one of another at the fall."""
+    sizes = np.where(STEPS == 60, factor, 1.0) * thresholds.HUGE_UPDATE * 1.1
+    return codes(optimizer._steps(facts(series={"update_to_weight": sizes})))
 
 
 def _bursts(factor):
@@ -230,6 +239,21 @@ def _carried(share):
 def _coefficient(factor):
     near = (given_change("kl_coef", "logged", 0.1, 0.1 * factor), given_change("reference_k3", "reference", 0.1, 9.0))
     return _returned(0.1, near=near)
+
+
+def _distance(after, *, before=0.5, likelihood=None):
+    """How much likelier responses are to the policy than to the reference, before and since a step where the fall may begin."""
+    kept = SimpleNamespace(
+        reference_distance_by_step=(STEPS, level(before, after, at=58)),
+        likelihood_by_step=(STEPS, np.zeros(100) if likelihood is None else likelihood),
+    )
+    return {} if (found := reference._jump(facts(rollouts=kept))) is None else codes([found])
+
+
+def _sampled(surprisal, *, entropy=1.0, before=1.0):
+    """-logprob of what is sampled before and since the fall, at a constant entropy."""
+    kept = SimpleNamespace(sampled_by_step=(STEPS, -level(before, surprisal, at=60)))
+    return codes(mismatch._unsampled(facts(rollouts=kept, series={"entropy": np.full(100, entropy)})))
 
 
 def _returned(share, *, before=0.4, mismatch=None, near=()):
@@ -357,6 +381,12 @@ TABLE = [
         ("entropy_rose_before_fall", STRONG), ("entropy_impossible", 0.0),
     )),
     ("FINDING_CARRIES", _carried, 0.1, ({}, {"check_fails": MEDIUM})),
+    ("DISTANCE_JUMPS", _distance, 1.5, ({}, {"distance_jumps": DECISIVE})),
+    ("UNSAMPLED", _sampled, 2.0, ({}, {"not_sampled_so": CERTAIN})),
+    ("UNSAMPLED_NATS", lambda x: _sampled(x + 0.1, entropy=0.1, before=0.1), 0.5, ({}, {"not_sampled_so": CERTAIN})),
+    ("SAMPLED_BY_POLICY", lambda x: _sampled(9.0, before=x), 0.6, ({}, {"not_sampled_so": CERTAIN})),
+    ("SAMPLED_BY_POLICY", lambda x: _sampled(9.0, before=x), 1.6, ({"not_sampled_so": CERTAIN}, {})),
+    ("AS_BEFORE", _borne, 1.5, ({"update_size": WEAK}, {"update_size": STRONG})),
     ("COEFFICIENT_GROWS", _coefficient, 10.0, ({"returns_to_reference": DECISIVE}, {"returns_to_reference": CERTAIN})),
     ("RETURNS", _returned, 0.5, ({"returns_to_reference": DECISIVE}, {})),
     ("REFERENCE_MOVES", lambda x: _returned(0.1, before=x), 0.05, ({}, {"returns_to_reference": DECISIVE})),
@@ -1496,3 +1526,73 @@ def test_logprobs_in_other_rows_are_no_mismatch_of_the_engine_s():
     for code, points in (("row_pairing", 0.0), ("temperature", 2.5)):
         found = codes(mismatch.mismatch(facts(mismatch=run_mismatch(0.5), checked=checked(code))).evidence)
         assert found["mismatch_large"] == points
+
+
+def test_a_distance_to_the_reference_that_the_policy_makes_is_no_jump_of_the_reference():
+    assert _distance(9.0) == {"distance_jumps": DECISIVE}
+    assert _distance(9.0, likelihood=level(0.0, -3.0, at=58)) == {}
+    assert _distance(9.0, before=9.0) == {}
+
+
+def test_tokens_that_are_not_sampled_as_said_are_the_engine_s_whatever_both_sides_agree_on():
+    kept = SimpleNamespace(sampled_by_step=(STEPS, -level(1.0, 5.0, at=60)))
+    given = facts(rollouts=kept, series={"entropy": np.ones(100)}, mismatch=run_mismatch(0.001))
+    found = codes(mismatch.mismatch(given).evidence)
+    assert (found["not_sampled_so"], found["mismatch_small"]) == (CERTAIN, 0.0)
+    few = np.where((STEPS == 20) | (STEPS == 80), 1.0, np.nan)  # too few steps have an entropy
+    assert mismatch._unsampled(facts(rollouts=kept, series={"entropy": few})) == []
+
+
+@pytest.mark.parametrize(("slope", "by_length"), [(1.0, 1.0), (-1.0, -1.0), (0.0, 0.0)])
+def test_what_a_token_earns_may_grow_by_the_step(slope, by_length):
+    length, step = np.tile([1.0, 2.0, 3.0, 4.0], 10), np.repeat(np.arange(10), 4)
+    difference = slope * length * step**3 + 50.0 * (step % 3)
+    assert length_correlation(difference, length, step) == pytest.approx(by_length, abs=1e-9)
+
+
+def test_a_control_that_pays_no_length_says_that_the_reward_is_that():
+    suspects = (
+        Suspect(code="reward", evidence=(Evidence(code="rewards_changed", points=CERTAIN), thresholds.prior("reward"))),
+    )
+    (left,) = control._without(suspects, "reward", "rewards_changed")
+    assert [each.code for each in left.evidence] == ["prior"]
+
+
+def of_two_updates(**changed):
+    """Two steps of a run and its control, whose second has other weights in the run."""
+    first, second = rows(step=1), rows(step=2)
+    joined = {name: np.r_[getattr(first, name), getattr(second, name)] for name in Rollouts.__dataclass_fields__}
+    moved = {"likelihood": np.r_[first.likelihood, second.likelihood + 1.0]}
+    norms = {"series": {"grad_norm": np.ones(100)}}, {"series": {"grad_norm": np.full(100, 2.0)}}
+    both = (
+        Rollouts(**joined | moved | changed),
+        Rollouts(**joined | {name: changed[name] for name in ("advantage",) if name in changed}),
+    )
+    return [facts(rollouts=runs, **one) for runs, one in zip(both, norms, strict=True)]
+
+
+def test_an_update_from_advantages_that_were_not_recorded_may_be_theirs():
+    n = len(rows(step=1).step) * 2
+    found = [*control._first_update(*of_two_updates(advantage=np.full(n, np.nan)))]
+    assert {each.code for each in found} == {"gradient_without_advantages"}
+    assert [each.suspect for each in found] == ["unknown", "entropy", "reference", "advantages"]
+
+
+def test_an_update_from_other_logprobs_of_the_engine_is_not_the_optimizer_s():
+    n = len(rows(step=1).step)
+    assert [*control._first_update(*of_two_updates())]
+    assert [*control._first_update(*of_two_updates(sampled=np.r_[np.ones(n), np.zeros(n)]))] == []
+
+
+@pytest.mark.parametrize(("begins", "differs"), [(43, True), (44, False)])
+def test_a_mismatch_after_the_first_other_gradient_follows_it(begins, differs):
+    run, other = (
+        facts(mismatch=run_mismatch(size), series={"mean_abs_d": level(0.001, size, at=begins)})
+        for size in (0.5, 0.001)
+    )
+    assert bool([*control._mismatches(run, other, (), 40)]) == differs
+
+
+def test_a_mismatch_of_exchanged_rows_is_pairing_s_beside_a_control():
+    run, other = facts(mismatch=run_mismatch(0.5), checked=checked("row_pairing")), facts(mismatch=run_mismatch(0.001))
+    assert [each.suspect for each in control._mismatches(run, other, ())] == ["pairing"]

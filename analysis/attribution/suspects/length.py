@@ -17,11 +17,17 @@ from .timing import AFTER, order
 
 def length(facts: Facts) -> Suspect:
     """The evidence for the length of responses as the cause."""
+    paid = _pays(facts)
+    moves = _moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES)
+    if any(
+        each.code == "length_pays_since" for each in paid
+    ):  # what it pays outweighs the rest, where lengths stay, too
+        moves = [replace(each, points=max(each.points, 0.0)) for each in moves]
     return Suspect(
         code="length",
         evidence=(
-            *_moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES),
-            *_pays(facts),
+            *moves,
+            *paid,
             *settings(facts, "length"),
             *holds(facts, -t.MEDIUM),
             t.prior("length"),

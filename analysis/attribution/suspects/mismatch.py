@@ -9,6 +9,7 @@ import numpy as np
 from ...advice import Advice
 from ...check.finding import Finding
 from ...dynamics.changes import ChangePoint
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -19,6 +20,8 @@ from .changed import holds, settings
 from .lag import declared_lag, is_declared_fresh
 from .timing import AFTER, FIRST, order, rises
 
+_FEWEST_STEPS = 2
+"""With an entropy, before and since a fall, of which -logprob is held against it."""
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
@@ -40,10 +43,13 @@ def mismatch(facts: Facts) -> Suspect:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=RECORD)
     size_and_order = [_size(facts.mismatch.size), *_order(facts)]
-    if _is_of_other_rows(facts):
+    unsampled = _unsampled(facts)
+    if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
+    if unsampled:  # the size is that of logprobs that both sides agree on
+        size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
     evidence = [
-        *size_and_order, *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
+        *size_and_order, *unsampled, *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
@@ -92,10 +98,41 @@ def _largest_rise(facts: Facts) -> ChangePoint | None:
     return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None
 
 
-def _is_of_other_rows(facts: Facts) -> bool:
+def is_of_other_rows(facts: Facts) -> bool:
     """Whether logprobs in each other's rows make the mismatch: it is no engine's then."""
     finding = facts.checked.findings[0] if facts.checked else None
     return finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
+
+
+def _unsampled(facts: Facts) -> list[Evidence]:
+    """Tokens far less likely than their distribution's entropy, from a step near the fall on.
+
+    Of a token that is sampled with the logprob that is said of it, -logprob is the entropy on average. Both sides may agree on
+    logprobs that are not those of the sampling: raw ones at another temperature.
+    """
+    if facts.fall is None:
+        return []
+    known = np.isfinite(facts.values("entropy"))
+    steps, logprob = facts.rollouts.sampled_by_step  # the engine's: one that is behind samples with its own
+    shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
+    entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
+    first = facts.fall.interval[0] - t.AHEAD
+    before, since = shared < first, shared > max(facts.fall.interval[1], facts.fall.fallen)
+    if before.sum() < _FEWEST_STEPS or since.sum() < _FEWEST_STEPS or (entropies <= 0).any():
+        return []
+    usual = float(np.median((surprisal / entropies)[before][-10:]))
+    ratio = float(np.median((surprisal / entropies)[since]))
+    excess = float(np.median((surprisal - entropies)[since]))
+    low, high = t.SAMPLED_BY_POLICY
+    if not low <= usual <= high or ratio < t.UNSAMPLED * usual or excess < t.UNSAMPLED_NATS:
+        return []
+    if np.median(surprisal[since]) < t.UNSAMPLED * np.median(surprisal[before][-10:]):  # the entropy alone moved
+        return []
+    values: dict[str, Measured] = {
+        "entropy": float(np.median(entropies[since])), "surprisal": float(np.median(surprisal[since])), "ratio_before": usual,
+        "ratio_since": ratio,
+    }  # fmt: skip
+    return [Evidence(code="not_sampled_so", values=values, points=t.CERTAIN)]
 
 
 def _order(facts: Facts) -> list[Evidence]:

@@ -13,6 +13,9 @@ from ..suspect import Suspect
 from .changed import holds, settings
 from .timing import AFTER, FIRST, order, rises
 
+_LONG = 20
+"""Steps that a run has to have learned for."""
+
 
 def optimizer(facts: Facts) -> Suspect:
     """The evidence for the optimizer as the cause."""
@@ -83,10 +86,23 @@ def _steps(facts: Facts) -> list[Evidence]:
     end = int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.high, side="right"))
     size = float(np.median(known[: max(end, 1)]))
     points = -t.WEAK if size < t.LARGE_UPDATE else t.MEDIUM if size < t.HUGE_UPDATE else t.STRONG
+    if points > 0 and _was_borne(facts, known):
+        points = t.WEAK
     return [
         Evidence(code="update_size", values={"update_to_weight": size}, points=points),
         *_bursts(known[: int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.fallen, side="right"))]),
     ]
+
+
+def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
+    """Whether the run learned with updates as large for long, and then fell at once."""
+    assert facts.fall is not None
+    steps = facts.steps[np.isfinite(facts.values("update_to_weight"))]
+    begin = int(np.searchsorted(steps, facts.fall.interval[0] - t.AHEAD))
+    at_fall = sizes[begin : int(np.searchsorted(steps, facts.fall.fallen, side="right"))]
+    if begin < max(len(facts.steps) // 4, _LONG) or not len(at_fall) or facts.fall.kind != "collapse":
+        return False
+    return float(at_fall.max()) < t.AS_BEFORE * float(np.median(sizes[:begin]))
 
 
 def _bursts(sizes: np.ndarray) -> list[Evidence]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ...dynamics.conditions import REFERENCE
 from ...statement import Measured
+from ...statistics.noise import robust_sd
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
@@ -13,6 +14,9 @@ from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
+
+_BESIDE = 3
+"""Steps on either side of a jump."""
 
 
 def reference(facts: Facts) -> Suspect:
@@ -36,12 +40,42 @@ def _moves(facts: Facts) -> list[Evidence]:
     ]  # fmt: skip
     if sudden:
         return [changed("reference_jumps", sudden[0], t.DECISIVE)]
+    if jump := _jump(facts):
+        return [jump]
     used = [
         value for name, value in facts.settings.items() if suspect_of(name) == "reference" and isinstance(value, float)
     ]
     if any(used):
         return _returns(facts)
     return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.MEDIUM)]
+
+
+def _jump(facts: Facts) -> Evidence | None:
+    """A distance to the reference that becomes a multiple between two steps near the fall, while the policy stays what it is."""
+    steps, distance = facts.rollouts.reference_distance_by_step
+    if facts.fall is None or len(steps) < 2 * _BESIDE:
+        return None
+    first, last = facts.fall.interval[0] - t.AHEAD - _BESIDE, max(facts.fall.interval[1], facts.fall.fallen)
+    scatter = max(robust_sd(np.diff(distance)), 1e-12)
+    best: Evidence | None = None
+    largest = t.OF_NO_SCATTER * scatter
+    for place in range(_BESIDE, len(steps) - _BESIDE + 1):
+        before, since = distance[place - _BESIDE : place], distance[place : place + _BESIDE]
+        rise = float(since.min() - before.max())
+        is_multiple = float(np.median(since)) > t.DISTANCE_JUMPS * max(float(np.median(before)), 0.0)
+        if (
+            first <= steps[place] <= last
+            and rise > largest
+            and is_multiple
+            and not policy_moves(facts, int(steps[place]))
+        ):
+            largest, step = rise, int(steps[place])
+            values: dict[str, Measured] = {
+                "series": "reference_distance", "step": step, "low": step, "high": step,
+                "from_value": float(np.median(before)), "to_value": float(np.median(since)),
+            }  # fmt: skip
+            best = Evidence(code="distance_jumps", values=values, points=t.DECISIVE)
+    return best
 
 
 def _returns(facts: Facts) -> list[Evidence]:
