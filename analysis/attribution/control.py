@@ -51,6 +51,8 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
     elif codes:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_did_not_fall", points=t.CONTROL))
+        if any(difference.code == "entropy_higher" for difference in differences):
+            suspects = _with(suspects, {"entropy"}, Evidence(code="entropy_parts_first", points=t.DECISIVE))
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
@@ -91,6 +93,8 @@ def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) ->
     yield from _mismatches(facts, control, suspects, min(parted, default=None))
     yield from given
     yield from first
+    if any(each.suspect == "entropy" for each in first):
+        yield from _entropy(facts, control, int(first[0].values["step"]))
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
@@ -236,7 +240,8 @@ def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The first update that leaves other weights, though it was given the same sequences, rewards and advantages."""
     before = None
-    for step in facts.steps[: t.FIRST_STEPS]:
+    until = np.inf if facts.fall is None else max(facts.fall.interval[1], facts.fall.fallen)
+    for step in facts.steps[facts.steps <= until]:
         a, b = facts.rollouts, control.rollouts
         one, two = a.step == step, b.step == step
         if one.sum() != two.sum() or not one.any():
@@ -250,6 +255,20 @@ def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
         if not all(same) or not _same_logprobs(a.sampled[one], b.sampled[two]):
             return
         before = int(step)
+
+
+def _entropy(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
+    """An entropy that is higher than the control's at almost every step after the first update that differs, as a bonus makes it."""
+    since = facts.steps > step
+    if facts.fall is not None:
+        since &= facts.steps <= max(facts.fall.interval[1], step + t.ENTROPY_STEPS)
+    of_run, of_control = facts.values("entropy"), control.values("entropy")
+    n = min(len(of_run), len(of_control))
+    apart = (of_run[:n] - of_control[:n])[since[:n]]
+    apart = apart[np.isfinite(apart)]
+    if len(apart) >= t.ENTROPY_FEWEST and float((apart > 0).mean()) >= t.ENTROPY_HIGHER:
+        values = {"step": step, "share": float((apart > 0).mean()), "num_steps": len(apart)}
+        yield Difference(suspect="entropy", code="entropy_higher", values=values)
 
 
 def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -121,6 +121,15 @@ class Rollouts:
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
+    def keeps_reference(self, step: int) -> bool:
+        """Whether the reference model scores responses that came before a step and after it as it did; not without any."""
+        order = np.lexsort((self.step, self.whole))
+        whole, at, reference = (values[order] for values in (self.whole, self.step, self.reference))
+        spans = (whole[1:] == whole[:-1]) & (at[:-1] < step) & (at[1:] >= step)
+        moved = np.abs(reference[1:] - reference[:-1])[spans]
+        moved = moved[np.isfinite(moved)]
+        return bool(len(moved)) and float(np.median(moved)) <= t.REFERENCE_MOVES
+
     @property
     def share_below_group(self) -> float:
         """Share of the sequences that earn less than their group does; NaN without rewards."""

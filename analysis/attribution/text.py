@@ -36,6 +36,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "another reward, each time the same one",
         "policies_apart": "from step {step} on what is sampled is {apart:.2g} nats a token less likely to the trainer than to the "
         "engine: the recorded reward is that of another policy",
+        "entropy_parts_first": "from the first update that differs on the entropy is higher than the control's, as a bonus for it makes it",
         "evaluation_holds": "the evaluation holds while the reward of what was sampled falls: the policy is what it was",
     },
     "mismatch": {
@@ -220,6 +221,7 @@ DIFFERENCES: Mapping[str, str] = {
     "{control:.4g} in the control: the advantages, which were not recorded, or a term of the loss differ",
     "update_or_loss_without_advantages": "the update of step {step} leaves other weights than the control's, from the same sequences "
     "and rewards: the optimizer, a term of the loss, or the advantages differ (neither they nor a gradient norm was recorded)",
+    "entropy_higher": "after step {step} the entropy is higher in the run at {share:.0%} of {num_steps} steps, before the fall is there",
     "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards and gradient "
     "norm: the optimizer differs",
 }

@@ -208,8 +208,12 @@ UNSAMPLED_NATS = 0.5
 """Least excess of -mean logprob over the entropy there, nats a token."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
-FIRST_STEPS = 50
-"""Steps of both runs that are compared update by update."""
+ENTROPY_STEPS = 12
+"""Steps, at least, after the first update that differs at which two runs' entropies are compared; else until the fall."""
+ENTROPY_FEWEST = 4
+"""Fewest of these with an entropy in both."""
+ENTROPY_HIGHER = 0.9
+"""Share of these at which a run's entropy is higher, from which a bonus for it may be what differs."""
 WEIGHTS_DIFFER = 1e-5
 """Mean difference of a response's mean logprob from which two trainers hold other weights; kernels give 1e-7 in fp32."""
 NORM_DIFFERS = 1e-3

@@ -241,11 +241,12 @@ def _coefficient(factor):
     return _returned(0.1, near=near)
 
 
-def _distance(after, *, before=0.5, likelihood=None):
+def _distance(after, *, before=0.5, likelihood=None, keeps=False):
     """How much likelier responses are to the policy than to the reference, before and since a step where the fall may begin."""
     kept = SimpleNamespace(
         reference_distance_by_step=(STEPS, level(before, after, at=58)),
         likelihood_by_step=(STEPS, np.zeros(100) if likelihood is None else likelihood),
+        keeps_reference=lambda step: keeps,
     )
     return {} if (found := reference._jump(facts(rollouts=kept))) is None else codes([found])
 
@@ -1277,9 +1278,9 @@ def test_the_first_update_that_leaves_other_weights(moved, norm, suspects):
     assert [difference.suspect for difference in control._first_update(*pair)] == suspects
 
 
-@pytest.mark.parametrize(("num_alike", "suspects"), [(49, ["optimizer"]), (50, [])])
-def test_updates_are_compared_over_the_first_fifty_steps(num_alike, suspects):
-    parts = [rows(step=step, n=2) for step in range(1, 61)]
+@pytest.mark.parametrize(("num_alike", "suspects"), [(64, ["optimizer"]), (65, [])])
+def test_updates_are_compared_until_a_good_part_of_a_fall_is_there(num_alike, suspects):
+    parts = [rows(step=step, n=2) for step in range(1, 101)]
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Rollouts.__dataclass_fields__}
     other = Rollouts(**joined | {"likelihood": np.where(joined["step"] > num_alike, 1.0, 0.0)})
     norms = {"series": {"grad_norm": np.ones(100)}}
@@ -1532,6 +1533,16 @@ def test_a_distance_to_the_reference_that_the_policy_makes_is_no_jump_of_the_ref
     assert _distance(9.0) == {"distance_jumps": DECISIVE}
     assert _distance(9.0, likelihood=level(0.0, -3.0, at=58)) == {}
     assert _distance(9.0, before=9.0) == {}
+    assert _distance(9.0, keeps=True) == {}
+
+
+@pytest.mark.parametrize(("moved", "step", "keeps"), [(0.0499, 50, True), (0.0501, 50, False), (0.0, 1, False)])
+def test_a_reference_is_the_same_where_it_scores_equal_responses_alike(moved, step, keeps):
+    given = rows_of_steps(a_step=1)
+    n = len(given.step)
+    same = replace(given, whole=np.zeros(n), reference=np.where(given.step < 50, 0.0, moved))
+    assert same.keeps_reference(step) == keeps
+    assert not replace(same, whole=np.arange(n)).keeps_reference(step)
 
 
 def test_tokens_that_are_not_sampled_as_said_are_the_engine_s_whatever_both_sides_agree_on():
@@ -1596,3 +1607,27 @@ def test_a_mismatch_after_the_first_other_gradient_follows_it(begins, differs):
 def test_a_mismatch_of_exchanged_rows_is_pairing_s_beside_a_control():
     run, other = facts(mismatch=run_mismatch(0.5), checked=checked("row_pairing")), facts(mismatch=run_mismatch(0.001))
     assert [each.suspect for each in control._mismatches(run, other, ())] == ["pairing"]
+
+
+@pytest.mark.parametrize(
+    ("num_higher", "num_steps", "found"), [(18, 20, True), (17, 20, False), (4, 4, True), (3, 3, False), (20, 20, True)]
+)
+def test_an_entropy_above_the_control_s_from_the_first_other_update_on(num_higher, num_steps, found):
+    higher = np.where(np.arange(100) < 40 + num_higher, 1.1, 0.9)
+    entropy_ = np.where((STEPS > 40) & (40 + num_steps >= STEPS), higher, np.nan)
+    run, other = facts(series={"entropy": entropy_}), facts(series={"entropy": np.ones(100)})
+    assert [each.code for each in control._entropy(run, other, 40)] == ["entropy_higher"] * found
+
+
+def test_an_entropy_that_parts_first_is_told_from_the_other_terms_of_a_loss(monkeypatch):
+    first = [
+        control.Difference(suspect=each, code="update_or_loss", values={"step": 40}) for each in ("unknown", "entropy")
+    ]
+    monkeypatch.setattr(control, "shares_prompts", lambda *pair: True)
+    monkeypatch.setattr(control, "_first_update", lambda *pair: first)
+    for name in ("_prompts", "_rewards", "_advantages", "_lags", "_rates", "_settings", "_mismatches", "_changed"):
+        monkeypatch.setattr(control, name, lambda *arguments: [])
+    suspects = ranked([Suspect(code=each, evidence=(thresholds.prior(each),)) for each in ("unknown", "entropy")])
+    for size, named in ((1.1, "entropy"), (1.0, "unknown")):
+        run, other = facts(series={"entropy": np.full(100, size)}), facts(series={"entropy": np.ones(100)}, fall=None)
+        assert control.compare(run, other, suspects).suspects[0].code == named

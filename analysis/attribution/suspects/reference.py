@@ -63,13 +63,11 @@ def _jump(facts: Facts) -> Evidence | None:
         before, since = distance[place - _BESIDE : place], distance[place : place + _BESIDE]
         rise = float(since.min() - before.max())
         is_multiple = float(np.median(since)) > t.DISTANCE_JUMPS * max(float(np.median(before)), 0.0)
-        if (
-            first <= steps[place] <= last
-            and rise > largest
-            and is_multiple
-            and not policy_moves(facts, int(steps[place]))
-        ):
-            largest, step = rise, int(steps[place])
+        step = int(steps[place])
+        if not first <= step <= last or rise <= largest or not is_multiple:
+            continue
+        if not policy_moves(facts, step) and not facts.rollouts.keeps_reference(step):
+            largest = rise
             values: dict[str, Measured] = {
                 "series": "reference_distance", "step": step, "low": step, "high": step,
                 "from_value": float(np.median(before)), "to_value": float(np.median(since)),
