@@ -329,14 +329,14 @@ def changed_responses(
         if num >= _FEWEST_SPANNING and (best is None or share > best.share):
             chosen = spans & differs
             lengths = length[:-1][again][chosen]
-            by_length = (
-                length_correlation(difference[chosen], lengths, high[chosen]),
-                correlation(difference[chosen], lengths * (high - low)[chosen]),  # what a token earns grows steadily
-            )
+            by_length = length_correlation(difference[chosen], lengths, high[chosen])
+            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])  # what a token earns grows
+            if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
+                by_length = steadily
             best = ChangedResponses(
                 step=int(at), num_responses=num, share=share,
                 share_before=float(before.mean()) if len(before) else math.nan,
-                length_correlation=max(by_length, key=abs), is_of_one_length=len(np.unique(lengths)) == 1,
+                length_correlation=by_length, is_of_one_length=len(np.unique(lengths)) == 1,
                 agreement=correlation(given[:-1][again][spans], given[1:][again][spans]),
             )  # fmt: skip
     if best is None:
@@ -521,7 +521,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Of what rewards differ by and the lengths of their responses: over all of them or the mean within steps, whichever is larger.
+    """Of what rewards differ by and the lengths of their responses: over all of them, or the mean within steps where that explains all.
 
     What a token earns may grow by the step, so that within each step alone it is in proportion.
     """
@@ -534,7 +534,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
     if weight.sum() < _FEWEST_SPANNING:
         return overall
     within = float(np.average(xy[spread] / np.sqrt(xx[spread] * yy[spread]), weights=weight))
-    return max(overall, within, key=abs)
+    return within if abs(within) > max(abs(overall), t.LENGTH_EXPLAINS_WITHIN) else overall
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -208,6 +208,8 @@ UNSAMPLED_NATS = 0.5
 """Least excess of -mean logprob over the entropy there, nats a token."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
+LENGTH_EXPLAINS_WITHIN = 0.85
+"""The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
 ENTROPY_STEPS = 12
 """Steps, at least, after the first update that differs at which two runs' entropies are compared; else until the fall."""
 ENTROPY_FEWEST = 4
