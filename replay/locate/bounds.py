@@ -55,6 +55,8 @@ class Rounding:
     """Of its weight; None without one."""
     recorded: Any = None
     """Of the recorded weight, of which the operator's may be a rounded one."""
+    adds: bool = False
+    """Whether its input is a sum that it made itself, and may have gone on with before it was rounded."""
 
     @property
     def out(self) -> float:
@@ -186,21 +188,23 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised numbers are rounded to the dtype that came in, before a wider weight is multiplied in.
     out = max(rounding.out, unit(rounding.taken))
+    # Of a sum that was not rounded each number is off, and so is their length, by one rounding each.
+    of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    rounds = 3.0 * out + rounding.casts
+    rounds = 3.0 * out + of_sum + rounding.casts
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
         # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
-        return (per_sum + 3.0 * out) * exact.abs() + off
+        return (per_sum + 3.0 * out + of_sum) * exact.abs() + off
     weight = getattr(module, "weight", None)
     scale = 1.0 if weight is None else weight.double().abs()
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
     added = 0.0 if bias is None else bias.double().abs()
-    return 2.0 * per_sum * size + rounds * (exact.abs() + added)
+    return 2.0 * (per_sum + of_sum) * size + rounds * (exact.abs() + added)
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:

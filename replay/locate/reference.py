@@ -505,7 +505,7 @@ class _Run:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = Rounding(
             given=given.dtype, taken=first.dtype, weight=self._dtypes.get(f"{name}.weight"),
-            recorded=self._reference.recorded_dtypes.get(f"{name}.weight"),
+            recorded=self._reference.recorded_dtypes.get(f"{name}.weight"), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
         return bound if isinstance(bound, float) else bound.expand(value.shape).reshape(given.shape)

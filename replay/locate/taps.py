@@ -28,6 +28,8 @@ class Call:
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
+    adds: bool = False
+    """Whether it takes two tensors and adds them first: `takes` has their sum as it was rounded, and it may go on unrounded."""
 
 
 @dataclass(slots=True)

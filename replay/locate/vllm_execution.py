@@ -299,13 +299,13 @@ class _EngineTaps:
             found[row.seq_id] = RowTaps(calls=calls)
         return found
 
-    def _keep(self, name: str, takes: Sequence[Any], gives: Sequence[Any]) -> None:
+    def _keep(self, name: str, takes: Sequence[Any], gives: Sequence[Any], *, adds: bool = False) -> None:
         if not self._wanted(name):
             return
         for seq_id, where, first in self._spans:
             # Copied: vLLM writes over what it gave.
             parts = ((None if value is None else value[where].clone() for value in of) for of in (takes, gives))
-            self._pieces[seq_id][name].append((first, Call(*map(tuple, parts))))
+            self._pieces[seq_id][name].append((first, Call(*map(tuple, parts), adds=adds)))
 
     def _attention(self, name: str, module: Any) -> Callable[..., None]:
         (core,) = self._names[name]
@@ -338,11 +338,12 @@ class _EngineTaps:
         def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
             taken = args[0] if args else next(iter(kwargs.values()))
             outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
-            if len(args) + len(kwargs) > 1 and len(outputs) > 1:
+            adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
+            if adds:
                 taken = outputs[1]  # a norm that adds to the residual stream first gives the sum as well
             parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
             for each, part in zip(theirs, parts, strict=True):
-                self._keep(each, [taken], [part])
+                self._keep(each, [taken], [part], adds=adds)
 
         return heard
 
@@ -369,4 +370,4 @@ def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
               for slot in range(len(getattr(pieces[0][1], of))))
         for of in ("takes", "gives")
     )  # fmt: skip
-    return Call(takes, gives)
+    return Call(takes, gives, adds=pieces[0][1].adds)

@@ -16,6 +16,7 @@ from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
 from tim_trace.replay.locate.engine import locate as locate_operators
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +272,32 @@ def test_bounds_hold_for_random_products_and_are_not_empty(dtype, length):
         bound = bounds.of_module(exact_module, (x.double(),), exact, 0, rounding)
         ratio = ((module(x).double() - exact).abs() / bound).max()
         assert 1e-3 < ratio < 1
+
+
+@torch.no_grad()
+def test_the_bound_of_a_norm_that_adds_first_holds_where_its_kernel_does_not_round_the_sum():
+    """As vLLM's on a CPU; of a number much larger than the others, as hidden states have, the length's rounding is its."""
+    torch.manual_seed(0)
+    norm = Qwen3RMSNorm(64, eps=1e-6).bfloat16()
+    norm.weight.data = torch.rand(64).add(0.5).bfloat16()
+    exact_norm = Qwen3RMSNorm(64, eps=1e-6).double()
+    exact_norm.load_state_dict(norm.state_dict())
+    x, residual = torch.randn(2, 4000, 64).bfloat16()
+    residual[:, 0] *= 300
+    whole = x.float() + residual.float()
+    scale = torch.rsqrt(whole.square().mean(-1, keepdim=True) + 1e-6)
+    given = ((whole * scale).bfloat16() * norm.weight).double()
+    taken = whole.bfloat16().double()
+    exact = taken * torch.rsqrt(taken.square().mean(-1, keepdim=True) + 1e-6) * exact_norm.weight
+    ratios = {}
+    for adds in (False, True):
+        rounding = Rounding(
+            given=torch.bfloat16, taken=torch.bfloat16, weight=torch.bfloat16, recorded=torch.bfloat16, adds=adds
+        )
+        bound = bounds.of_module(exact_norm, (taken,), exact, 0, rounding)
+        ratios[adds] = float(((given - exact).abs() / bound).max())
+    assert ratios[False] > 1
+    assert 0.3 < ratios[True] < 1
 
 
 def test_layers_and_sequences_can_be_chosen(traces):
