@@ -52,7 +52,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     elif codes:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_did_not_fall", points=t.CONTROL))
         if any(difference.code == "entropy_higher" for difference in differences):
-            suspects = _with(suspects, {"entropy"}, Evidence(code="entropy_parts_first", points=t.DECISIVE))
+            suspects = _with(suspects, {"entropy"}, Evidence(code="entropy_parts_first", points=t.MEDIUM))
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
@@ -295,7 +295,8 @@ def _of_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
         for suspect in ("unknown", "entropy", "reference", *unseen):
             yield _difference(suspect, code, of_run, of_control, step=step)
     else:
-        yield Difference(suspect="optimizer", code="update", values={"step": step})
+        for suspect in ("unknown", "optimizer"):  # weights may be broken or read anew as well
+            yield Difference(suspect=suspect, code="update", values={"step": step})
 
 
 def _difference(suspect: str, code: str, run: Measured, control: Measured, **values: Measured) -> Difference:

@@ -223,7 +223,7 @@ DIFFERENCES: Mapping[str, str] = {
     "and rewards: the optimizer, a term of the loss, or the advantages differ (neither they nor a gradient norm was recorded)",
     "entropy_higher": "after step {step} the entropy is higher in the run at {share:.0%} of {num_steps} steps, before the fall is there",
     "update": "the update of step {step} leaves other weights than the control's, from the same sequences, rewards and gradient "
-    "norm: the optimizer differs",
+    "norm: the optimizer differs, or the weights were changed by something else",
 }
 """Code of a difference from the control -> the sentence."""
 

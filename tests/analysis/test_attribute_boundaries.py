@@ -1264,7 +1264,7 @@ def test_two_runs_differ_in_learning_rate(rate, suspects):
     ("moved", "norm", "suspects"),
     [
         (0.99e-5, 1.0, []),
-        (1.01e-5, 1.0009, ["optimizer"]),
+        (1.01e-5, 1.0009, ["unknown", "optimizer"]),
         (1.01e-5, 1.0011, ["unknown", "entropy", "reference"]),
         (1.01e-5, float("nan"), ["unknown", "optimizer", "entropy", "reference"]),
     ],
@@ -1278,7 +1278,7 @@ def test_the_first_update_that_leaves_other_weights(moved, norm, suspects):
     assert [difference.suspect for difference in control._first_update(*pair)] == suspects
 
 
-@pytest.mark.parametrize(("num_alike", "suspects"), [(64, ["optimizer"]), (65, [])])
+@pytest.mark.parametrize(("num_alike", "suspects"), [(64, ["unknown", "optimizer"]), (65, [])])
 def test_updates_are_compared_until_a_good_part_of_a_fall_is_there(num_alike, suspects):
     parts = [rows(step=step, n=2) for step in range(1, 101)]
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Rollouts.__dataclass_fields__}
@@ -1628,6 +1628,7 @@ def test_an_entropy_that_parts_first_is_told_from_the_other_terms_of_a_loss(monk
     for name in ("_prompts", "_rewards", "_advantages", "_lags", "_rates", "_settings", "_mismatches", "_changed"):
         monkeypatch.setattr(control, name, lambda *arguments: [])
     suspects = ranked([Suspect(code=each, evidence=(thresholds.prior(each),)) for each in ("unknown", "entropy")])
-    for size, named in ((1.1, "entropy"), (1.0, "unknown")):
+    for size, points in ((1.1, 7.0 + MEDIUM - 1.0), (1.0, 7.0 - 1.0)):
         run, other = facts(series={"entropy": np.full(100, size)}), facts(series={"entropy": np.ones(100)}, fall=None)
-        assert control.compare(run, other, suspects).suspects[0].code == named
+        compared = control.compare(run, other, suspects)
+        assert {each.code: each.points for each in compared.suspects} == {"unknown": 8.7, "entropy": points}
