@@ -304,8 +304,10 @@ class _EngineTaps:
             return
         for seq_id, where, first in self._spans:
             # Copied: vLLM writes over what it gave.
-            parts = ((None if value is None else value[where].clone() for value in of) for of in (takes, gives))
-            self._pieces[seq_id][name].append((first, Call(*map(tuple, parts), adds=adds)))
+            took, gave = (
+                tuple(None if value is None else value[where].clone() for value in of) for of in (takes, gives)
+            )
+            self._pieces[seq_id][name].append((first, Call(took, gave, adds)))
 
     def _attention(self, name: str, module: Any) -> Callable[..., None]:
         (core,) = self._names[name]
