@@ -1,10 +1,11 @@
 """Hold `tim-trace locate` against planted faults of code: which layer and operator it names first.
 
-python benchmarks/location/score.py [MODULE] [--dtype fp32|bf16] [--only NAME]
+python benchmarks/location/score.py [MODULE] [--dtype fp32|bf16] [--only NAME] [--arms]
 
 MODULE is a Python file with ARCHITECTURES, FAULTS and HEALTHY as `faults.py` beside this file has them. Of each architecture a
 step is recorded with random weights, and each fault is planted into the second of two executions of it. Right is what names the
-planted layer and one of the operators that the fault lists.
+planted layer and one of the operators that the fault lists. `--arms` plants nothing: the two executions are arms that differ in
+dtype, attention kernel or batch shape, and whatever is named is a false alarm.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ FUSED = {
     "qkv_proj": {"q_proj", "k_proj", "v_proj"}, "gate_up_proj": {"gate_proj", "up_proj"},
     "c_fc": {"gate_proj", "up_proj"}, "fc1": {"gate_proj", "up_proj"}, "dense_h_to_4h": {"gate_proj", "up_proj"},
 }  # fmt: skip
+PAIRS = (
+    ("", "attention=eager"), ("", "dtype=bf16"), ("", "dtype=fp16"), ("", "batch-size=1"), ("", "padding=right"),
+    ("", "padding=packed"), ("dtype=bf16", "dtype=bf16,attention=eager"), ("dtype=bf16", "dtype=fp16"),
+    ("dtype=bf16", "dtype=bf16,batch-size=1"), ("dtype=bf16", "dtype=bf16,padding=packed"),
+    ("dtype=bf16", "dtype=bf16,lm-head=fp32"), ("dtype=fp16", "dtype=fp16,attention=math"), ("dtype=bf16,attention=eager", "dtype=fp64"),
+)  # fmt: skip
+"""Arms whose pairs are healthy; the empty one is as recorded: float32, sdpa, padded batches of three rows."""
 
 
 def words(operator: str, kind: str) -> set[str]:
@@ -78,11 +86,35 @@ def recorded(
     return folder
 
 
+def healthy_arms(traces, only):
+    """Every pair of arms over every architecture."""
+    num_pairs = alarms = 0
+    largest = {}
+    for name, trace in traces.items():
+        for arm, against in PAIRS:
+            if only not in name or (name == "gemma2" and "math" in against):
+                continue  # sdpa leaves out Gemma 2's cap of scores: a fault
+            try:
+                found = locate(trace, arm=arm or None, against=against, sequences=f"random:{ROWS}", patch="none")
+            except Exception as error:  # a row of its own
+                print(f"{name:<12} {arm or 'as recorded'} and {against}: {type(error).__name__}: {error}")
+                continue
+            num_pairs += 1
+            largest[name, arm, against] = max(operator.ratio for operator in found.operators)
+            if found.first is not None:
+                alarms += 1
+                print(f"{name:<12} {arm or 'as recorded'} and {against}: ALARM {found.first}", flush=True)
+    (where, arm, against), ratio = max(largest.items(), key=lambda item: item[1])
+    print(f"{alarms} alarms in {num_pairs} healthy pairs; largest error {ratio:.2f} of its bound "
+          f"({where}, {arm or 'as recorded'} and {against})")  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("module", nargs="?", default=str(Path(__file__).with_name("faults.py")))
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--only", default="")
+    parser.add_argument("--arms", action="store_true")
     asked = parser.parse_args()
     spec = importlib.util.spec_from_file_location("planted_code", asked.module)
     planted = importlib.util.module_from_spec(spec)
@@ -108,6 +140,8 @@ def main():
                 prepare_against=plant,
             )
 
+        if asked.arms:
+            return healthy_arms(traces, asked.only)
         for fault in planted.FAULTS:
             if asked.only not in fault.name:
                 continue

@@ -78,6 +78,14 @@ class Rounding:
                 found += self.out
         return found
 
+    @property
+    def least(self) -> float:
+        """What a number may be off that is below the range of the narrower dtype that it is rounded to."""
+        narrower = [self.given] if unit(self.taken) < self.out else []
+        if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
+            narrower.append(self.weight)
+        return max(map(tiny, narrower), default=0.0)
+
 
 def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding) -> Any:
     """The bound of each number that a module gives, and whether it is one of theory; of the shape of `exact` or to broadcast.
@@ -94,7 +102,8 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     if "Rotary" in kind:
         return rounding.out + 4.0 * _rotary_angle(takes) * 2.0**-24
     if "Embedding" in kind:
-        return (rounding.casts + 3.0 * rounding.out) * exact.abs() + floor
+        scale = abs(float(getattr(module, "embed_scale", 1.0)))
+        return (rounding.casts + 3.0 * rounding.out) * exact.abs() + rounding.least * scale + floor
     if weight is not None and weight.dim() == 2:
         return _product(module, takes[0], exact, slot, rounding) + floor
     if weight is None:
@@ -157,12 +166,17 @@ def of_attention(
     return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
 
 
-def of_logprobs(hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float) -> Any:
-    """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature."""
+def of_logprobs(
+    hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
+) -> Any:
+    """[T]: of a projection (left out without a weight) and a log-softmax; logits [T, V] are exact and after temperature.
+
+    `casts` is what the projection's inputs and weights are rounded by before it, as `Rounding.casts`.
+    """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
     if weight is not None:
-        lengths = (growth(weight.shape[1]) * sums / temperature) * weight.norm(dim=-1)
+        lengths = ((growth(weight.shape[1]) * sums + casts) / temperature) * weight.norm(dim=-1)
         per_logit += hidden.norm(dim=-1, keepdim=True) * lengths
     taken = per_logit.gather(-1, ids[:, None])[:, 0] + (logits - total).exp_().mul_(per_logit).sum(-1)
     value = logits.gather(-1, ids[:, None])[:, 0] - total[:, 0]
@@ -179,6 +193,8 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
     x = x.reshape(-1, x.shape[-1])
     per_term = growth(x.shape[-1]) * rounding.sums + rounding.casts
     off = (per_term * x.norm(dim=-1, keepdim=True)) * lengths
+    if rounding.least:
+        off += rounding.least * x.abs().sum(-1, keepdim=True)
     if slot:
         return 2.0 * off.amax(-1, keepdim=True) * exact.abs() + 8.0 * rounding.out * exact.abs() + 8.0 * 2.0**-24
     return off.add_(exact.reshape(off.shape).abs(), alpha=2.0 * rounding.out).reshape(exact.shape)

@@ -44,12 +44,12 @@ def judge_head(
         call = taps.calls.get(name)
         made = None if call is None else call.gives[0]
         weight, out = head.weight, bounds.unit(dtype)
+        rounding = Rounding(
+            given=dtype if made is None else made.dtype, taken=hidden_TH.dtype,
+            weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=reference.recorded_dtypes.get(f"{name}.weight"),
+        )  # fmt: skip
         if made is not None:
             made = made[before]
-            recorded = reference.recorded_dtypes.get(f"{name}.weight")
-            rounding = Rounding(
-                given=made.dtype, taken=hidden_TH.dtype, weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=recorded
-            )  # fmt: skip
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
             made_TV = scaled(made.double(), config) / numerics.temperature
             exact_T = _logprobs(made_TV, ids_T)
@@ -63,7 +63,7 @@ def judge_head(
         sums = min(max(out, 2.0**-53), 2.0**-24)
         bound_T = bounds.of_logprobs(
             hidden_TH.double(), weight, logits_TV, ids_T, sums, out if weight is not None or out > 2.0**-24 else 2.0**-24,
-            numerics.temperature,
+            numerics.temperature, rounding.casts,
         )  # fmt: skip
         kind = name.rpartition(".")[2] if weight is not None else LOG_SOFTMAX
         values_T = torch.from_numpy(np.asarray(logprobs_T, np.float64)).to(exact_T.device)

@@ -42,6 +42,11 @@ def test_rounding_is_no_divergence(traces, name, dtype):
     assert found.gap_rms > 0
 
 
+def test_a_head_that_takes_rounded_weights_in_float32_is_no_divergence(traces):
+    found = locate(traces("llama"), arm="dtype=bf16", against="dtype=bf16,lm-head=fp32", patch="none")
+    assert found.first is None
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "off"),
     rest_slow(
@@ -272,6 +277,28 @@ def test_bounds_hold_for_random_products_and_are_not_empty(dtype, length):
         bound = bounds.of_module(exact_module, (x.double(),), exact, 0, rounding)
         ratio = ((module(x).double() - exact).abs() / bound).max()
         assert 1e-3 < ratio < 1
+
+
+@torch.no_grad()
+def test_the_bound_holds_for_numbers_below_the_range_of_float16():
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(40, 32)
+    table.weight.data.mul_(1e-5)
+    table.embed_scale = 64.0
+    ids = torch.arange(40)
+    exact = table.weight.data.double() * 64
+    given = table.weight.data.half() * 64
+    rounding = bounds.Rounding(given=given.dtype, taken=ids.dtype, weight=torch.float16, recorded=torch.float32)
+    bound = bounds.of_module(table, (ids,), exact, 0, rounding)
+    assert ((given.double() - exact).abs() / bound).max() < 1
+    linear = torch.nn.Linear(32, 40, bias=False)
+    linear.weight.data.copy_(table.weight.data)
+    x = 100 * torch.randn(30, 32)
+    exact = x.half().double() @ linear.weight.data.double().T
+    given = (x.half().double() @ linear.weight.data.half().double().T).half()
+    rounding = bounds.Rounding(given=given.dtype, taken=torch.float16, weight=torch.float16, recorded=torch.float32)
+    bound = bounds.of_module(linear, (x.half().double(),), exact, 0, rounding)
+    assert ((given.double() - exact).abs() / bound).max() < 1
 
 
 @torch.no_grad()
