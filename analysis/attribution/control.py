@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from .attribution import Difference
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, least_reward, length_correlation, relation, reward_differences
+from .rollouts import Rollouts, least_reward, length_correlation, relation, repeated_responses, reward_differences
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
@@ -51,6 +52,9 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
     elif codes:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_did_not_fall", points=t.CONTROL))
+        if shares and len(codes) == 1 and all(difference.code in _GIVEN for difference in differences):
+            others = {suspect.code for suspect in suspects} - codes - {"unknown"}
+            suspects = _with(suspects, others, Evidence(code="control_is_alike", points=-t.DECISIVE))
         if any(difference.code == "entropy_higher" for difference in differences):
             suspects = _with(suspects, {"entropy"}, Evidence(code="entropy_parts_first", points=t.MEDIUM))
     else:
@@ -58,6 +62,20 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     return ControlComparison(
         suspects=suspects, is_intervention=shares and len(codes) == 1, differences=differences, notes=notes
     )
+
+
+_GIVEN = (
+    "prompts",
+    "rewards",
+    "rewards_by_length",
+    "rewards_permuted",
+    "advantages",
+    "lag",
+    "learning_rate",
+    "setting",
+    "changed",
+)
+"""Differences in what a run is given, which nothing else that differs can have made."""
 
 
 def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) -> tuple[Suspect, ...]:
@@ -119,6 +137,10 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
+    # A reward that gives one response two values in the control gives two runs two as well.
+    by_itself = _noise(b)
+    if share <= t.UNEQUAL + by_itself / t.WAS_THERE:
+        return
     values = {"share": share, "num_responses": int(known.sum())}
     chosen = known & differs
     length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
@@ -128,6 +150,12 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)
     else:
         yield Difference(suspect="reward", code="rewards", values=values)
+
+
+def _noise(rollouts: Rollouts) -> float:
+    """Share of repeated responses with two rewards; 0 where none came again."""
+    unequal = repeated_responses(rollouts).unequal
+    return 0.0 if math.isnan(unequal) else unequal
 
 
 def _permuted(a: Rollouts, b: Rollouts) -> bool:
@@ -169,6 +197,10 @@ def _mismatches(
         explained = "pairing"
     if declared_lag(facts) - declared_lag(control) >= 1:
         return
+    if parted is None and facts.drop is not None and facts.drop.is_of_policy:
+        parted = (
+            facts.drop.step - int(t.AHEAD) - 1
+        )  # another policy at once, which no mismatch of a few hundredths makes
     if parted is not None and not _is_apart_by(facts, control, parted):
         return
     yield _difference(explained, "mismatch", run.size, other.size)

@@ -48,6 +48,11 @@ def suspect_of(setting: str) -> str:
     return "unknown"
 
 
+def is_learning_rate(setting: str) -> bool:
+    """Whether a setting is a learning rate by the last word of its name."""
+    return re.split(r"[/.]", setting.lower())[-1] in _OPTIMIZER["learning_rate"]
+
+
 def read_settings(database: Database) -> dict[str, Any]:
     """Hyperparameters by name, numbers or texts; the optimizer's under the names of _OPTIMIZER as well."""
     settings = read_hyperparameters(database)

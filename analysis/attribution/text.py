@@ -27,6 +27,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "before any evidence",
         "control_differs_and_did_not_fall": "the control differs in this and did not fall",
+        "control_is_alike": "the control differs in something else alone",
         "control_differs_and_fell": "the control differs in this and fell too",
         "setting_changed": "{series} goes from {from_value} to {to_value} at step {step}",
         "setting_unusual": "{setting} is {value:g}; {customary_low:g} to {customary_high:g} is customary",
@@ -68,6 +69,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "truncation": {
         "responses_cut": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none since is, and "
         "{cut_share:.0%} end exactly there",
+        "responses_cut_at_end": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none from step {step} on is, "
+        "and {cut_share:.0%} of these end exactly there: a limit that goes on shrinking",
         "responses_not_cut": "responses do not end at a limit that those before passed",
     },
     "reference": {
@@ -136,6 +139,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "likelihood stay what they were: the same answers earn less",
         "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} falls from "
         "{outcome_before:.3g} to {outcome_after:.3g}: it pays for something else",
+        "reward_hides_fall_of_other_policy": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} falls "
+        "from {outcome_before:.3g} to {outcome_after:.3g}, of another policy than what was sampled",
         "reward_hides_fall_pays_length": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} "
         "falls from {outcome_before:.3g} to {outcome_after:.3g}: it pays for length",
         "reward_falls_too": "the recorded reward falls with the evaluation",

@@ -53,6 +53,8 @@ BOTH_SIGNS = 0.1
 """Share of negative advantages that training with a baseline has; of less than a tenth of it the sign or the baseline is lost."""
 INVERTED_ADVANTAGES = -0.3
 """Correlation of advantages and rewards within groups below which the sign is wrong; other rows leave about 0."""
+BEARABLE = 3.0
+"""Factor of a learning rate that training may bear; from it on hardly another explanation is needed."""
 AHEAD = 3.0
 """Steps before the interval of a fall at which what the fall may have begun with may lie."""
 SUDDEN = 3.0
@@ -136,6 +138,8 @@ NO_DIRECTION = 0.15
 HIDDEN = 0.3
 """Share of an evaluation's fall that the recorded reward must show, too."""
 
+PAID_MORE = 0.2
+"""Share by which the recorded reward grows while the evaluation falls, from which hardly a policy becomes worse by itself."""
 LENGTH_MOVES = 1.3
 """Least factor of a change of length that counts by itself."""
 LENGTH_MOVES_PAID = 1.05

@@ -958,7 +958,13 @@ def test_a_change_is_certain_where_the_fall_may_begin_with_it(low, high, points)
 
 
 def test_of_several_settings_that_changed_the_nearest_counts():
-    near = (set_at("kl_coef", 52), set_at("beta", 58), set_at("lr", 60), set_at("run_name", 60), set_at("a_share", 60))
+    near = (
+        set_at("kl_coef", 52),
+        set_at("beta", 58),
+        set_at("warmup", 60),
+        set_at("run_name", 60),
+        set_at("a_share", 60),
+    )
     for suspect_code, step in (("reference", 58), ("optimizer", 60), ("unknown", 60)):
         # A name that says nothing counts where it was recorded as a setting: `a_share` was logged alone.
         (found,) = changed.settings(facts(near=near, settings={"run_name": "a"}), suspect_code)
@@ -1632,3 +1638,134 @@ def test_an_entropy_that_parts_first_is_told_from_the_other_terms_of_a_loss(monk
         run, other = facts(series={"entropy": np.full(100, size)}), facts(series={"entropy": np.ones(100)}, fall=None)
         compared = control.compare(run, other, suspects)
         assert {each.code: each.points for each in compared.suspects} == {"unknown": 8.7, "entropy": points}
+
+
+def columns_of(rollouts):
+    return {name: getattr(rollouts, name) for name in Rollouts.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("step", "drop", "points"),
+    [
+        (60, Drop(step=60, share=0.7, is_early=False, policy=5.1), 0.0),
+        (60, Drop(step=60, share=0.7, is_early=False, policy=4.9), DECISIVE),
+        (60, None, DECISIVE),
+        (57, Drop(step=60, share=0.7, is_early=False, policy=5.1), DECISIVE),
+    ],
+)
+def test_a_mismatch_that_comes_with_another_policy_at_once_is_not_its_cause(step, drop, points):
+    moved = {"mean_abs_d": [change(step, before=1e-4, after=0.05)]}
+    (found,) = mismatch._order(facts(mismatch=run_mismatch(0.05), changes=moved, drop=drop))
+    assert found.points == points
+
+
+@pytest.mark.parametrize(("policy", "size_before", "differs"), [(5.1, 0.0, False), (5.1, 0.05, True), (4.9, 0.0, True)])
+def test_beside_a_control_neither_is_it(policy, size_before, differs):
+    drop = Drop(step=60, share=0.7, is_early=False, policy=policy)
+    run = facts(mismatch=run_mismatch(0.05), drop=drop, series={"mean_abs_d": level(size_before, 0.05, at=60)})
+    other = facts(mismatch=run_mismatch(0.001), series={"mean_abs_d": np.full(100, 0.001)})
+    assert bool([*control._mismatches(run, other, ())]) == differs
+
+
+@pytest.mark.parametrize(("size", "points"), [(0.999, STRONG + 2.5), (1.0, CERTAIN)])
+def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
+    assert codes(stale_suspect._declared(facts(mismatch=run_mismatch(size)), 4.0)) == {"declared_lag": points}
+
+
+@pytest.mark.parametrize(
+    ("series", "before", "after", "points"),
+    [
+        ("lr", 0.002, 0.00599, DECISIVE),
+        ("optim.learning_rate", 0.006, 0.00201, DECISIVE),
+        ("lr", 0.002, 0.00601, CERTAIN),
+        ("lr", 0.0, 0.001, CERTAIN),
+        ("warmup", 2.0, 3.0, CERTAIN),
+    ],
+)
+def test_a_learning_rate_may_bear_another_factor(series, before, after, points):
+    assert changed.worth(facts(), given_change(series, "settings", before, after)) == points
+
+
+@pytest.mark.parametrize(
+    ("after", "size", "verdict"),
+    [
+        (1.199, 0.01, {"reward_hides_fall": STRONG}),
+        (1.201, 0.01, {"reward_hides_fall": DECISIVE}),
+        (1.201, 0.499, {"reward_hides_fall": DECISIVE}),
+        (1.201, 0.5, {"reward_hides_fall_of_other_policy": 0.0}),
+    ],
+)
+def test_a_reward_that_grows_while_the_evaluation_falls(after, size, verdict):
+    given = facts(hides=True, reward_beside=(1.0, after), mismatch=run_mismatch(size))
+    assert codes(reward._hidden(given)) == verdict
+
+
+@pytest.mark.parametrize(("of_reward", "is_baseline"), [(-0.19, True), (-0.21, False)])
+def test_a_normalised_mean_that_lags_behind_the_reward_is_no_other_baseline(of_reward, is_baseline):
+    # Rewards scatter by 0.1 and advantages by 1: a reward that loses 0.4 would move a mean that lags by 4, one that loses 0.2 by half of it.
+    signs = np.where(np.arange(1000) % 2, 1.0, -1.0)
+    run = rows_of_steps()
+    since = run.step >= 59
+    both = {"advantage": signs - 4.0 * since, "reward": 0.1 * signs + of_reward * since}
+    near = (given_change("advantage_mean", "advantages", 0.0, -4.0, size_in_sd=20.0),)
+    found = codes(advantages._changed(facts(near=near, rollouts=Rollouts(**columns_of(run) | both))))
+    assert list(found) == ["advantages_changed" if is_baseline else "advantages_steady"]
+
+
+@pytest.mark.parametrize(
+    ("limited", "longest_at_end", "verdict"),
+    [
+        (0.101, 4, {"responses_cut_at_end": CERTAIN}),
+        (0.099, 4, {"responses_not_cut": -STRONG}),
+        (0.101, 9, {"responses_not_cut": -STRONG}),
+        (None, 4, {"responses_not_cut": -STRONG}),
+    ],
+)
+def test_a_limit_that_goes_on_shrinking_cuts_at_the_end(limited, longest_at_end, verdict):
+    # Ten of a step, of 1 to 9 tokens before; since step 60 the limit shrinks from 9 to what it is at the end.
+    run = rows_of_steps()
+    own = np.tile(np.r_[np.arange(1, 9), 9, 9], 100).astype(float)
+    most = np.interp(run.step, [63, 90], [9, longest_at_end]).round()
+    series = {} if limited is None else {"share_length_limited": level(0.0, limited, at=60)}
+    cut = Rollouts(**columns_of(run) | {"length": np.minimum(own, most)})
+    assert codes(truncation._cut(facts(rollouts=cut, series=series))) == verdict
+
+
+@pytest.mark.parametrize(("in_control", "suspects"), [(0.24, ["reward"]), (0.26, [])])
+def test_rewards_that_differ_by_themselves_are_no_difference(in_control, suspects):
+    # Half of the responses earn something else in the run; of the control's own repeated ones a share does.
+    n = 400
+    given = np.tile(np.arange(20.0), n // 20)
+    whole = np.tile(np.arange(20), n // 20).astype(np.uint64)
+    once = replace_rewards(rows(n=n, whole=whole, reward_=given), np.where(np.arange(n) % 20 < 10, given + 7, given))
+    pairs = n - 20
+    other = given.copy()
+    # One response after another earns 3 more from its second time on, so that so many neighbours differ.
+    count = 0
+    for response in range(20):
+        for time in range(1, n // 20, 2):
+            if count + 2 <= in_control * pairs:
+                other[time * 20 + response] += 3.0
+                count += 2
+    control_rows = replace_rewards(rows(n=n, whole=whole, reward_=given), other)
+    found = control._rewards(facts(rollouts=once), facts(rollouts=control_rows))
+    assert [difference.suspect for difference in found] == suspects
+
+
+def replace_rewards(rollouts, reward_):
+    return Rollouts(**columns_of(rollouts) | {"reward": reward_})
+
+
+@pytest.mark.parametrize(
+    ("differing", "points"),
+    [(["prompts"], -DECISIVE), (["prompts", "prompts"], -DECISIVE), (["prompts", "update"], None), (["update"], None)],
+)
+def test_where_one_thing_alone_differs_nothing_else_is_the_cause(monkeypatch, differing, points):
+    monkeypatch.setattr(control, "shares_prompts", lambda *pair: True)
+    found = [control.Difference(suspect="data", code=code) for code in differing]
+    monkeypatch.setattr(control, "_differences", lambda *arguments: found)
+    suspects = tuple(Suspect(code=each, evidence=(thresholds.prior(each),)) for each in ("data", "reward", "unknown"))
+    compared = control.compare(facts(), facts(fall=None), suspects)
+    of = {suspect.code: codes(suspect.evidence) for suspect in compared.suspects}
+    assert of["reward"].get("control_is_alike") == points
+    assert "control_is_alike" not in of["unknown"] | of["data"]

@@ -143,4 +143,6 @@ def _follows_reward(facts: Facts, step: int) -> bool:
         return False
     moved = float(np.nanmean(since.advantage) - np.nanmean(before.advantage))
     of_reward = float(np.nanmean(since.reward) - np.nanmean(before.reward))
-    return abs(moved - of_reward) < abs(moved) / 2
+    scales = [float(np.nanstd(part)) for part in (before.advantage, before.reward)]
+    normalised = of_reward * scales[0] / scales[1] if min(scales) > 0 else of_reward
+    return min(abs(moved - of_reward), abs(moved - normalised)) < abs(moved) / 2

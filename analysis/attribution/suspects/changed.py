@@ -11,6 +11,7 @@ from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
 from ..rollouts import ChangedResponses
+from ..settings import is_learning_rate
 
 
 def changed(code: str, change: RecordedChange, points: float) -> Evidence:
@@ -36,7 +37,17 @@ def worth(facts: Facts, change: RecordedChange) -> float:
     if facts.fall is None or not is_given:
         return t.DECISIVE
     first, last = facts.fall.interval
+    if is_learning_rate(change.series) and _is_slight(change):
+        return t.DECISIVE
     return t.CERTAIN if first - t.AHEAD <= change.high and change.low <= max(last, facts.fall.fallen) else t.DECISIVE
+
+
+def _is_slight(change: RecordedChange) -> bool:
+    """Whether a learning rate is another one by a factor that training may bear."""
+    before, after = change.before, change.after
+    if not isinstance(before, int | float) or not isinstance(after, int | float) or before * after <= 0:
+        return False
+    return max(before / after, after / before) < t.BEARABLE
 
 
 def of_changed(found: ChangedResponses) -> float:

@@ -153,6 +153,9 @@ def _order(facts: Facts) -> list[Evidence]:
         points = t.DECISIVE if largest.after >= t.BENDS else t.STRONG
         return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=points)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
+    if when != FIRST and facts.drop is not None and facts.drop.is_of_policy:
+        # Of a policy that is another one at once; an engine this near its trainer samples almost what that would.
+        return [Evidence(code=code, values=values, points=0.0)]
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
     return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts) < 1 else t.WEAK)]
 

@@ -85,4 +85,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
         return [Evidence(code="reward_falls_too", values=values, points=-t.WEAK)]
     if pays(facts):
         return [Evidence(code="reward_hides_fall_pays_length", values=values, points=0.0)]
-    return [Evidence(code="reward_hides_fall", values=values, points=t.STRONG)]
+    if facts.mismatch is not None and facts.mismatch.size >= t.APART / 2:
+        return [Evidence(code="reward_hides_fall_of_other_policy", values=values, points=0.0)]
+    rises = after - before > t.PAID_MORE * max(abs(before), 1e-12)
+    return [Evidence(code="reward_hides_fall", values=values, points=t.DECISIVE if rises else t.STRONG)]

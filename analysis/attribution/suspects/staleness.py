@@ -30,7 +30,8 @@ def _declared(facts: Facts, lag: float) -> list[Evidence]:
         return [Evidence(code="no_declared_lag", points=-t.WEAK)]
     size = facts.mismatch.size if facts.mismatch else 0.0
     values = {"lag": lag, "mean_abs_d": size}
-    return [Evidence(code="declared_lag", values=values, points=t.STRONG + t.of_size(size))]
+    points = t.CERTAIN if size >= t.APART else t.STRONG + t.of_size(size)
+    return [Evidence(code="declared_lag", values=values, points=points)]
 
 
 def _measured(facts: Facts, lag: float) -> list[Evidence]:

@@ -44,7 +44,29 @@ def _cut(facts: Facts) -> list[Evidence]:
     # What is cut piles up at the limit; of a policy whose responses become shorter fewer have any one length.
     is_piled = values["cut_share"] >= float((before == limit).mean())
     is_cut = min(values["longer_share"], values["cut_share"]) >= t.CUT_SHARE
+    if not is_cut and is_told and is_limited:
+        return _shrinks(facts, before) or [Evidence(code="responses_not_cut", points=-t.STRONG)]
     if not is_cut or not (is_limited if is_told else is_piled):
         return [Evidence(code="responses_not_cut", points=-t.STRONG)]
     # Without reasons for their end, responses of a policy that has changed may have one length, too.
     return [Evidence(code="responses_cut", values=values, points=t.CERTAIN if is_told else t.DECISIVE)]
+
+
+def _shrinks(facts: Facts, before: np.ndarray) -> list[Evidence]:
+    """A limit that goes on shrinking: at the end of the run responses are cut off at a length that those before passed."""
+    steps = facts.steps[-max(len(facts.steps) // 10, 5) :]
+    end = facts.rollouts.since(int(steps[0])).length
+    limited = facts.values("share_length_limited")[-len(steps) :]
+    limited = limited[np.isfinite(limited)]
+    if not len(end) or not len(limited) or limited.mean() < t.CUT_SHARE:
+        return []
+    limit = float(end.max())
+    values = {
+        "step": int(steps[0]),
+        "limit": limit,
+        "longer_share": float((before > limit).mean()),
+        "cut_share": float((end == limit).mean()),
+    }
+    if min(values["longer_share"], values["cut_share"]) < t.CUT_SHARE:
+        return []
+    return [Evidence(code="responses_cut_at_end", values=values, points=t.CERTAIN)]
