@@ -160,6 +160,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "entropy": {
         "entropy_impossible": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: more than any vocabulary "
         "allows, so that the weights are broken or are not those that sampled",
+        "entropy_climbs": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it grows from before the fall "
+        "to the end, as under a bonus for it",
         "entropy_rose_before_fall": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it rose "
         "before the fall",
         "entropy_lost": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: the policy becomes more "

@@ -63,7 +63,7 @@ def _changed(facts: Facts) -> list[Evidence]:
         return [changed("advantages_changed", found[0], worth(facts, found[0]))]
     if not np.isfinite(facts.rollouts.advantage).any():
         return []
-    return _burst(facts) or [Evidence(code="advantages_steady", points=-t.MEDIUM)]
+    return _burst(facts) or [Evidence(code="advantages_steady", points=-t.STRONG)]
 
 
 def _burst(facts: Facts) -> list[Evidence]:

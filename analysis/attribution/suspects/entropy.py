@@ -56,8 +56,25 @@ def _moves(facts: Facts) -> list[Evidence]:
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
     rises_with_fall = any(order(facts, change) != AFTER for change in rises(facts, "entropy"))
-    code, points = _judged(first, at_fall, last, rises_with_fall=rises_with_fall)
+    code, points = _climbs(facts, steps, values) or _judged(first, at_fall, last, rises_with_fall=rises_with_fall)
     return [Evidence(code=code, values={"first": first, "at_fall": at_fall, "last": last}, points=points)]
+
+
+def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
+    """Code and points of an entropy that grows from what it was just before the fall to the end of the run, not at once."""
+    assert facts.fall is not None
+    width = max(len(values) // 20, 3)
+    begins = int(np.searchsorted(steps, facts.fall.interval[0]))
+    before = float(np.median(values[max(begins - 2 * width, 0) : begins] if begins >= 3 else values[:3]))
+    since = values[begins:]
+    if len(since) < 3 or not before > 0:
+        return None
+    last = float(np.median(values[-width:]))
+    peak = float(np.convolve(since, np.ones(3) / 3, mode="valid").max())
+    is_at_once = facts.fall.fallen - facts.fall.interval[0] < t.CLIMBS_FOR
+    if last <= t.ENTROPY_CLIMBS * before or last < t.ENTROPY_STAYS * peak or last > t.MOST_ENTROPY or is_at_once:
+        return None
+    return "entropy_climbs", t.DECISIVE + t.WEAK
 
 
 def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool) -> tuple[str, float]:
@@ -65,12 +82,12 @@ def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool)
     if at_fall > t.MOST_ENTROPY:
         return "entropy_impossible", 0.0
     if at_fall > t.ENTROPY_GAINED * first:
-        return "entropy_rose_before_fall", t.STRONG
-    # A policy that unlearns becomes uncertain; one that becomes certain while the reward falls was pushed to it.
+        return "entropy_rose_before_fall", t.MEDIUM
+    # A policy that learns something wrong becomes certain, too: of 65 such falls in six laboratories none was the entropy's.
     if last < t.ENTROPY_LOST * first and at_fall > t.ENTROPY_LOST * first:
-        return "entropy_lost", t.STRONG
-    if last < t.ENTROPY_SHRUNK * min(first, at_fall):
         return "entropy_lost", t.WEAK
+    if last < t.ENTROPY_SHRUNK * min(first, at_fall):
+        return "entropy_lost", 0.0
     if last < t.ENTROPY_LOST * first:  # it was certain before, as policies are that have learned
         return "entropy_in_range", -t.MEDIUM
     if last > t.ENTROPY_GAINED**2 * first and rises_with_fall:

@@ -67,7 +67,7 @@ def _moves(facts: Facts, least: float) -> list[Evidence]:
         return [Evidence(code="length_steady", points=-t.STRONG)]
     values = {"before": first.before, "after": first.after, "step": first.step}
     if order(facts, first) == AFTER:
-        return [Evidence(code="length_changes_after_fall", values=values, points=-t.MEDIUM)]
+        return [Evidence(code="length_changes_after_fall", values=values, points=-t.WEAK)]
     return [Evidence(code="length_changes", values=values, points=t.WEAK)]
 
 

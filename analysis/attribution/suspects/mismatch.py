@@ -165,7 +165,7 @@ def _semantics(facts: Facts) -> list[Evidence]:
         return []
     finding = facts.checked.findings[0]
     if not finding.fails:
-        return [Evidence(code="check_passes", values={"finding": finding.code}, points=-t.WEAK)]
+        return [Evidence(code="check_passes", values={"finding": finding.code}, points=-t.MEDIUM)]
     if finding.code == "row_pairing" or not _carries(facts, finding):
         return []
     if finding.code == "weights_differ" and "stale_weights" in (kind(facts), finding.numbers.get("cause")):

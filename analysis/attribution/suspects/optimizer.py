@@ -45,7 +45,7 @@ def _spike(facts: Facts) -> list[Evidence]:
     if first > max(facts.fall.high, facts.fall.fallen):
         return [Evidence(code="learning_rate_spike_after_fall", values=measured, points=-t.WEAK)]
     if first >= facts.fall.low - max(len(facts.steps) // 10, 5):
-        return [Evidence(code="learning_rate_spike_at_fall", values=measured, points=t.DECISIVE)]
+        return [Evidence(code="learning_rate_spike_at_fall", values=measured, points=t.DECISIVE + t.MEDIUM)]
     return [Evidence(code="learning_rate_spike_before_fall", values=measured, points=t.MEDIUM)]
 
 

@@ -36,7 +36,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
         return []
     values = {"num_pairs": repeated.num_pairs, "unequal_share": repeated.unequal}
     if repeated.unequal <= t.UNEQUAL:
-        return [Evidence(code="rewards_in_their_rows", values=values, points=-t.MEDIUM)]
+        return [Evidence(code="rewards_in_their_rows", values=values, points=-t.STRONG)]
     if repeated.lies_off:
         values |= {"shift": repeated.shift, "unequal_shifted_share": repeated.unequal_shifted}
         return [Evidence(code="rewards_in_other_rows", values=values, points=t.CERTAIN)]

@@ -47,7 +47,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     ]
     if any(used):
         return _returns(facts)
-    return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.MEDIUM)]
+    return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.STRONG)]
 
 
 def _jump(facts: Facts) -> Evidence | None:

@@ -61,7 +61,7 @@ def _direction(facts: Facts) -> list[Evidence]:
         return [Evidence(code="likelier_earn_less", values=values, points=t.STRONG)]
     if likelihood.by_group < t.NO_DIRECTION:
         return [Evidence(code="likelier_earn_no_more", values=values, points=t.WEAK)]
-    return [Evidence(code="likelier_earn_more", values=values, points=-t.WEAK)]
+    return [Evidence(code="likelier_earn_more", values=values, points=-t.MEDIUM)]
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
@@ -82,7 +82,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
         "reward_before": before, "reward_after": after,
     }  # fmt: skip
     if not facts.hides:
-        return [Evidence(code="reward_falls_too", values=values, points=-t.WEAK)]
+        return [Evidence(code="reward_falls_too", values=values, points=-t.STRONG)]
     if pays(facts):
         return [Evidence(code="reward_hides_fall_pays_length", values=values, points=0.0)]
     if facts.mismatch is not None and facts.mismatch.size >= t.APART / 2:

@@ -27,7 +27,7 @@ def _declared(facts: Facts, lag: float) -> list[Evidence]:
     if is_declared_fresh(facts):
         return [Evidence(code="declared_fresh", points=-t.CERTAIN)]
     if lag < 1:
-        return [Evidence(code="no_declared_lag", points=-t.WEAK)]
+        return [Evidence(code="no_declared_lag", points=0.0)]
     size = facts.mismatch.size if facts.mismatch else 0.0
     values = {"lag": lag, "mean_abs_d": size}
     points = t.CERTAIN if size >= t.APART else t.STRONG + t.of_size(size)
