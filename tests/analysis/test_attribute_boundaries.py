@@ -1795,3 +1795,12 @@ def climbing(before, last, *, peak=None, fallen=65):
 )
 def test_an_entropy_that_climbs_from_before_a_fall_to_the_end(before, last, options, climbs):
     assert (climbing(before, last, **options) == {"entropy_climbs": DECISIVE + WEAK}) == climbs
+
+
+@pytest.mark.parametrize(("apart", "is_told"), [(1.99, True), (2.01, False)])
+def test_the_trainer_s_entropy_says_nothing_of_an_engine_that_has_another_policy(apart, is_told):
+    # -logprob is 4 nats above the entropy.
+    kept = SimpleNamespace(sampled_by_step=(STEPS, -level(1.0, 5.0, at=60)))
+    series = {"entropy": np.ones(100), "mean_abs_d": level(0.001, apart, at=60)}
+    found = codes(mismatch._unsampled(facts(rollouts=kept, series=series)))
+    assert list(found) == ["not_sampled_so"] * is_told

@@ -128,6 +128,9 @@ def _unsampled(facts: Facts) -> list[Evidence]:
         return []
     if np.median(surprisal[since]) < t.UNSAMPLED * np.median(surprisal[before][-10:]):  # the entropy alone moved
         return []
+    apart = facts.values("mean_abs_d")[known][of][since]
+    if np.isfinite(apart).any() and np.nanmedian(apart) > excess / 2:  # the trainer's entropy is that of another policy
+        return []
     values: dict[str, Measured] = {
         "entropy": float(np.median(entropies[since])), "surprisal": float(np.median(surprisal[since])), "ratio_before": usual,
         "ratio_since": ratio,
