@@ -19,7 +19,7 @@ from .rollouts import Rollouts, least_reward, length_correlation, relation, repe
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
-from .suspects.lag import declared_lag
+from .suspects.lag import declared_lag, is_farther_behind
 from .suspects.mismatch import is_of_other_rows
 
 
@@ -102,7 +102,8 @@ def _without(suspects: tuple[Suspect, ...], code: str, evidence: str) -> tuple[S
 
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
     """What the two differ in, as far as their traces show."""
-    for find in (_prompts, _rewards, _advantages, _lags):
+    yield from _prompts(facts, control, suspects)
+    for find in (_rewards, _advantages, _lags):
         yield from find(facts, control)
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
     # Else the first update that differs is what they do.
@@ -177,8 +178,8 @@ def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
-    of_run, of_control = declared_lag(facts), declared_lag(control)
-    if of_run - of_control >= 1:
+    of_run, of_control = declared_lag(facts).at_fall, declared_lag(control).at_fall
+    if is_farther_behind(facts, control):
         yield _difference("staleness", "lag", of_run, of_control)
 
 
@@ -195,8 +196,10 @@ def _mismatches(
     explained = next((suspect.code for suspect in suspects if suspect.code in ("mismatch", "staleness")), "mismatch")
     if is_of_other_rows(facts):
         explained = "pairing"
-    if declared_lag(facts) - declared_lag(control) >= 1:
+    if is_farther_behind(facts, control):
         return
+    if parted is None and declared_lag(facts).at_fall >= 1:
+        parted = _first_parted(facts, control)  # from there on the same lag is between other policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
         parted = (
             facts.drop.step - int(t.AHEAD) - 1
@@ -217,14 +220,29 @@ def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
     return not known.any() or bool(apart[known].any())
 
 
-def _prompts(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Prompts that are other ones from some step on, where those of the first step are the same."""
+def _first_parted(facts: Facts, control: Facts) -> int | None:
+    """The first step at which the two do not have the same sequences; None where there is none."""
+    a, b = facts.rollouts, control.rollouts
+    shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
+    return next(
+        (int(step) for step in shared if not np.array_equal(a.whole[a.step == step], b.whole[b.step == step])), None
+    )
+
+
+def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
+    """Prompts that are other ones from some step on, where those of the first step are the same.
+
+    Where responses differed before, a curriculum or an environment may ask by them: then the run's own prompts must shift, too.
+    """
     if not shares_prompts(facts, control):
         return
     steps = np.intersect1d(np.unique(facts.rollouts.step), np.unique(control.rollouts.step))
     a, b = facts.rollouts, control.rollouts
     differing = [int(step) for step in steps if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
-    if differing:
+    parted = _first_parted(facts, control)
+    follows = bool(differing) and parted is not None and parted < differing[0]
+    shifts = any(each.code == "prompts_changed" for suspect in suspects for each in suspect.evidence)
+    if differing and (shifts or not follows):
         yield Difference(suspect="data", code="prompts", values={"step": differing[0], "num_steps": len(differing)})
 
 

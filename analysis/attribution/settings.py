@@ -19,12 +19,13 @@ _OPTIMIZER = {
 }
 """One name -> the last words of the names that loops have for it. A plain `epsilon` is the clip of PPO to TRL."""
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
     ("length", ("length_bonus", "length_penalty", "length_reward", "len_penalty", "len_bonus", "overlong", "token_cost")),
     ("entropy", ("entropy", "ent", "ent_coef")),
     ("reference", ("kl", "ref", "reference", "beta")),
     ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit")),
-    ("mismatch", ("temperature", "top_p", "top_k", "min_p", "quant", "quantization", "engine", "kv_cache")),
+    ("mismatch", (*_SAMPLING, "quant", "quantization", "engine", "kv_cache")),
     ("advantages", ("advantage", "advantages", "adv", "baseline", "scale_rewards", "normalize", "normalise", "whiten", "gamma", "lam")),
     ("data", ("prompt", "prompts", "data", "dataset", "curriculum", "difficulty", "task", "tasks")),
     ("reward", ("reward", "rewards", "verifier", "judge", "scorer")),
@@ -46,6 +47,11 @@ def suspect_of(setting: str) -> str:
             if any(word in parts or ("_" in word and word in name) for word in known):
                 return suspect
     return "unknown"
+
+
+def is_of_sampling(setting: str) -> bool:
+    """Whether a setting says how tokens are drawn, which a trainer may follow so that both sides still agree."""
+    return any(name in re.split(r"[/.]", setting.lower())[-1] for name in _SAMPLING)
 
 
 def is_learning_rate(setting: str) -> bool:

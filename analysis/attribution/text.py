@@ -96,6 +96,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "no_declared_lag": "the trace declares no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled by weights {lag:g} updates older than those that scored them; mean |d| is "
         "{mean_abs_d:.2g} nats",
+        "declared_lag_grows": "sequences were sampled by weights {lag:g} updates older than those that scored them, where it was "
+        "{lag_before:g} before; mean |d| is {mean_abs_d:.2g} nats",
+        "ordinary_lag": "sequences were sampled by weights {lag:g} updates older than those that scored them, as before the fall: the run "
+        "learned with that",
+        "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before "
+        "they were scored, as before: it is not the lag's",
         "stale_weights_match": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings)",
         "stale_weights_excluded": "the engine's logprobs of repeated openings are the trainer's of no step up to {max_distance} "
@@ -196,7 +202,7 @@ UNITS: Mapping[str, str] = {
     "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
     "chance_share": "0 to 1", "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
     "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
-    "lag": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
+    "lag": "updates", "lag_before": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
     "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",

@@ -80,6 +80,14 @@ STALE_REACHES = 20
 STALE_CARRIES = 0.2
 """Share of the run's mean |d| that openings of responses must have to represent it."""
 
+LAG_GROWS = 2.0
+"""Least factor of a declared lag, over the usual one, by which sampling fell behind; waiting for the slowest sequences makes less."""
+LEARNED = 0.1
+"""Share of a run's steps before a fall that tell with which lag it learned."""
+ORDINARY_LAG = 4.0
+"""Updates that asynchronous trainers are behind by design (AReaL allows 4 to 8, one step off-policy is 1): constant from the start, a run
+learned with it."""
+
 DROPS = 0.6
 """Share of what a reward lost that it has to lose from one step to the next for it to be a drop."""
 SAME_POLICY = 3.0

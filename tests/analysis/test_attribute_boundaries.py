@@ -34,6 +34,7 @@ from tim_trace.analysis.attribution.rollouts import (
 from tim_trace.analysis.attribution.settings import suspect_of
 from tim_trace.analysis.attribution.staleness import StaleWeights, read_stale_weights
 from tim_trace.analysis.attribution.suspect import SUSPECTS, Suspect
+from tim_trace.analysis.attribution.suspects.lag import declared_lag
 from tim_trace.analysis.attribution.suspects.timing import order
 from tim_trace.analysis.attribution.text import (
     DIFFERENCES,
@@ -844,15 +845,91 @@ STUCK = StaleWeights(steps=3, left=0.9, num_pairs=99, farthest=64)
 )  # fmt: skip
 def test_weights_that_are_behind(lag, given, of_staleness, of_mismatch):
     given = facts(series={} if lag is None else {"version_lag": np.full(100, lag)}, **given)
-    assert codes(stale_suspect._measured(given, lag or 0.0)) == of_staleness
+    assert codes(stale_suspect._measured(given)) == of_staleness
     assert codes(mismatch._lag(given)) == of_mismatch
 
 
+def lagging(at_fall, before=0.0, *, since=50, **given):
+    """A run that is sampled by weights so many updates behind, from a step on; the fall may begin at 57 - 3."""
+    lag = np.where(STEPS < since, before, at_fall)
+    return facts(series={"version_lag": lag}, **{"mismatch": run_mismatch()} | given)
+
+
 @pytest.mark.parametrize(
-    ("lag", "verdict"), [(None, {"no_declared_lag": 0.0}), (0.99, {"no_declared_lag": 0.0}), (1.0, {"declared_lag": STRONG + 2.5})]
-)  # fmt: skip
-def test_a_declared_lag_counts_from_one_update_on(lag, verdict):
-    assert codes(stale_suspect._declared(facts(mismatch=run_mismatch()), lag or 0.0)) == verdict
+    ("before", "lag", "verdict"),
+    [
+        (0.0, 0.99, {"no_declared_lag": 0.0}),
+        (0.0, 1.0, {"declared_lag_grows": CERTAIN - 0.5}),
+        (1.0, 1.0, {"ordinary_lag": 0.0}),
+        (1.0, 1.99, {"ordinary_lag": 0.0}),
+        (1.0, 2.0, {"declared_lag_grows": CERTAIN - 0.5}),
+        (4.0, 4.0, {"ordinary_lag": 0.0}),
+        (4.1, 4.1, {"declared_lag": STRONG + 2.5}),
+        (4.0, 7.9, {"declared_lag": STRONG + 2.5}),
+        (4.0, 8.0, {"declared_lag_grows": CERTAIN - 0.5}),
+    ],
+)
+def test_a_declared_lag_counts_where_it_grew_or_is_more_than_is_ordinary(before, lag, verdict):
+    assert codes(stale_suspect._declared(lagging(lag, before))) == verdict
+
+
+@pytest.mark.parametrize(
+    ("since", "code"), [(60, "declared_lag_grows"), (28, "declared_lag_grows"), (27, "declared_lag")]
+)
+def test_a_lag_grew_that_was_less_for_half_of_the_steps_before_the_fall(since, code):
+    assert list(codes(stale_suspect._declared(lagging(9.0, 1.0, since=since)))) == [code]
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "points"), [(0.029, 1.0, -1.5), (0.061, 1.0, 0.0), (0.029, 0.0, STRONG - 1.5 + MEDIUM)]
+)
+def test_a_lag_that_leaves_both_sides_near_speaks_less_for_staleness(size, before, points):
+    (evidence,) = stale_suspect._declared(lagging(1.0, before, mismatch=run_mismatch(size)))
+    assert evidence.points == pytest.approx(points)
+
+
+@pytest.mark.parametrize(
+    ("grown", "lag", "before", "of_staleness", "of_mismatch"),
+    [
+        (1.99, 1.0, 1.0, "ordinary_lag", {"explained_by_declared_lag": -STRONG}),
+        (2.01, 1.0, 1.0, "mismatch_grows_beside_lag", {}),
+        (2.01, 9.0, 9.0, "mismatch_grows_beside_lag", {}),
+        (2.01, 2.0, 1.0, "declared_lag_grows", {"explained_by_declared_lag": -STRONG}),
+    ],
+)
+def test_a_mismatch_that_grows_while_the_lag_stays_is_not_of_the_lag(grown, lag, before, of_staleness, of_mismatch):
+    run = lagging(lag, before, changes={"mean_abs_d": [change(60, before=0.1, after=0.1 * grown)]})
+    assert list(codes(stale_suspect._declared(run))) == [of_staleness]
+    assert codes(mismatch._lag(run)) == of_mismatch
+
+
+@pytest.mark.parametrize(("rises_at", "code"), [(13, "declared_lag"), (14, "mismatch_grows_beside_lag")])
+def test_a_mismatch_that_comes_with_a_lag_at_the_beginning_of_a_run_is_the_lag_s(rises_at, code):
+    run = lagging(9.0, 0.0, since=8, changes={"mean_abs_d": [change(rises_at, before=0.001, after=0.2)]})
+    assert list(codes(stale_suspect._declared(run))) == [code]
+
+
+@pytest.mark.parametrize(("first", "usual"), [(14, 9.0), (13, 0.0)])
+def test_of_a_fall_whose_onset_is_hardly_known_the_whole_run_until_it_tells_the_usual_lag(first, usual):
+    run = facts(fall=replace(FALL, interval=(first, 63)), series={"version_lag": np.where(STEPS < 12, 9.0, 0.0)})
+    assert declared_lag(run).usual == usual
+
+
+def test_a_mismatch_that_grows_after_the_fall_says_nothing_of_a_lag():
+    run = lagging(9.0, 9.0, changes={"mean_abs_d": [change(70, before=0.1, after=0.9)]})
+    assert list(codes(stale_suspect._declared(run))) == ["declared_lag"]
+
+
+@pytest.mark.parametrize(("num_steps", "at_fall"), [(5, 4.5), (6, 9.0)])
+def test_a_lag_of_half_a_tenth_of_a_run_is_one(num_steps, at_fall):
+    grown = declared_lag(facts(fall=None, series={"version_lag": np.where(STEPS > 100 - num_steps, 9.0, 0.0)}))
+    assert (grown.usual, grown.at_fall, grown.grew) == (0.0, at_fall, True)
+
+
+def test_a_lag_that_was_not_declared_is_none():
+    for unknown in ({}, {"version_lag": np.full(100, np.nan)}):
+        lag = declared_lag(facts(fall=None, series=unknown))
+        assert (lag.usual, lag.at_fall, lag.grew) == (0.0, 0.0, False)
 
 
 @pytest.mark.parametrize(
@@ -862,11 +939,11 @@ def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
     fresh, once_behind = np.zeros(100), np.zeros(100)
     once_behind[7] = 1.0
     run = facts(series={"version_lag": fresh}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
-    assert codes(stale_suspect._declared(run, 0.0)) == {"declared_fresh": -CERTAIN}
-    assert stale_suspect._measured(run, 0.0) == mismatch._lag(run) == []
+    assert codes(stale_suspect._declared(run)) == {"declared_fresh": -CERTAIN}
+    assert stale_suspect._measured(run) == mismatch._lag(run) == []
     run.series = {"version_lag": once_behind}
-    assert codes(stale_suspect._declared(run, 0.0)) == {"no_declared_lag": 0.0}
-    assert stale_suspect._measured(run, 0.0) != []
+    assert codes(stale_suspect._declared(run)) == {"no_declared_lag": 0.0}
+    assert stale_suspect._measured(run) != []
 
 
 @pytest.mark.parametrize(
@@ -1228,6 +1305,38 @@ def test_a_mismatch_is_compared_where_both_runs_have_one_and_no_lag_explains_it(
         assert (difference.suspect, dict(difference.values)) == (likelier, {"run": 0.2, "control": 0.0})
 
 
+def steps_of(run, *, parted_at=100, prompts_at=100):
+    """Rollouts of 20 steps with 4 sequences each; responses and prompts that are other ones from a step on."""
+    step = np.repeat(np.arange(1, 21), 4)
+    other = 1000 * run
+    prompt = step * 10 + other * (step >= prompts_at)
+    whole = np.arange(80) + other * (step >= min(parted_at, prompts_at))
+    values = {"step": step, "prompt": prompt, "whole": whole}
+    return Rollouts(**{name: values.get(name, np.zeros(80)) for name in Rollouts.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("parted_at", "shifts", "differ"), [(5, False, False), (5, True, True), (9, False, True), (10, False, True)]
+)
+def test_prompts_that_differ_after_the_responses_do_are_given_only_where_they_shift(parted_at, shifts, differ):
+    evidence = (Evidence(code="prompts_changed", points=1.0),) if shifts else ()
+    pair = [facts(rollouts=steps_of(run, parted_at=parted_at, prompts_at=9)) for run in (1, 0)]
+    found = [*control._prompts(*pair, (Suspect(code="data", evidence=evidence),))]
+    assert [(one.suspect, one.values["step"]) for one in found] == ([("data", 9)] if differ else [])
+
+
+@pytest.mark.parametrize(("lag", "since", "differs"), [(0.0, 14, True), (1.0, 13, True), (1.0, 14, False)])
+def test_behind_by_the_same_lag_a_mismatch_differs_if_it_does_where_the_runs_part(lag, since, differs):
+    lags = {"version_lag": np.full(100, lag)}
+    run = facts(
+        mismatch=run_mismatch(0.2),
+        rollouts=steps_of(1, parted_at=10),
+        series=lags | {"mean_abs_d": level(0.0, 0.2, at=since)},
+    )
+    other = facts(mismatch=run_mismatch(0.0), rollouts=steps_of(0), series=lags | {"mean_abs_d": np.full(100, 0.001)})
+    assert bool([*control._mismatches(run, other, ())]) == differs
+
+
 @pytest.mark.parametrize(("num_unequal", "suspects"), [(2, []), (3, ["reward"])])
 def test_two_runs_differ_in_rewards(num_unequal, suspects):
     run = rows(reward_=np.arange(200) < num_unequal, n=200)
@@ -1254,9 +1363,12 @@ def test_advantages_follow_in_the_control_alone(monkeypatch, run, of_control, su
     assert [difference.suspect for difference in control._advantages(of_both, of_both)] == suspects
 
 
-@pytest.mark.parametrize(("lag", "suspects"), [(1.9, []), (2.0, ["staleness"])])
-def test_two_runs_differ_in_lag(lag, suspects):
-    pair = (facts(series={"version_lag": np.full(100, value)}) for value in (lag, 1.0))
+@pytest.mark.parametrize(
+    ("lag", "of_control", "suspects"),
+    [(0.99, 0.0, []), (1.0, 0.0, ["staleness"]), (1.9, 1.0, []), (2.0, 1.0, ["staleness"]), (5.9, 3.0, []), (6.0, 3.0, ["staleness"])],
+)  # fmt: skip
+def test_two_runs_differ_in_lag(lag, of_control, suspects):
+    pair = (facts(series={"version_lag": np.full(100, value)}) for value in (lag, of_control))
     assert [difference.suspect for difference in control._lags(*pair)] == suspects
 
 
@@ -1669,7 +1781,7 @@ def test_beside_a_control_neither_is_it(policy, size_before, differs):
 
 @pytest.mark.parametrize(("size", "points"), [(0.999, STRONG + 2.5), (1.0, CERTAIN)])
 def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
-    assert codes(stale_suspect._declared(facts(mismatch=run_mismatch(size)), 4.0)) == {"declared_lag": points}
+    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)))) == {"declared_lag": points}
 
 
 @pytest.mark.parametrize(
@@ -1804,3 +1916,12 @@ def test_the_trainer_s_entropy_says_nothing_of_an_engine_that_has_another_policy
     series = {"entropy": np.ones(100), "mean_abs_d": level(0.001, apart, at=60)}
     found = codes(mismatch._unsampled(facts(rollouts=kept, series=series)))
     assert list(found) == ["not_sampled_so"] * is_told
+
+
+@pytest.mark.parametrize(
+    ("setting", "points"), [("gen/temperature", 0.0), ("top_p", 0.0), ("engine_dtype", -4.0 - MEDIUM)]
+)
+def test_sides_that_agree_do_not_clear_a_setting_of_sampling_that_was_changed(setting, points):
+    run = facts(mismatch=run_mismatch(0.001), checked=checked("rounding", fails=False), near=(set_at(setting, 60),))
+    evidence = [each for each in mismatch.mismatch(run).evidence if each.code in ("mismatch_small", "check_passes")]
+    assert len(evidence) == 2 and sum(each.points for each in evidence) == points

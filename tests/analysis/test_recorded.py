@@ -150,7 +150,7 @@ PLANTED = {
     "unknown": ("unknown", "frobnication", Plan(settings={"frobnication": 1.0}, settings_at={"frobnication": 2.0})),
 }  # fmt: skip
 """Name -> the suspect, the series that changes, and the plan."""
-OPEN = {"cut responses", "another reference", "temperature"}
+OPEN = {"cut responses", "another reference"}
 """Of which the suspect comes first, with less than all others together."""
 
 

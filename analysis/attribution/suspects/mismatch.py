@@ -8,17 +8,17 @@ import numpy as np
 
 from ...advice import Advice
 from ...check.finding import Finding
-from ...dynamics.changes import ChangePoint
 from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
 from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import RECORD, triangulate
+from ..settings import is_of_sampling
 from ..suspect import Suspect
 from .changed import holds, settings
-from .lag import declared_lag, is_declared_fresh
-from .timing import AFTER, FIRST, order, rises
+from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
+from .timing import AFTER, FIRST, largest_rise, order
 
 _FEWEST_STEPS = 2
 """With an entropy, before and since a fall, of which -logprob is held against it."""
@@ -48,8 +48,15 @@ def mismatch(facts: Facts) -> Suspect:
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
     if unsampled:  # the size is that of logprobs that both sides agree on
         size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
+    semantics = _semantics(facts)
+    if any(
+        is_of_sampling(change.series) for change in facts.settings_of("mismatch")
+    ):  # both sides may follow it, and agree
+        size_and_order, semantics = (
+            [replace(each, points=max(each.points, 0.0)) for each in part] for part in (size_and_order, semantics)
+        )
     evidence = [
-        *size_and_order, *unsampled, *_semantics(facts), *_lag(facts), *settings(facts, "mismatch"),
+        *size_and_order, *unsampled, *semantics, *_lag(facts), *settings(facts, "mismatch"),
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
@@ -89,13 +96,6 @@ def _size(mean_abs_d: float) -> Evidence:
     points = t.of_size(mean_abs_d)
     code = "mismatch_small" if points < 0 else "mismatch_large" if points > 0 else "mismatch_unclear"
     return Evidence(code=code, values={"mean_abs_d": mean_abs_d}, points=points)
-
-
-def _largest_rise(facts: Facts) -> ChangePoint | None:
-    """The change by which the mismatch grew most; None where it never grew twofold."""
-    changes = rises(facts, "mean_abs_d", 3.0)
-    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
-    return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None
 
 
 def is_of_other_rows(facts: Facts) -> bool:
@@ -139,7 +139,7 @@ def _unsampled(facts: Facts) -> list[Evidence]:
 
 
 def _order(facts: Facts) -> list[Evidence]:
-    largest = _largest_rise(facts)
+    largest = largest_rise(facts)
     if largest is None or facts.mismatch is None or facts.fall is None:
         return []
     values = {
@@ -160,7 +160,11 @@ def _order(facts: Facts) -> list[Evidence]:
         # Of a policy that is another one at once; an engine this near its trainer samples almost what that would.
         return [Evidence(code=code, values=values, points=0.0)]
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
-    return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts) < 1 else t.WEAK)]
+    return [
+        Evidence(
+            code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts).at_fall < 1 else t.WEAK
+        )
+    ]
 
 
 def _semantics(facts: Facts) -> list[Evidence]:
@@ -183,11 +187,11 @@ def _lag(facts: Facts) -> list[Evidence]:
     assert facts.mismatch is not None
     if is_declared_fresh(facts):
         return []
-    if lag < 1 and stale is not None and stale.explains:
+    if lag.at_fall < 1 and stale is not None and stale.explains:
         return [Evidence(code="explained_by_stale_weights", values=stale.values, points=-t.DECISIVE)]
-    if lag >= 1 and facts.mismatch.begins != FROM_START:
-        return [Evidence(code="explained_by_declared_lag", values={"lag": lag}, points=-t.STRONG)]
-    if lag < 1 and kind(facts) == "stale_weights":
+    if lag.at_fall >= 1 and facts.mismatch.begins != FROM_START and not is_grown_beside_lag(facts, lag):
+        return [Evidence(code="explained_by_declared_lag", values={"lag": lag.at_fall}, points=-t.STRONG)]
+    if lag.at_fall < 1 and kind(facts) == "stale_weights":
         return [Evidence(code="explained_by_steady_size", points=-t.STRONG)]
     return []
 

@@ -9,13 +9,12 @@ from ..mismatch import FROM_START, FROM_UPDATES
 from ..next_steps import replay_versions
 from ..suspect import Suspect
 from .changed import settings
-from .lag import declared_lag, is_declared_fresh
+from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
 
 def staleness(facts: Facts) -> Suspect:
     """The evidence for staleness as the cause."""
-    lag = declared_lag(facts)
-    evidence = [*_declared(facts, lag), *_measured(facts, lag)]
+    evidence = [*_declared(facts), *_measured(facts)]
     return Suspect(
         code="staleness",
         evidence=(*evidence, *settings(facts, "staleness"), t.prior("staleness")),
@@ -23,19 +22,28 @@ def staleness(facts: Facts) -> Suspect:
     )
 
 
-def _declared(facts: Facts, lag: float) -> list[Evidence]:
+def _declared(facts: Facts) -> list[Evidence]:
+    lag = declared_lag(facts)
     if is_declared_fresh(facts):
         return [Evidence(code="declared_fresh", points=-t.CERTAIN)]
-    if lag < 1:
+    if lag.at_fall < 1:
         return [Evidence(code="no_declared_lag", points=0.0)]
     size = facts.mismatch.size if facts.mismatch else 0.0
-    values = {"lag": lag, "mean_abs_d": size}
+    values = {"lag": lag.at_fall, "mean_abs_d": size}
+    if is_grown_beside_lag(facts, lag):
+        return [Evidence(code="mismatch_grows_beside_lag", values=values, points=0.0)]
+    if lag.at_fall <= t.ORDINARY_LAG and not lag.grew:
+        return [Evidence(code="ordinary_lag", values=values, points=min(t.of_size(size), 0.0))]
     points = t.CERTAIN if size >= t.APART else t.STRONG + t.of_size(size)
+    if lag.grew:
+        return [
+            Evidence(code="declared_lag_grows", values=values | {"lag_before": lag.usual}, points=points + t.MEDIUM)
+        ]
     return [Evidence(code="declared_lag", values=values, points=points)]
 
 
-def _measured(facts: Facts, lag: float) -> list[Evidence]:
-    run, stale = facts.mismatch, facts.stale_weights
+def _measured(facts: Facts) -> list[Evidence]:
+    run, stale, lag = facts.mismatch, facts.stale_weights, declared_lag(facts).at_fall
     if run is None:
         return []
     of_size = t.of_size(run.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...dynamics.changes import ChangePoint
+from .. import thresholds as t
 from ..facts import Facts
 
 FIRST, WITH, AFTER = "first", "with", "after"
@@ -25,3 +26,10 @@ def order(facts: Facts, change: ChangePoint) -> str:
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
     """The changes of a series that went up."""
     return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
+
+
+def largest_rise(facts: Facts) -> ChangePoint | None:
+    """The change by which the mismatch grew most; None where it never grew twofold."""
+    changes = rises(facts, "mean_abs_d", 3.0)
+    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
+    return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None
