@@ -851,7 +851,7 @@ def test_weights_that_are_behind(lag, given, of_staleness, of_mismatch):
 
 def lagging(at_fall, before=0.0, *, since=50, **given):
     """A run that is sampled by weights so many updates behind, from a step on; the fall may begin at 57 - 3."""
-    lag = np.where(STEPS < since, before, at_fall)
+    lag = np.where(since > STEPS, before, at_fall)
     return facts(series={"version_lag": lag}, **{"mismatch": run_mismatch()} | given)
 
 
@@ -922,7 +922,7 @@ def test_a_mismatch_that_grows_after_the_fall_says_nothing_of_a_lag():
 
 @pytest.mark.parametrize(("num_steps", "at_fall"), [(5, 4.5), (6, 9.0)])
 def test_a_lag_of_half_a_tenth_of_a_run_is_one(num_steps, at_fall):
-    grown = declared_lag(facts(fall=None, series={"version_lag": np.where(STEPS > 100 - num_steps, 9.0, 0.0)}))
+    grown = declared_lag(facts(fall=None, series={"version_lag": np.where(100 - num_steps < STEPS, 9.0, 0.0)}))
     assert (grown.usual, grown.at_fall, grown.grew) == (0.0, at_fall, True)
 
 
@@ -1924,4 +1924,5 @@ def test_the_trainer_s_entropy_says_nothing_of_an_engine_that_has_another_policy
 def test_sides_that_agree_do_not_clear_a_setting_of_sampling_that_was_changed(setting, points):
     run = facts(mismatch=run_mismatch(0.001), checked=checked("rounding", fails=False), near=(set_at(setting, 60),))
     evidence = [each for each in mismatch.mismatch(run).evidence if each.code in ("mismatch_small", "check_passes")]
-    assert len(evidence) == 2 and sum(each.points for each in evidence) == points
+    assert len(evidence) == 2
+    assert sum(each.points for each in evidence) == points
