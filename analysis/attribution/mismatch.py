@@ -11,6 +11,8 @@ from ..dynamics.fall import Fall
 from ..dynamics.series import Series
 from . import thresholds as t
 
+_WIDTH = 3
+"""Steps of which the median is taken: one outlier does not count."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
@@ -20,7 +22,7 @@ class RunMismatch:
 
     size: float
     """Mean |d| where the fall begins, nats: the median over the tenth of the run before it, or the largest median of three
-    steps until a good part of it was lost."""
+    steps that begin until a good part of it was lost."""
     first: float
     """Mean |d| of the first step, nats: of weights that no update has seen, where the run was recorded from its start."""
     settled: float
@@ -48,25 +50,32 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    before = _before(steps, fall)
-    onset = before
+    size = float(np.median(values[_before(steps, fall)]))
     if fall is not None:
-        first, last = fall.interval
-        onset = (steps >= min(first, fall.low)) & (steps <= max(last, fall.high, fall.fallen))
+        size = max(
+            size,
+            _largest(steps, values, min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)),
+        )
     n = len(values)
     return RunMismatch(
-        size=max(float(np.median(values[before])), _largest(values[onset]) if fall else 0.0),
+        size=size,
         first=float(values[0]),
         settled=float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)])),
         late=float(np.median(values[-max(n // 4, 1) :])),
     )
 
 
-def _largest(values: np.ndarray) -> float:
-    """The largest median of three neighbours: one outlier does not count."""
-    if len(values) < 3:
-        return float(np.median(values)) if len(values) else 0.0
-    return float(np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=-1).max())
+def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
+    """The largest median of three neighbours, one of which at least is from `first` to `last`, and not beyond what there is there.
+
+    One outlier does not count, a jump at `last` does, and one after it does not.
+    """
+    within = values[(steps >= first) & (steps <= last)]
+    around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
+    if not len(within) or len(around) < _WIDTH:
+        return float(np.median(within)) if len(within) else 0.0
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(around, _WIDTH), axis=-1)
+    return min(float(medians.max()), float(within.max()))
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:

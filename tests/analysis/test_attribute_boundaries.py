@@ -17,7 +17,7 @@ from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.drop import Drop
 from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.facts import Facts
-from tim_trace.analysis.attribution.mismatch import RunMismatch
+from tim_trace.analysis.attribution.mismatch import RunMismatch, read_run_mismatch
 from tim_trace.analysis.attribution.odds import ranked
 from tim_trace.analysis.attribution.rollouts import (
     ChangedResponses,
@@ -49,6 +49,7 @@ from tim_trace.analysis.dynamics import fall as fall_module
 from tim_trace.analysis.dynamics import timeline
 from tim_trace.analysis.dynamics.changes import ChangePoint
 from tim_trace.analysis.dynamics.fall import Fall, Outcome, _settled_above, find_fall
+from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.dynamics.recorded import RecordedChange, around
 from tim_trace.analysis.dynamics.timeline import with_onset
 
@@ -1926,3 +1927,16 @@ def test_sides_that_agree_do_not_clear_a_setting_of_sampling_that_was_changed(se
     evidence = [each for each in mismatch.mismatch(run).evidence if each.code in ("mismatch_small", "check_passes")]
     assert len(evidence) == 2
     assert sum(each.points for each in evidence) == points
+
+
+@pytest.mark.parametrize(("jumps_at", "size"), [(64, 2.0), (65, 2.0), (66, 0.003)])
+def test_a_mismatch_that_jumps_where_a_good_part_is_lost_has_its_size_from_then_on(jumps_at, size):
+    # A reward that is lost within one step: no later step is of the onset.
+    values = np.where(jumps_at > STEPS, 0.003, 2.0)
+    series = {"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}
+    assert read_run_mismatch(series, FALL).size == size
+
+
+def test_one_step_of_mismatch_at_the_end_of_an_onset_is_an_outlier():
+    values = np.where(STEPS == 65, 2.0, 0.003)
+    assert read_run_mismatch({"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}, FALL).size == 0.003
