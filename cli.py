@@ -995,6 +995,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--layers", metavar="LAYERS", help="Look at these alone, as 3 or 2:8; the first is 0.")
 @click.option(
+    "--operators", metavar="WORDS", help="Look at those alone that have one of these in their names, as q_proj,rotary."
+)
+@click.option(
     "--patch", default="kinds", show_default=True, type=click.Choice(["kinds", "layers", "all", "none"]),
     help="Which operators are computed by the other execution's code, as proof.",
 )  # fmt: skip
@@ -1078,7 +1081,9 @@ def locate(
         raise click.exceptions.Exit(1)
 
 
-def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: str | None, **options: Any) -> None:
+def _locate_backward(
+    trace: str, by: str, form: _Form, *, patch: str, layers: str | None, operators: str | None, **options: Any
+) -> None:
     """`locate --backward`."""
     from dataclasses import asdict
 
@@ -1090,8 +1095,9 @@ def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: st
         raise InvalidOption(
             "does not go with --backward: no operator is patched in a backward; leave it out", option="patch"
         )
-    if layers is not None:
-        raise InvalidOption("does not go with --backward: every operator is looked at; leave it out", option="layers")
+    for option, value in (("layers", layers), ("operators", operators)):
+        if value is not None:
+            raise InvalidOption("does not go with --backward: every operator is looked at; leave it out", option=option)
     check_by(by)
     with _library_output_held_back():
         found = locate_backward(trace, progress=_progress, **options)
@@ -1105,7 +1111,7 @@ def _locate_backward(trace: str, by: str, form: _Form, *, patch: str, layers: st
 
 
 _NOT_FOR_DUMPS = (
-    "steps", "arm", "against", "sequences", "layers", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
+    "steps", "arm", "against", "sequences", "layers", "operators", "patch", "model_factory", "against_factory", "weights_from", "backward", "loss",
     "keep",
 )  # fmt: skip
 

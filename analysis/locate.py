@@ -70,6 +70,8 @@ class Location(Result):
     """`cpu` or `cuda`."""
     a: str
     b: str
+    only: str
+    """What alone was looked at: `layers 2:8`, `operators q_proj,rotary`, or both; empty where everything was."""
     chosen: str
     num_sequences: int
     num_groups: int
@@ -108,6 +110,7 @@ def locate(
     against: str = REFERENCE,
     sequences: str = "8",
     layers: str | None = None,
+    operators: str | None = None,
     patch: str = "kinds",
     model_factory: str | None = None,
     against_factory: str | None = None,
@@ -124,7 +127,8 @@ def locate(
     rounding adds to the gap.
 
     `steps` names one step. `sequences`: a number (those where trainer and engine lie farthest apart, where both were
-    recorded), `random:N`, or names with commas. `layers`: 3 or 2:8, these alone. `patch` computes operators of either
+    recorded), `random:N`, or names with commas. `layers`: 3 or 2:8, these alone. `operators`: words of their names with
+    commas (`q_proj,rotary`), those alone. `patch` computes operators of either
     execution by the other's code, on their own inputs, and says what that removes of the gap: by `kinds`, by `layers` from the front
     on, `all` of both, or `none`. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model by
     the user's code, which then runs once more in float64, where rounding hides nothing.
@@ -135,13 +139,13 @@ def locate(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     found = locate_operators(
-        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, patch=patch,
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
         model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
     )  # fmt: skip
     if not keep:
         return location(found)
     question = LocateQuestion(
-        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, patch=patch,
+        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
         model_factory=model_factory, against_factory=against_factory,
         weights_from=None if weights_from is None else os.fspath(weights_from),
     )  # fmt: skip
@@ -172,6 +176,7 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
         device=found.device,
         a=found.a,
         b=found.b,
+        only=found.only,
         chosen=found.chosen,
         num_sequences=len(found.sequences),
         num_groups=len({each.group for each in found.sequences}),

@@ -68,7 +68,11 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 
 def sentence(found: Location) -> str:
-    """The answer in a sentence or two."""
+    """The answer in a sentence or two, with what alone was looked at."""
+    return _answer(found) + (f" Only this was looked at: {found.only}." if found.only else "")
+
+
+def _answer(found: Location) -> str:
     if found.first is not None:
         return _first(found.first, found)
     if not found.gap_rms:

@@ -36,6 +36,7 @@ from .results import (
     PatchedSequence,
     Router,
     WeightDifference,
+    only,
 )  # fmt: skip
 from .routes import choices, score_with
 from .taps import RowTaps
@@ -66,6 +67,7 @@ def locate(
     against: str | Arm = REFERENCE,
     sequences: str = "8",
     layers: str | None = None,
+    operators: str | None = None,
     patch: str = "kinds",
     model_factory: str | None = None,
     against_factory: str | None = None,
@@ -83,7 +85,8 @@ def locate(
 
     Of each operator: what it took and gave is held against a float64 model on the same inputs, so that an error which came
     before does not count, in units of the bound of what rounding can do (module `bounds`). The first one beyond its bound is the
-    divergence. `layers` (3 or 2:8) looks at these alone.
+    divergence. `layers` (3 or 2:8) looks at these alone, and `operators` at those that have one of some words in their names
+    (`self_attn.q_proj,rotary`): of these alone errors are judged, carried and patched.
 
     `patch`: `kinds` computes the operators of a kind in `against` by the code of `arm`, on their own inputs, and back; `layers`
     all operators of the layers from the front on; `all` both; `none` neither. What is left of the gap says what they carry.
@@ -112,9 +115,8 @@ def locate(
     rows = run.step(asked[0])
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
-    return _Location(run, runs, arms, sides, asked[0], rows, chosen, _layers(layers), tapped_bytes, progress).found(
-        patch
-    )
+    location = _Location(run, runs, arms, sides, asked[0], rows, chosen, layers, operators, tapped_bytes, progress)
+    return location.found(patch)
 
 
 def _arm(given: str | Arm | None) -> Arm:
@@ -136,6 +138,16 @@ def _layers(text: str | None) -> Callable[[str], bool]:
         return layer is None or ((first is None or layer >= first) and (last is None or layer <= last))
 
     return wanted
+
+
+def _named(text: str | None) -> Callable[[str], bool]:
+    """Which operators are looked at, by words of their names: whole ones between dots, or several of them."""
+    if text is None:
+        return lambda name: True
+    words = [word.strip().strip(".") for word in text.split(",")]
+    if not all(words):
+        raise InvalidOption(f"got {text!r}; write words of names with commas, as q_proj,rotary", option="operators")
+    return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
 Apart = tuple[float, float]
@@ -163,20 +175,22 @@ class _Location:
         step: int,
         rows: list[RecordedRow],
         chosen: Chosen,
-        wanted: Callable[[str], bool],
+        layers: str | None,
+        operators: str | None,
         tapped_bytes: int | None,
         progress: Progress,
     ):
         import torch
 
-        self.run, self.step, self.rows, self.chosen, self.wanted, self.progress = (
-            run,
-            step,
-            rows,
-            chosen,
-            wanted,
-            progress,
-        )
+        self.run, self.step, self.rows, self.chosen, self.progress = run, step, rows, chosen, progress
+        self.only = only(layers, operators)
+        wanted, named = _layers(layers), _named(operators)
+        self.wanted = wanted
+        """Of a name, whether its layer is looked at: then it is listened to, since others are judged by it."""
+        self.asked = lambda name: wanted(name) and named(name)
+        """Whether the operator is judged, and patched."""
+        self.known: set[str] = set()
+        """The kinds of all that could be judged."""
         self.arms = arms
         self.routers: dict[str, Router] = {}
         self.device = device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,8 +253,15 @@ class _Location:
                         judgement = self._judge(execution, row, double[row.seq_id], None, EVERY_LAYER)
                         head = judge_head(execution, self.reference, row, double[row.seq_id], values[row.seq_id], _LAST)
                         for each in (*judgement.operators, *(each for each, _ in head)):
+                            if not self.asked(each.operator):
+                                continue
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
+        if not pooled:
+            kinds = ", ".join(sorted(self.known))
+            raise InvalidOption(
+                f"no operator that is looked at has such a name; their kinds are: {kinds}", option="operators"
+            )
         weights = tuple(self._weights())
         operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.items())
         d = {name: logprobs[B][name] - logprobs[A][name] for name in logprobs[A]}
@@ -265,6 +286,7 @@ class _Location:
             unseen=tuple(sorted(unseen)),
             first=_first(operators, weights),
             engines=tuple(side for side, each in self.executions.items() if isinstance(each, VllmExecution)),
+            only=self.only,
         )
 
     def _sequence(self, row: RecordedRow, d_T: np.ndarray) -> LocatedSequence:
@@ -358,11 +380,15 @@ class _Location:
                     judge(sides, window)
             for side, own in zip(sides, products, strict=True):
                 for each in (each for window in windows for each in judged[side, window].operators):
-                    if self.wanted(each.operator):
+                    self.known.add(each.kind)
+                    if self.asked(each.operator):
                         pooled[side, each.operator].judged.append((row.seq_id, each))
                         if each.point in own:
                             yield _carried(side, each, row, own[each.point])
                 for each, own_T in heads[side]:
+                    self.known.add(each.kind)
+                    if not self.asked(each.operator):
+                        continue
                     pooled[side, each.operator].judged.append((row.seq_id, each))
                     yield _carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum()))
         for (_side, name), found in pooled.items():
@@ -475,7 +501,7 @@ class _Location:
 
     def _plans(self, patch: str, graft: AnyGraft) -> Iterator[tuple[str, frozenset[str]]]:
         """Names of what is put in together."""
-        names = [name for name in graft.names(self.chosen.rows, self.rows) if self.wanted(name)]
+        names = [name for name in graft.names(self.chosen.rows, self.rows) if self.asked(name)]
         if patch in ("kinds", "all"):
             kinds: dict[str, list[str]] = defaultdict(list)
             for name in names:

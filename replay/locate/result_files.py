@@ -28,7 +28,7 @@ from ...tracer.store import Store, first_line
 from ...tracer.verified_file import FileCursor
 from ...tracer.whole_file import unnamed_file, write_part
 from .result_header import FORMAT, LocateQuestion, ResultHeader, parse_header
-from .results import A, B, CarriedError, Located, OperatorError, PatchedSequence
+from .results import A, B, CarriedError, Located, OperatorError, PatchedSequence, only
 
 _AGAIN = "run locate again, or remove it"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
@@ -208,6 +208,7 @@ def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
         mean_abs_d=header.mean_abs_d, max_abs_d=header.max_abs_d, operators=tuple(map(_operator, operators)),
         carried=tuple(_carried(operators, names)), weights=header.weights, routers=header.routers,
         patches=tuple(_patched(patches, names)), unseen=header.unseen, engines=header.engines, first=header.first,
+        only=only(header.question.layers, header.question.operators),
     )  # fmt: skip
     return KeptResult(header=header, found=found)
 

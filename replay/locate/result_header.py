@@ -32,12 +32,15 @@ class LocateQuestion:
     model_factory: str | None
     against_factory: str | None
     weights_from: str | None
+    operators: str | None = None
 
     @property
     def id(self) -> str:
         """XXH3-64 of its canonical JSON, 16 hexadecimal digits: arms count by what they change, not by how it is written."""
-        arms = {name: _changes(text) for name, text in (("arm", self.arm), ("against", self.against))}
-        return short_hash(canonical_json(asdict(self) | arms).encode())
+        asked = asdict(self) | {name: _changes(text) for name, text in (("arm", self.arm), ("against", self.against))}
+        if self.operators is None:  # questions of earlier releases had none
+            del asked["operators"]
+        return short_hash(canonical_json(asked).encode())
 
 
 def _changes(text: str | None) -> dict[str, Any]:

@@ -166,6 +166,8 @@ class Located:
     """None where nothing but rounding was found."""
     engines: tuple[str, ...]
     """The sides that vLLM ran: eager, neither compiled nor in CUDA graphs, and without a prefix cache."""
+    only: str = ""
+    """What alone was looked at: `layers 2:8`, `operators q_proj,rotary`, or both; empty where everything was."""
 
     def products(self) -> dict[tuple[str, str], dict[str, float]]:
         """(side, operator) -> sequence -> `product` of its errors, added up: a residual stream is judged at two places."""
@@ -174,3 +176,8 @@ class Located:
             own = found.setdefault((each.side, each.operator), {})
             own[each.seq_id] = own.get(each.seq_id, 0.0) + each.product
         return found
+
+
+def only(layers: str | None, operators: str | None) -> str:
+    """What alone is looked at, in words; empty where everything is."""
+    return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)

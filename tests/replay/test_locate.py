@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from tim_trace.analysis.locate_text import location_text, sentence
 from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
 from tim_trace.replay.locate.engine import locate as locate_operators
+from tim_trace.replay.locate.result_files import read_results
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
+from tim_trace.tracer.store import Store
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
@@ -335,9 +337,30 @@ def test_layers_and_sequences_can_be_chosen(traces):
     assert {each.patch for each in found.patches} == {"layers 0 to 1", "all operators"}
 
 
+def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(traces):
+    everything = locate(traces("llama"), arm="dtype=bf16", sequences="s2", patch="none", keep=False)
+    words = "self_attn.q_proj, rotary,lm_head"
+    found = locate(traces("llama"), arm="dtype=bf16", sequences="s2", operators=words, layers="1")
+    asked = {"model.layers.1.self_attn.q_proj", "layers.1.rotary.q", "layers.1.rotary.k", "lm_head"}
+    assert {each.operator for each in found.operators if each.side == "a"} == asked
+    whole = {(each.side, each.operator): each for each in everything.operators}
+    for each in found.operators:
+        assert replace(each, order=0) == replace(whole[each.side, each.operator], order=0)
+    assert found.only == f"layers 1 and operators {words}"
+    assert f"Only this was looked at: {found.only}." in location_text(found)
+    assert {each.patch for each in found.patches} <= {"q_proj", "rotary", "lm_head", "all operators"}
+    (kept,), _ = read_results(Store(traces("llama")))
+    assert kept.found.only == found.only
+    assert not everything.only
+    assert "looked at" not in location_text(everything)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"operators": "q_prj"}, InvalidOption, r"has such a name; their kinds are: .*q_proj.*"),
+        ({"operators": "proj"}, InvalidOption, "has such a name"),
+        ({"operators": "q_proj,"}, InvalidOption, "write words of names with commas"),
         ({"arm": "engine=exact"}, CannotReplay, "cannot be heard"),
         ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is no scored sequence of step 1"),

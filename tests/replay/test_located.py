@@ -101,6 +101,8 @@ def test_a_question_is_known_by_what_an_arm_changes():
     same = [LocateQuestion(arm=arm, **asked).id for arm in ("dtype=bf16,batch-size=1", "batch-size=1, dtype=bf16")]
     assert same[0] == same[1]
     assert LocateQuestion(arm=None, **asked).id == LocateQuestion(arm="name=x", **asked).id
+    assert LocateQuestion(arm=None, **asked).id == "2768cc6005dcfa72"  # as of a release without `operators`
+    assert LocateQuestion(arm=None, operators="q_proj", **asked).id != LocateQuestion(arm=None, **asked).id
     assert LocateQuestion(arm="dtype=fp16", **asked).id != LocateQuestion(arm="dtype=bf16", **asked).id
 
 
