@@ -22,12 +22,23 @@ MODELS = {
         "Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     ),
     "gpt_neox": ("GPTNeoX", {"eos_token_id": 1}),
+    "gemma3": ("Gemma3", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 12}),
+    "granite": (
+        "Granite", {"num_key_value_heads": 2, "residual_multiplier": 0.22, "embedding_multiplier": 4.0, "logits_scaling": 2.0}
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                     "shared_expert_intermediate_size": 48, "experts_implementation": "eager"}
+    ),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48, "eos_token_id": 1, "bos_token_id": 1}),
 }  # fmt: skip
 
 
 def model_of(name):
     prefix, changes = MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**SIZES, **changes, attn_implementation="eager")
+    config = getattr(transformers, f"{prefix}TextConfig" if name == "gemma3" else f"{prefix}Config")(
+        **SIZES, **changes, attn_implementation="eager"
+    )
     torch.manual_seed(1)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():

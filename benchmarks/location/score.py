@@ -33,7 +33,7 @@ NAMES = {
     "input_layernorm": "input_norm", "ln_1": "input_norm", "post_attention_layernorm": "post_norm", "ln_2": "post_norm",
     "pre_feedforward_layernorm": "post_norm", "post_feedforward_layernorm": "post_norm", "rotary_emb": "rotary",
     "dense": "o_proj", "out_proj": "o_proj", "act_fn": "activation", "act": "activation", "fc2": "down_proj",
-    "dense_4h_to_h": "down_proj", "gate": "router", "norm": "final_norm", "final_layernorm": "final_norm",
+    "activation_fn": "activation", "embed_positions": "embedding", "dense_4h_to_h": "down_proj", "gate": "router", "norm": "final_norm", "final_layernorm": "final_norm",
     "final_layer_norm": "final_norm", "ln_f": "final_norm", "embed_out": "lm_head", "queries": "attention",
     "keys": "attention", "values": "attention",
 }  # fmt: skip
@@ -54,6 +54,8 @@ PAIRS = (
 
 def words(operator: str, kind: str) -> set[str]:
     """The words that an answer may stand for."""
+    if kind == "final_layer_norm" and ".layers." in operator:
+        return {"post_norm"}
     if kind == "c_proj":
         return {"down_proj"} if ".mlp." in operator else {"o_proj"}
     return FUSED.get(kind, {NAMES.get(kind, kind)})
@@ -152,7 +154,10 @@ def main():
                 counts["error"] += 1
                 continue
             first = found.first
-            at_layer = first is not None and (first.layer == fault.layer or {first.layer, fault.layer} == {None, 0})
+            layers = {fault.layer, *getattr(fault, "also_layers", ())}
+            at_layer = first is not None and (
+                first.layer in layers or any({first.layer, each} == {None, 0} for each in layers)
+            )
             right = at_layer and first.side == "b" and bool(words(first.operator, first.kind) & set(fault.operator))
             counts["right" if right else "missed" if first is None else "wrong"] += 1
             if not right:

@@ -12,6 +12,7 @@ Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inpu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +141,13 @@ def of_attention(
     rounding: Rounding,
     *,
     rounds_scores: bool,
+    off: Sequence[Any] = (),
 ) -> Any:
     """[T, N, D], to first order in the scores' errors.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` where
-    scores and softmax are rounded to the dtype that is given, as unfused attention does.
+    scores and softmax are rounded to the dtype that is given, as unfused attention does. `off` bounds the errors that query and
+    key have, of their shapes; without it they are exact.
     """
     import torch
 
@@ -152,17 +155,24 @@ def of_attention(
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
     query = query.transpose(0, 1)
     lengths = key.norm(dim=-1)[:, None, :]
+    query_off, key_off = (None, None)
+    if off:
+        query_off = off[0].norm(dim=-1).transpose(0, 1)[:, :, None]
+        key_off = off[1].norm(dim=-1).transpose(0, 1).repeat_interleave(groups, dim=0)[:, None, :]
     per_score = growth(query.shape[-1]) * rounding.sums
     per_size = 3.0 * rounding.out if rounds_scores else 4.0 * rounding.sums
     parts = []
     for start in range(0, query.shape[1], _ROWS):
         rows = query[:, start : start + _ROWS]
         p = weights[:, start : start + _ROWS]
-        off = scaling * per_score * rows.norm(dim=-1, keepdim=True) * lengths
-        off = off + per_size * scaling * (rows @ key.mT).abs()
-        off = off + (p * off).sum(-1, keepdim=True)
+        apart = scaling * per_score * rows.norm(dim=-1, keepdim=True) * lengths
+        apart = apart + per_size * scaling * (rows @ key.mT).abs()
+        if query_off is not None:
+            turned = query_off[:, start : start + _ROWS] * lengths + rows.norm(dim=-1, keepdim=True) * key_off
+            apart = apart + scaling * turned
+        apart = apart + (p * apart).sum(-1, keepdim=True)
         rest = (growth(key.shape[1]) * rounding.sums + 2.0 * rounding.out) * p
-        parts.append((p * off + rest) @ value.abs())
+        parts.append((p * apart + rest) @ value.abs())
     return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
 
 

@@ -7,6 +7,7 @@ rotations, products), is computed of the execution's own numbers, and no error t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,12 +26,15 @@ from .taps import (
     ATTENTION,
     Call,
     RowTaps,
+    are_experts,
     attention_around,
     core_name,
+    is_heads_first,
     like,
     operators,
     outputs_of,
     tensors_of,
+    tokens_first,
     with_outputs,
     with_tensors,
 )  # fmt: skip
@@ -50,6 +54,10 @@ _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_p
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 _ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 _ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h")
+_FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h")
+_STEEPEST = 1.13
+"""Largest slope of the activations that models have: GELU's."""
+_QKV, _QKV_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "v_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +342,10 @@ class _Run:
         """Layers whose attention has run."""
         self._branches: list[Any] = []
         """What attention and MLP gave since the last addition to the residual stream."""
+        self._unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
+        """What operators give that the execution did not call (its code fuses them), and its bound for numbers of a dtype."""
+        self._normed: set[tuple[int | None, str]] = set()
+        """Layers of which the norms of queries, keys and values were heard."""
         self._last = list(taps.calls)[-2:]
         self._order = 0 if window.first is None else window.first * _ORDERS
 
@@ -366,12 +378,14 @@ class _Run:
 
         def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
             call = self._used(name)
-            if call is None:
-                return None
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
+            if call is None:
+                if outputs and outputs[0].is_floating_point():
+                    self._did_not_hear(name, outputs[0], self._bound_unheard(name, module, takes, outputs[0]))
+                return None
             if any(not value.is_floating_point() for value in outputs):
                 self._chosen(name, module, takes, outputs, call)
-                new = [value if slot >= len(call.gives) or call.gives[slot] is None else like(call.gives[slot], value)
+                new = [like(call.gives[slot], value) if _fits(call.gives, slot, value) else value
                        for slot, value in enumerate(outputs)]  # fmt: skip
             else:
                 new = [self._given(name, module, slot, value, takes, call) for slot, value in enumerate(outputs)]
@@ -403,17 +417,25 @@ class _Run:
         layer = layer_of(name)
         self._attended.add(layer)
         if call is None:
-            return original(module, *args, **kwargs)
+            given = original(module, *args, **kwargs)
+            self._did_not_hear(name, given[0], self._core_unheard(args[:3], given, kwargs))
+            return given
         states = list(args[:3])
         are_right = True
         for slot, (state, taken) in enumerate(zip(states, call.takes, strict=True)):
             if taken is None:
                 continue
             exact, rounding = state[0].transpose(0, 1), Rounding(given=taken.dtype, taken=taken.dtype)
+            turns = slot < 2 and self._reference.has_rotary
             bound = bounds.of_sum(exact, rounding)
-            kind = STATES[slot]
-            if slot < 2 and self._reference.has_rotary:
+            if turns:
                 bound = bounds.of_rotary(exact, self.first_position + len(exact), rounding)
+            fused = self._unheard.get((layer, _QKV[slot]))
+            if fused is not None and (layer, _QKV_NORMS[slot]) not in self._normed:
+                # A rotation moves an error between the two numbers of a pair.
+                bound = bound + math.sqrt(2.0) * fused[1](taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
+            kind = STATES[slot]
+            if turns:
                 # The same tables turn both: where queries are right and keys are not, keys were changed behind the rotary.
                 found = judged("", "", layer, 0, taken, exact, bound).ratio <= 1.0
                 kind = ROTARY if slot == 0 or found or not are_right else kind
@@ -443,8 +465,9 @@ class _Run:
             return value
         layer = layer_of(name)
         if value.is_floating_point():
-            if name.rpartition(".")[2] != "rotary_emb":
-                self._between(name, layer, taken, value.reshape(taken.shape), (self._called(name), TAKES, slot))
+            if name.rpartition(".")[2] == "rotary_emb":
+                return value  # of the hidden states it reads the dtype alone: what lies before them is judged where a layer takes them
+            self._between(name, layer, taken, tokens_first(value, taken), (self._called(name), TAKES, slot))
         elif name.rpartition(".")[2] in ("rotary_emb", "wpe"):
             self._add_choice(f"{name}.positions", ROTARY, layer, taken, value.reshape(taken.shape))
         new = like(taken, value)
@@ -462,12 +485,81 @@ class _Run:
         steps = {RESIDUAL: 3.0, ACTIVATION: 4.0}.get(kind, 8.0)
         size = exact.abs()
         if kind == RESIDUAL:
-            # Where attention and MLP are added at once, the sum of two of the three is rounded too.
-            if len(self._branches) > 1:
-                size = size + sum(branch.double().reshape(exact.shape).abs() for branch in self._branches)
+            # A branch may be multiplied before it is added, and of several (attention and MLP at once, experts and a shared one) the
+            # sum of some is rounded too.
+            for branch in self._branches:
+                size = size + branch.double().reshape(exact.shape).abs()
             self._branches = []
-        self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact,
-                  bounds.of_sum(size, rounding, steps), point)  # fmt: skip
+        bound = bounds.of_sum(size, rounding, steps) + self._of_unheard(name, layer, kind, taken, exact)
+        self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact, bound, point)
+
+    def _did_not_hear(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
+        layer = layer_of(name)
+        if any(other != layer for other, _ in self._unheard):  # of a layer that is over
+            self._unheard.clear()
+        self._unheard[layer, kind_of(name)] = given, bound
+
+    def _bound_unheard(self, name: str, module: Any, takes: tuple[Any, ...], value: Any) -> Callable[[Any], Any]:
+        """The bound of what an operator gives that the execution did not call, for numbers of a dtype."""
+
+        def bound(dtype: Any) -> Any:
+            weight = f"{name}.weight"
+            rounding = Rounding(
+                given=dtype, taken=dtype, weight=self._dtypes.get(weight), recorded=self._reference.recorded_dtypes.get(weight)
+            )  # fmt: skip
+            found = bounds.of_module(module, takes, value, 0, rounding)
+            return found if isinstance(found, float) else found.expand(value.shape)
+
+        return bound
+
+    def _core_unheard(self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any]) -> Callable[[Any], Any]:
+        """The bound of an attention whose queries and keys were not heard: what turns them rounds, too."""
+        query, key, value = (state[0].transpose(0, 1) for state in states)
+
+        def bound(dtype: Any) -> Any:
+            rounding = Rounding(given=dtype, taken=dtype)
+            last = self.first_position + len(query)
+            turned = [bounds.of_rotary(state, last, rounding) for state in (query, key)]
+            scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
+            return bounds.of_attention(
+                query,
+                key,
+                value,
+                given[1][0],
+                given[0][0],
+                scaling,
+                rounding,
+                rounds_scores=self._rounds_scores,
+                off=turned,
+            )
+
+        return bound
+
+    def _of_unheard(self, name: str, layer: int | None, kind: str, taken: Any, exact: Any) -> Any:
+        """What operators that were not heard add to the bound of what lies before an operator."""
+
+        def of(operator: str) -> tuple[Any, Any] | None:
+            found = self._unheard.get((layer, operator))
+            if found is None or found[0].numel() != exact.numel():
+                return None
+            of_value = found[1](taken.dtype)
+            return found[0].reshape(exact.shape), of_value if isinstance(of_value, float) else of_value.reshape(
+                exact.shape
+            )
+
+        if kind == ATTENTION:
+            return 0.0 if (core := of(ATTENTION)) is None else core[1]
+        if kind != ACTIVATION:
+            return 0.0
+        gate = next((found for each in _FIRST_OF_MLP if (found := of(each)) is not None), None)
+        if kind_of(name) not in _ENDS_OF_MLP:  # the activation's own input
+            return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
+        up, total = of("up_proj"), 0.0
+        if up is not None:
+            total = (exact / up[0]).nan_to_num(0.0, 0.0, 0.0).abs() * up[1]
+        if gate is not None and any((layer, each) in self._unheard for each in ("act_fn", "act", "activation_fn")):
+            total = total + _STEEPEST * gate[1] * (1.0 if up is None else up[0].abs())
+        return total
 
     def _between_kind(self, name: str, layer: int | None) -> tuple[str, int | None]:
         """What lies before an operator, and the layer that it belongs to."""
@@ -492,9 +584,11 @@ class _Run:
         if given is None or given.numel() != value.numel():
             return value
         kind, layer = kind_of(name), layer_of(name)
-        exact = value.reshape(given.shape)
-        if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP):
+        exact = tokens_first(value, given)
+        if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP) or are_experts(module):
             self._branches.append(given)
+        if kind in _QKV_NORMS:
+            self._normed.add((layer, kind))
         bound = self._bound(name, module, slot, value, takes, call, given)
         self._add(name, kind, layer, given, exact, bound, (self._called(name), GIVES, slot))
         return like(given, value)
@@ -508,7 +602,7 @@ class _Run:
             recorded=self._reference.recorded_dtypes.get(f"{name}.weight"), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
-        return bound if isinstance(bound, float) else bound.expand(value.shape).reshape(given.shape)
+        return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
 
     def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
         """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
@@ -517,6 +611,10 @@ class _Run:
         kind, layer = kind_of(name), layer_of(name)
         logits = chosen = None
         for slot, (value, given) in enumerate(zip(outputs, call.gives, strict=False)):
+            if given is not None and given.numel() != value.numel() and not value.is_floating_point():
+                differs = torch.ones(len(given), dtype=torch.bool)  # another number of experts
+                self._add_differing(name, kind, layer, differs, given.numel())
+                return
             if given is None or given.numel() != value.numel():
                 continue
             exact = value.reshape(given.shape)
@@ -668,8 +766,15 @@ def _judged(
     )
 
 
+def _fits(gives: Sequence[Any], slot: int, value: Any) -> bool:
+    """Whether what an execution gave can stand where the reference gives `value`."""
+    return slot < len(gives) and gives[slot] is not None and gives[slot].numel() == value.numel()
+
+
 def _product_of(gradient: Any, error: Any) -> float:
     """The sum of both, number by number; what is not finite adds nothing."""
+    if is_heads_first(gradient, error):
+        gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))
     return (
         found if np.isfinite(found) else float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())

@@ -75,9 +75,9 @@ def are_experts(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """[T, ...] of a tensor of a forward [B, W, ...], [B * W, ...] or [1, W, ...]; None for one that is not of tokens.
+    """[T, ...] of a tensor of a forward [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; None for one that is not of tokens.
 
-    With `heads_first` the tensor is [B, N, W, D].
+    With `heads_first` the tensor is [B, N, W, D], whatever N is.
     """
     import torch
 
@@ -92,12 +92,31 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
         return value.detach()[places_T]
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
+    if (
+        not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W)
+    ):  # a norm of each head's queries
+        return of_tokens(value, shape, places_T, heads_first=True)
     return None
+
+
+def is_heads_first(template: Any, value_T: Any) -> bool:
+    """Whether a tensor of a forward of one row is [1, N, T, D] where the row's is [T, N, D]."""
+    return (
+        template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
+        and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
+    )  # fmt: skip
+
+
+def tokens_first(template: Any, value_T: Any) -> Any:
+    """A tensor of a forward of one row in the shape of the row's, [T, ...]."""
+    if is_heads_first(template, value_T):
+        template = template.transpose(1, 2)
+    return template.reshape(value_T.shape)
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
     """A row's tensor [T, ...] in the shape and dtype of `template`, of a forward of that row alone."""
-    if heads_first:
+    if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
     return shaped.to(template.dtype) if template.is_floating_point() else shaped

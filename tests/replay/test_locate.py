@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import FunctionType, MethodType
 
 import pytest
 import torch
@@ -209,6 +210,18 @@ def other_activation(model):
     model.gpt_neox.layers[1].mlp.act = torch.nn.GELU(approximate="tanh")
 
 
+def plain_branch(model):
+    model.model.layers[1].residual_multiplier = 1.0
+
+
+def plain_embedding(model):
+    model.model.embedding_multiplier = 1.0
+
+
+def fewer_experts(model):
+    model.model.layers[1].mlp.gate.top_k = 2
+
+
 PLANTED = [
     ("qwen3", no_norm, "layers.1.self_attn.q_norm"),
     ("qwen3", other_eps, "layers.2.post_attention_layernorm"),
@@ -223,6 +236,10 @@ PLANTED = [
     ("qwen3_moe", unnormalised_router, "layers.2.mlp.gate"),
     ("llama", warmer_logits, "lm_head"),
     ("gpt_neox", other_activation, "layers.1.mlp.act"),
+    ("gemma3", no_norm, "layers.1.self_attn.q_norm"),  # which takes heads before tokens
+    ("granite", plain_branch, "layers.1.residual"),
+    ("granite", plain_embedding, "layers.0.input_layernorm.residual"),
+    ("qwen2_moe", fewer_experts, "layers.1.mlp.gate"),
 ]
 
 
@@ -237,6 +254,83 @@ def test_a_planted_fault_of_code_is_named_where_it_lies(traces, name, plant, ope
     assert found.first is not None
     assert found.first.side == "b"
     assert found.first.operator.endswith(operator)
+
+
+class OwnAttention:
+    """What an attention layer finds in the place of transformers' attention functions: code that is not listened to."""
+
+    def get_interface(self, _name, _default):
+        return self.attend
+
+    @staticmethod
+    def attend(module, query, key, value, mask, scaling, **_):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query * scaling) @ key.transpose(2, 3) + mask[..., : key.shape[2]]
+        return (torch.softmax(scores.double(), -1).to(query.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+def own_attention(model):
+    for module in model.modules():
+        if hasattr(module, "o_proj"):
+            forward = type(module).forward
+            while hasattr(forward, "__wrapped__"):
+                forward = forward.__wrapped__
+            known = {**forward.__globals__, "ALL_ATTENTION_FUNCTIONS": OwnAttention()}
+            own = FunctionType(forward.__code__, known, None, forward.__defaults__, forward.__closure__)
+            own.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(own, module)
+
+
+def turned_wrongly(model):
+    """Only what is turned is wrong, and the attention behind it is not listened to."""
+    own_attention(model)
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+def fused_mlp(model):
+    for layer in model.model.layers:
+
+        def forward(hidden, mlp=layer.mlp):
+            both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            gate, up = torch.nn.functional.linear(hidden, both).chunk(2, -1)
+            return mlp.down_proj(torch.nn.functional.silu(gate) * up)
+
+        layer.mlp.forward = forward
+
+
+def fused_but_for_the_activation(model):
+    for layer in model.model.layers:
+
+        def forward(hidden, mlp=layer.mlp):
+            both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            gate, up = torch.nn.functional.linear(hidden, both).chunk(2, -1)
+            return mlp.down_proj(mlp.act_fn(gate) * up)
+
+        layer.mlp.forward = forward
+
+
+HARMLESS = [
+    ("llama", own_attention), ("granite", fused_mlp), ("llama", fused_but_for_the_activation), ("gemma3", None), ("granite", None),
+    ("qwen2_moe", None), ("opt", None), ("granite", own_attention), ("llama", fused_mlp),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
+@pytest.mark.parametrize(("name", "plant"), rest_slow(HARMLESS, 3))
+def test_code_that_computes_the_same_is_no_fault(traces, name, plant, dtype):
+    found = locate_operators(
+        traces(name), arm=f"dtype={dtype}", against=f"dtype={dtype}", patch="none", prepare_against=plant
+    )
+    assert found.first is None
+    assert max(each.ratio for each in found.operators) > 0.005
+
+
+def test_attention_that_is_not_listened_to_is_judged_with_what_turns_its_queries(traces):
+    found = locate_operators(traces("llama"), against="dtype=fp32", patch="none", prepare_against=turned_wrongly)
+    assert (found.first.side, found.first.operator) == ("b", "model.rotary_emb")
+    wrong = {each.operator: each for each in found.operators if each.side == "b" and each.is_beyond}
+    assert set(wrong) == {"model.rotary_emb"}  # what the attention makes of wrong tables is inherited
 
 
 def test_a_tensor_of_another_version_is_named_with_it(traces):
@@ -349,7 +443,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     assert found.only == f"layers 1 and operators {words}"
     assert f"Only this was looked at: {found.only}." in location_text(found)
     assert {each.patch for each in found.patches} <= {"q_proj", "rotary", "lm_head", "all operators"}
-    (kept,), _ = read_results(Store(traces("llama")))
+    (kept,) = (each for each in read_results(Store(traces("llama")))[0] if each.found.only)
     assert kept.found.only == found.only
     assert not everything.only
     assert "looked at" not in location_text(everything)
