@@ -40,6 +40,7 @@ from .rollouts import (
     reordered_rewards,
     repeated_responses,
     rewards_of_other_prompts,
+    sorted_share,
     unequal_share,
 )
 from .settings import read_settings, suspect_of
@@ -131,8 +132,15 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """The rewards of responses that came more than once since the fall."""
-        return repeated_responses(self.since_fall)
+        """The rewards of responses that came more than once since the fall.
+
+        Where its onset is hardly known and rewards do not lie off since then: those since the end of its interval, if they do there.
+        """
+        found = repeated_responses(self.since_fall)
+        if self.fall is None or found.lies_off or self.fall.interval[1] <= self.fall.low:
+            return found
+        later = repeated_responses(self.rollouts.since(self.fall.interval[1]))
+        return later if later.lies_off else found
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
@@ -150,7 +158,21 @@ class Facts:
     def rewards_lie_off(self) -> bool:
         """Whether rewards lie in other rows of their steps."""
         is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
-        return self.repeated.lies_off or is_reordered or self.graded_elsewhere is not None
+        return (
+            self.repeated.lies_off
+            or is_reordered
+            or self.graded_elsewhere is not None
+            or self.sorted_in_groups is not None
+        )
+
+    @cached_property
+    def sorted_in_groups(self) -> tuple[float, float] | None:
+        """The share of groups since the fall whose rewards lie sorted, and that before; None where it is not most, or was before."""
+        since, by_chance = sorted_share(self.since_fall)
+        if self.fall is None or not since >= t.SORTED or not by_chance <= t.SORTED_BY_CHANCE:
+            return None
+        before, _ = sorted_share(self.rollouts.until(self.fall.interval[0] - 1))
+        return None if not before <= t.SORTED_BY_CHANCE else (since, before)
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:

@@ -46,6 +46,8 @@ LEFT JOIN (
 ORDER BY s.step, s.place
 """
 """Lists become numbers before rows are joined and put in order, so that no list is kept."""
+_LEAST_SORTED = 3
+"""Members of a group, at least, whose rewards may be called sorted."""
 _FARTHEST = 16
 """Rows by which rewards are looked for in a wrong place."""
 OPENING = 3
@@ -190,11 +192,13 @@ class RepeatedResponses:
     """The share of unequal pairs then."""
     mean_difference: float
     """Mean size of the difference of unequal pairs."""
+    order: str = ""
+    """The other order of a step's rows, of ORDERS, in which the fewest pairs differ; empty where that is a shift, or none."""
 
     @property
     def lies_off(self) -> bool:
-        """Whether rewards that are moved back by `shift` rows differ much less."""
-        return self.shift != 0 and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
+        """Whether rewards that are moved back by `shift` rows, or from `order`, differ much less."""
+        return (self.shift != 0 or self.order != "") and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
@@ -204,14 +208,68 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     again = whole[1:] == whole[:-1]
     least = least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward[order], again, least)
-    shift, unequal_shifted = 0, unequal
+    shift, unequal_shifted, other = 0, unequal, ""
     if unequal > 0:
         shares = {by: _unequal(_moved(rollouts, by)[order], again, least)[1] for by in range(-_FARTHEST, _FARTHEST + 1)}
         shift = min(shares, key=lambda by: (shares[by], abs(by)))
-        unequal_shifted = shares[shift]
+        orders = {name: _unequal(rollouts.reward[_ordered(rollouts, name)][order], again, least)[1] for name in ORDERS}
+        other = min(orders, key=orders.__getitem__)
+        shift, other = (0, other) if orders[other] < shares[shift] else (shift, "")
+        unequal_shifted = orders[other] if other else shares[shift]
     return RepeatedResponses(
-        num_pairs=num, unequal=unequal, shift=shift, unequal_shifted=unequal_shifted, mean_difference=mean_difference
+        num_pairs=num,
+        unequal=unequal,
+        shift=shift,
+        unequal_shifted=unequal_shifted,
+        mean_difference=mean_difference,
+        order=other,
     )
+
+
+ORDERS = ("reversed", "reversed_in_groups", "members_first", "groups_first")
+"""Orders that code takes a step's rows for by mistake: the last row first; of each group the last member first; the first members of
+all groups first, or the other way round."""
+
+
+def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
+    """[N] the row of its step whose reward a row takes if rewards came in another order; itself where groups are not of one size."""
+    firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
+    place = np.arange(len(rollouts.step))
+    for first, last in zip(firsts, np.r_[firsts[1:], len(place)], strict=True):
+        rows, group = place[first:last], rollouts.group[first:last]
+        if name == "reversed":
+            place[first:last] = rows[::-1]
+            continue
+        starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+        size = len(rows) // len(starts)
+        if (np.diff(np.r_[starts, len(rows)]) != size).any():
+            continue
+        if name == "reversed_in_groups":
+            place[first:last] = rows.reshape(-1, size)[:, ::-1].reshape(-1)
+        else:
+            columns = (-1, size) if name == "members_first" else (size, -1)
+            place[first:last] = rows.reshape(columns).T.reshape(-1)
+    return place
+
+
+def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
+    """Of groups with several rewards, the share whose rewards lie in falling order, or in rising if that is more; and by chance.
+
+    NaN where fewer than 30 groups have several.
+    """
+    if not len(rollouts.group):
+        return math.nan, math.nan
+    starts = np.flatnonzero(np.r_[True, rollouts.group[1:] != rollouts.group[:-1]])
+    falling = rising = num = 0
+    by_chance = 0.0
+    for first, last in zip(starts, np.r_[starts[1:], len(rollouts.group)], strict=True):
+        rewards = rollouts.reward[first:last]
+        if last - first < _LEAST_SORTED or not np.isfinite(rewards).all() or np.ptp(rewards) == 0:
+            continue
+        steps, counts = np.diff(rewards), np.unique(rewards, return_counts=True)[1]
+        num, falling, rising = num + 1, falling + int((steps <= 0).all()), rising + int((steps >= 0).all())
+        by_chance += math.exp(sum(math.lgamma(count + 1) for count in counts) - math.lgamma(last - first + 1))
+    return (max(falling, rising) / num, by_chance / num) if num >= _FEWEST else (math.nan, math.nan)
 
 
 def _unequal(reward: np.ndarray, again: np.ndarray, least: float) -> tuple[int, float, float]:

@@ -35,12 +35,26 @@ _SUSPECTS = (
 )  # fmt: skip
 """Suspect -> words of the names of its settings; the first that has one counts."""
 
+_PATTERNS = (
+    ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
+    (
+        "truncation",
+        re.compile(
+            r"^(?!.*prompt)(max_.*(tokens|length|len)|(.*(token|length|response|completion|generation)s?_)?limit)$"
+        ),
+    ),
+)
+"""Suspect -> what whole names of its settings look like; these come before the words."""
+
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
     """The suspect that a setting belongs to by its name, the last word first; `unknown` where it says none."""
     words = re.split(r"[/.]", setting.lower())
+    for suspect, pattern in _PATTERNS:
+        if pattern.match(words[-1]):
+            return suspect
     for name in (words[-1], ".".join(words)):
         parts = set(re.split(r"[^a-z0-9]+", name))
         for suspect, known in _SUSPECTS:

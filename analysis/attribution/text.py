@@ -152,6 +152,15 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "reward_falls_too": "the recorded reward falls with the evaluation",
     },
     "pairing": {
+        "rewards_sorted": "in {share:.0%} of the groups since the fall the rewards lie in the order of their size, in {before_share:.0%} before",
+        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with each step's rewards in reverse it "
+        "is {unequal_shifted_share:.0%}",
+        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with each group's rewards in "
+        "reverse it is {unequal_shifted_share:.0%}",
+        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those of the groups' first "
+        "members before all second ones it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
+        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; read group by group where they "
+        "came member by member, it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
         "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; moved by {shift} rows "
         "within the step it is {unequal_shifted_share:.0%}",
         "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "

@@ -124,7 +124,7 @@ def facts(**given):
             sampled_by_step=(np.empty(0), np.empty(0)),
         ),
         "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
-        "_given_otherwise_for_good": lambda column, least: None,
+        "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None,
     }  # fmt: skip
     return Stub(**empty | given)
 

@@ -46,7 +46,9 @@ def _spike(facts: Facts) -> list[Evidence]:
         return [Evidence(code="learning_rate_spike_after_fall", values=measured, points=-t.WEAK)]
     if first >= facts.fall.low - max(len(facts.steps) // 10, 5):
         return [Evidence(code="learning_rate_spike_at_fall", values=measured, points=t.DECISIVE + t.MEDIUM)]
-    return [Evidence(code="learning_rate_spike_before_fall", values=measured, points=t.MEDIUM)]
+    at_fall = values[steps <= facts.fall.low][-1]
+    stays = at_fall > t.RATE_STAYS * np.median(values[:place])
+    return [Evidence(code="learning_rate_spike_before_fall", values=measured, points=t.DECISIVE if stays else t.MEDIUM)]
 
 
 def _jump(values: np.ndarray) -> int | None:

@@ -11,6 +11,14 @@ from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
 
+_OF_ORDER = {
+    "reversed": "rewards_reversed",
+    "reversed_in_groups": "rewards_reversed_in_groups",
+    "members_first": "rewards_members_first",
+    "groups_first": "rewards_groups_first",
+}
+"""Another order of a step's rows, of rollouts.ORDERS -> the code of its evidence."""
+
 
 def pairing(facts: Facts) -> Suspect:
     """The evidence for data that is paired wrongly."""
@@ -32,13 +40,19 @@ def _rewards(facts: Facts) -> list[Evidence]:
             "chance_share": graded.by_chance,
         }
         return [Evidence(code="rewards_of_other_prompts", values=measured, points=t.CERTAIN)]
+    if facts.sorted_in_groups is not None:
+        share, before = facts.sorted_in_groups
+        return [Evidence(code="rewards_sorted", values={"share": share, "before_share": before}, points=t.CERTAIN)]
     if not repeated.num_pairs:
         return []
     values = {"num_pairs": repeated.num_pairs, "unequal_share": repeated.unequal}
     if repeated.unequal <= t.UNEQUAL:
         return [Evidence(code="rewards_in_their_rows", values=values, points=-t.STRONG)]
     if repeated.lies_off:
-        values |= {"shift": repeated.shift, "unequal_shifted_share": repeated.unequal_shifted}
+        values |= {"unequal_shifted_share": repeated.unequal_shifted}
+        if repeated.order:
+            return [Evidence(code=_OF_ORDER[repeated.order], values=values, points=t.CERTAIN)]
+        values |= {"shift": repeated.shift}
         return [Evidence(code="rewards_in_other_rows", values=values, points=t.CERTAIN)]
     if facts.rewards_lie_off:
         found = facts.reordered
