@@ -29,6 +29,7 @@ from tim_trace.analysis.attribution.rollouts import (
     length_correlation,
     repeated_responses,
     rewards_of_other_prompts,
+    sorted_share,
     step_interval,
 )
 from tim_trace.analysis.attribution.settings import suspect_of
@@ -1940,3 +1941,106 @@ def test_a_mismatch_that_jumps_where_a_good_part_is_lost_has_its_size_from_then_
 def test_one_step_of_mismatch_at_the_end_of_an_onset_is_an_outlier():
     values = np.where(STEPS == 65, 2.0, 0.003)
     assert read_run_mismatch({"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}, FALL).size == 0.003
+
+
+@pytest.mark.parametrize(
+    ("factor", "until", "points"),
+    [(9.99, 100, MEDIUM), (10.01, 100, DECISIVE), (50.0, 59, DECISIVE), (50.0, 57, MEDIUM)],
+)
+def test_a_rate_that_rose_before_a_fall_is_decisive_where_it_is_still_ten_times_what_it_was(factor, until, points):
+    rate = np.where((STEPS >= 40) & (until >= STEPS), factor, 1.0)
+    assert codes(optimizer._spike(facts(series={"learning_rate": rate}))) == {"learning_rate_spike_before_fall": points}
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("limit", "truncation"), ("gen.tokens_limit", "truncation"), ("max_gen_tokens", "truncation"), ("max_response_length", "truncation"),
+        ("max_prompt_length", "data"), ("kl_limit", "reference"), ("clip_limit", "optimizer"), ("betas2", "optimizer"),
+        ("optim/beta_1", "optimizer"), ("adam_beta2", "optimizer"), ("beta", "reference"), ("speed_limit", "unknown"),
+    ],
+)  # fmt: skip
+def test_a_setting_belongs_to_a_suspect_by_its_name(name, owner):
+    assert suspect_of(name) == owner
+
+
+GROUPS_, MEMBERS = 5, 4
+
+
+def ordered_rewards(change, *, since=1, steps=30, seed=0):
+    """Rollouts whose responses come again and earn what they are, in an order that `change` makes of a step's rewards."""
+    draw = np.random.default_rng(seed)
+    num = GROUPS_ * MEMBERS
+    whole = draw.integers(0, 40, (steps, num))
+    earned = (np.arange(40) * 7 % 11).astype(float)[whole]
+    reward = np.stack([change(row) if step + 1 >= since else row for step, row in enumerate(earned)])
+    step = np.repeat(np.arange(1, steps + 1), num)
+    group = np.repeat(np.arange(steps * GROUPS_), MEMBERS)
+    values = {"step": step, "whole": whole.ravel(), "reward": reward.ravel(), "group": group}
+    return Rollouts(**{name: values.get(name, np.zeros(steps * num)) for name in Rollouts.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(
+    ("change", "order_", "code"),
+    [
+        (lambda x: x[::-1], "reversed", "rewards_reversed"),
+        (lambda x: x.reshape(-1, MEMBERS)[:, ::-1].ravel(), "reversed_in_groups", "rewards_reversed_in_groups"),
+        (lambda x: x.reshape(-1, MEMBERS).T.ravel(), "groups_first", "rewards_groups_first"),
+        (lambda x: x.reshape(MEMBERS, -1).T.ravel(), "members_first", "rewards_members_first"),
+        (lambda x: np.roll(x, 3), "", "rewards_in_other_rows"),
+    ],
+)
+def test_rewards_in_another_order_than_their_rows_are_pairing(change, order_, code):
+    found = repeated_responses(ordered_rewards(change))
+    assert (found.order, found.lies_off, found.unequal_shifted) == (order_, True, 0.0)
+    assert codes(pairing._rewards(facts(repeated=found))) == {code: CERTAIN}
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: np.random.default_rng(int(x.sum())).permutation(x)])
+def test_rewards_in_no_order_or_their_own_are_in_none(change):
+    found = repeated_responses(ordered_rewards(change))
+    assert not found.lies_off
+
+
+@pytest.mark.parametrize(("sign", "since", "told"), [(-1, 60, True), (1, 60, True), (-1, 20, False)])
+def test_rewards_that_are_sorted_within_groups_since_a_fall_are_pairing(sign, since, told):
+    def by_size(rewards):
+        return np.sort(sign * rewards.reshape(-1, MEMBERS), 1).ravel() * sign
+
+    rollouts = ordered_rewards(by_size, since=since, steps=100)
+    given = facts(rollouts=rollouts, since_fall=rollouts.since(60))
+    found = Facts.sorted_in_groups.func(given)
+    assert (found is not None) == told  # rows that were recorded in order before are as they were
+    if told:
+        assert found[0] == 1.0
+        assert codes(pairing._rewards(facts(sorted_in_groups=found))) == {"rewards_sorted": CERTAIN}
+
+
+@pytest.mark.parametrize(("unsorted", "is_told"), [(9, True), (11, False)])
+def test_rewards_are_sorted_where_nine_of_ten_groups_have_them_so(unsorted, is_told):
+    rewards = np.tile([3.0, 2.0, 1.0, 0.0], (100, 1))
+    rewards[:unsorted] = [0.0, 3.0, 1.0, 2.0]
+    values = {"reward": rewards.ravel(), "group": np.repeat(np.arange(100), 4), "step": np.repeat(np.arange(1, 101), 4)}
+    rollouts = Rollouts(**{name: values.get(name, np.zeros(400)) for name in Rollouts.__dataclass_fields__})
+    share, by_chance = sorted_share(rollouts)
+    assert (share >= thresholds.SORTED) == is_told
+    assert by_chance == pytest.approx(1 / 24)
+
+
+def test_groups_of_two_or_of_one_reward_say_nothing_of_an_order():
+    for size, rewards in ((2, [1.0, 0.0]), (4, [1.0, 1.0, 1.0, 1.0])):
+        values = {
+            "reward": np.tile(rewards, 100),
+            "group": np.repeat(np.arange(100), size),
+            "step": np.ones(100 * size),
+        }
+        rollouts = Rollouts(**{name: values.get(name, np.zeros(100 * size)) for name in Rollouts.__dataclass_fields__})
+        assert np.isnan(sorted_share(rollouts)).all()
+
+
+@pytest.mark.parametrize(("late_off", "is_late"), [(True, True), (False, False)])
+def test_where_an_onset_is_hardly_known_rewards_are_also_held_against_each_other_after_it(late_off, is_late):
+    rollouts = ordered_rewards(lambda x: x[::-1] if late_off else x, since=60, steps=100)
+    given = facts(fall=replace(FALL, low=20, interval=(14, 63)), rollouts=rollouts, since_fall=rollouts.since(20))
+    found = Facts.repeated.func(given)
+    assert found.lies_off == is_late
