@@ -187,7 +187,7 @@ class _Location:
         wanted, named = _layers(layers), _named(operators)
         self.wanted = wanted
         """Of a name, whether its layer is looked at: then it is listened to, since others are judged by it."""
-        self.asked = lambda name: wanted(name) and named(name)
+        self.asked: Callable[[str], bool] = lambda name: wanted(name) and named(name)
         """Whether the operator is judged, and patched."""
         self.known: set[str] = set()
         """The kinds of all that could be judged."""

@@ -2044,3 +2044,17 @@ def test_where_an_onset_is_hardly_known_rewards_are_also_held_against_each_other
     given = facts(fall=replace(FALL, low=20, interval=(14, 63)), rollouts=rollouts, since_fall=rollouts.since(20))
     found = Facts.repeated.func(given)
     assert found.lies_off == is_late
+
+
+@pytest.mark.parametrize(("moved", "points"), [(0.499, CERTAIN), (0.501, WEAK)])
+def test_advantages_whose_mean_moves_are_not_those_of_other_rows(monkeypatch, moved, points):
+    related(monkeypatch, pairing, by_group=0.0)
+    run = rows_of_steps()
+    shifted = np.tile([-1.0, 1.0], 500) + np.where(run.step >= 59, moved, 0.0)
+    columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {
+        "advantage": shifted,
+        "group": run.step % 7,
+    }
+    near = (given_change("advantage_mean", "advantages", 0.0, moved, size_in_sd=5.0),)
+    given = facts(near=near, rollouts=Rollouts(**columns))
+    assert codes(pairing._advantages(given)) == {"advantages_do_not_follow": points}

@@ -66,6 +66,11 @@ def _changed(facts: Facts) -> list[Evidence]:
     return _burst(facts) or [Evidence(code="advantages_steady", points=-t.STRONG)]
 
 
+def moves_mean(facts: Facts) -> bool:
+    """Whether the mean advantage is another one than rewards make it."""
+    return any(change.series == "advantage_mean" and _is_large(change, facts) for change in facts.clear(ADVANTAGES))
+
+
 def _burst(facts: Facts) -> list[Evidence]:
     """Advantages of a size that none had before, at a step with which the fall may begin: what comes after may have no rewards left."""
     if facts.fall is None:

@@ -10,6 +10,7 @@ from ..facts import Facts
 from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
+from .advantages import moves_mean
 
 _OF_ORDER = {
     "reversed": "rewards_reversed",
@@ -71,8 +72,8 @@ def _advantages(facts: Facts) -> list[Evidence]:
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []
-    # What a critic leaves of a reward need not follow it, once the policy is another one.
-    points = t.STRONG if facts.rollouts.is_alone else t.CERTAIN
+    # What a critic leaves of a reward need not follow it, once the policy is another one. Other rows leave the mean what it is.
+    points = t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]
 
 
