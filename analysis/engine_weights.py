@@ -60,7 +60,7 @@ _UNACCOUNTED = """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class EngineTensor:
     """A tensor of the engine that is not the trainer's, at one policy version."""
 
     tensor: str
@@ -87,7 +87,7 @@ class EngineVersion:
     """Tensors that are the trainer's, of those that are looked at one by one."""
     num_agreeing: int
     """Of all tensors."""
-    differences: tuple[Difference, ...]
+    differences: tuple[EngineTensor, ...]
     num_unknown: int
     """Tensors of which one side is not known."""
     num_updated: int
@@ -217,7 +217,7 @@ class _Engine:
                 has = self._has[tensor]
                 holds = had[tensor].get(has)
                 differences.append(
-                    Difference(
+                    EngineTensor(
                         tensor=tensor,
                         causes=_causes(holds, has == unmerged, cast, is_new=has == given),
                         holds_version=holds,
@@ -266,7 +266,7 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
     """What the digests say of some steps, or of all."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
-    by_cause: dict[str, list[tuple[EngineVersion, list[Difference]]]] = defaultdict(list)
+    by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
     for version in asked:
         for cause, differences in _resolved(version.differences, is_late).items():
             by_cause[cause].append((version, differences))
@@ -276,11 +276,11 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
     return EngineVerdict(faults=tuple(faults), agreeing_steps=frozenset({v.step for v in asked} - wrong))
 
 
-def _resolved(differences: Sequence[Difference], is_late: bool) -> dict[str, list[Difference]]:
+def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
     """Cause -> differences of one version. `is_late` says that the engine has old tensors which are no adapter's base."""
     sure = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
-    found: dict[str, list[Difference]] = defaultdict(list)
+    found: dict[str, list[EngineTensor]] = defaultdict(list)
     for each in differences:
         first, *others = each.causes
         if first == ADAPTER and others and is_late:
@@ -296,7 +296,7 @@ def _of_bits(cause: str) -> str:
     return STALE if cause in (PARTIAL, NEVER) else cause
 
 
-def _fault(cause: str, seen: list[tuple[EngineVersion, list[Difference]]], of_versions: int) -> EngineFault:
+def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_versions: int) -> EngineFault:
     last, differences = seen[-1]
     worst = min(differences, key=lambda each: -1 if each.holds_version is None else each.holds_version)
     if cause == STALE:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,12 @@ def test_nothing_in_the_repository_names_a_package_index_or_this_machine():
         assert (
             not re.search(r"--(extra-)?index-url\s+\S|pypi\.org/simple", text) or name == "tests/test_packaging.py"
         ), name
+
+
+def test_no_name_of_a_class_stands_twice_in_the_analysis():
+    found = [
+        name
+        for file in (ROOT / "analysis").rglob("*.py")
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert [name for name, count in Counter(found).items() if count > 1] == []

@@ -17,10 +17,10 @@ from ...schemas.errors import NothingToCompare
 from ...schemas.results import Result
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows, table
-from .difference import Difference, difference
+from .difference import DumpDifference, difference
 from .folder import DumpFolder, Entry, Spot
-from .layout import Tokens, Unmatched, reconciled
-from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, Place
+from .layout import DumpTokens, Unmatched, reconciled
+from .names import INPUT_IDS, MASK, OUTPUT, POSITIONS, TensorPlace
 from .sources import Pair, Shards, pairs, shards, whole
 
 _GROWTH = 4.0
@@ -166,7 +166,7 @@ class _Judge:
         self._rms = self._worst = self._unit = 0.0
         self._num_terms = 1
 
-    def ratio(self, found: Difference, unit: float, num_terms: int) -> tuple[float, float]:
+    def ratio(self, found: DumpDifference, unit: float, num_terms: int) -> tuple[float, float]:
         """The next tensor's error in units of its bound, and the unit roundoff that it is counted in.
 
         A sum of n products in float32 adds min(n, 8 sqrt(n)) of its roundoffs (Higham and Mary 2019, theorem 3.1); n is at
@@ -184,7 +184,7 @@ class _Judge:
 
 
 def _compared(
-    pair: Pair, sides: tuple[DumpFolder, DumpFolder], tokens: tuple[Tokens | None, Tokens | None], judge: _Judge
+    pair: Pair, sides: tuple[DumpFolder, DumpFolder], tokens: tuple[DumpTokens | None, DumpTokens | None], judge: _Judge
 ) -> TensorDifference:
     of_a, of_b = shards(pair.a, sides[0], sides[1]), shards(pair.b, sides[1], sides[0])
     if of_a.is_float != of_b.is_float:
@@ -229,7 +229,7 @@ def _shape(values: list[np.ndarray]) -> tuple[int, ...]:
     return tuple(values[0].shape) if len(values) == 1 else (len(values), *values[0].shape)
 
 
-def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[Tokens | None, Tokens | None]:
+def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[DumpTokens | None, DumpTokens | None]:
     """The tokens of a forward of both sides. Raises NothingToCompare where they are other ones."""
     of_a, of_b = _tokens_of(a, forward), _tokens_of(b, forward)
     if of_a is None or of_b is None:
@@ -248,13 +248,13 @@ def _tokens(a: DumpFolder, b: DumpFolder, forward: int) -> tuple[Tokens | None, 
     return of_a, of_b
 
 
-def _tokens_of(side: DumpFolder, forward: int) -> Tokens | None:
+def _tokens_of(side: DumpFolder, forward: int) -> DumpTokens | None:
     ids, mask = (_integer_array(side, name, forward) for name in (INPUT_IDS, MASK))
-    return None if ids is None else Tokens.of(ids, mask)
+    return None if ids is None else DumpTokens.of(ids, mask)
 
 
 def _integer_array(side: DumpFolder, name: str, forward: int) -> np.ndarray | None:
-    entries: list[Entry] = side.spots.get(Spot(Place(None, name, OUTPUT), forward, 0), [])
+    entries: list[Entry] = side.spots.get(Spot(TensorPlace(None, name, OUTPUT), forward, 0), [])
     if not entries:
         return None
     value = side.read(entries[0])

@@ -11,7 +11,7 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class DumpDifference:
     """Of two tensors of numbers. Errors are relative to the root mean square of both."""
 
     rms: float
@@ -27,7 +27,7 @@ class Difference:
     num_values: int
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> Difference:
+def difference(a: np.ndarray, b: np.ndarray) -> DumpDifference:
     """Compare a with b, both [T, ...] of one shape."""
     a, b = (array.reshape(len(array) if array.ndim else 1, -1) for array in (a, b))
     error_T, size_T = np.zeros(len(a)), np.zeros(len(a))
@@ -49,7 +49,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     floor = np.median(size_T) if len(size_T) else 0.0
     relative_T = np.sqrt(np.divide(error_T, np.maximum(size_T, floor), out=np.zeros_like(error_T), where=error_T > 0))
     token = int(relative_T.argmax()) if len(relative_T) else 0
-    return Difference(
+    return DumpDifference(
         rms=float(np.sqrt(error_T.sum() / whole)) if whole else 0.0, worst=float(relative_T[token]) if len(a) else 0.0,
         token=token, max_abs=max_abs, num_nonfinite_a=odd_a, num_nonfinite_b=odd_b, num_values=a.size,
     )  # fmt: skip

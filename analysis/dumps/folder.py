@@ -13,7 +13,7 @@ from typing import Any
 
 from ...schemas.errors import ImportFailed, NothingToCompare
 from .files import SUFFIXES, TensorFile, Value
-from .names import Place, has_layer, is_gradient, place_of
+from .names import TensorPlace, has_layer, is_gradient, place_of
 
 _PASS_TAGS = ("step", "forward_pass_id")
 """SGLang's tag of a forward, of today and of older releases."""
@@ -40,7 +40,7 @@ class Entry:
 class Spot:
     """What tensors of two dumps are matched by."""
 
-    place: Place
+    place: TensorPlace
     forward: int
     """The how-manieth forward of the dump."""
     call: int
@@ -90,7 +90,7 @@ class DumpFolder:
         return self._open
 
     def _spots(self) -> dict[Spot, list[Entry]]:
-        found: list[tuple[str, Place, int, Entry]] = []
+        found: list[tuple[str, TensorPlace, int, Entry]] = []
         for forward, layer, entry in self._entries():
             if is_gradient(entry.name):
                 self.num_gradients += 1

@@ -17,7 +17,7 @@ class Unmatched(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class DumpTokens:
     """The tokens of a side's forward, where it dumped input_ids."""
 
     shape: tuple[int, ...]
@@ -28,14 +28,14 @@ class Tokens:
     """Their places in input_ids, row by row."""
 
     @classmethod
-    def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> Tokens:
+    def of(cls, ids: np.ndarray, mask: np.ndarray | None) -> DumpTokens:
         """From input_ids and an attention_mask of the same shape, which is 0 at padding."""
         flat = ids.reshape(-1)
         whole = np.arange(flat.size) if mask is None or mask.shape != ids.shape else np.flatnonzero(mask.reshape(-1))
         return cls(tuple(ids.shape), flat[whole], whole)
 
 
-def by_token(array: np.ndarray, tokens: Tokens) -> np.ndarray | None:
+def by_token(array: np.ndarray, tokens: DumpTokens) -> np.ndarray | None:
     """[T, ...]: the tensor without padding, in the order of the tokens; None where no axis is theirs."""
     num_rows, width = (1, tokens.shape[0]) if len(tokens.shape) == 1 else (tokens.shape[0], math.prod(tokens.shape[1:]))
     shape = array.shape
@@ -54,7 +54,9 @@ def by_token(array: np.ndarray, tokens: Tokens) -> np.ndarray | None:
     return array if array.ndim and shape[0] == len(tokens.kept_T) else None
 
 
-def reconciled(a: np.ndarray, b: np.ndarray, of_a: Tokens | None, of_b: Tokens | None) -> tuple[np.ndarray, np.ndarray]:
+def reconciled(
+    a: np.ndarray, b: np.ndarray, of_a: DumpTokens | None, of_b: DumpTokens | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Both tensors in one shape. Raises Unmatched."""
     if of_a is not None and of_b is not None:
         by_a, by_b = by_token(a, of_a), by_token(b, of_b)

@@ -57,7 +57,7 @@ _IN_LAYER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where in the model a tensor is."""
 
     layer: int | None
@@ -96,7 +96,7 @@ def has_layer(name: str) -> bool:
     return _LAYER.match(name) is not None
 
 
-def place_of(name: str, layer: int | None = None) -> tuple[Place, int]:
+def place_of(name: str, layer: int | None = None) -> tuple[TensorPlace, int]:
     """A dumped name's place, and the how-manieth call of its module it says it is of; `layer` is what the dumper says of it.
 
     >>> str(place_of("Module.model.layers.2.self_attn.q_proj.Linear.forward.0.output.0")[0])
@@ -122,7 +122,7 @@ def _slot(kind: str, rest: str | None) -> str:
     return f"{side}.{rest}"
 
 
-def _placed(name: str, slot: str, layer: int | None) -> Place:
+def _placed(name: str, slot: str, layer: int | None) -> TensorPlace:
     found = _LAYER.match(name)
     if found is not None:
         return _aliased(int(found[1]), ".".join(_renamed((found[2] or "").split("."))), slot)
@@ -131,12 +131,14 @@ def _placed(name: str, slot: str, layer: int | None) -> Place:
     last = slot.rpartition(".")[2]
     named = {"position_ids": POSITIONS}.get(last, last)
     if named in (INPUT_IDS, POSITIONS, MASK) and name in ("", "rotary_emb"):
-        return Place(None, named, OUTPUT)
+        return TensorPlace(None, named, OUTPUT)
     if slot.endswith(".logits") and not name:
-        return Place(None, "lm_head", OUTPUT)
+        return TensorPlace(None, "lm_head", OUTPUT)
     module = _OUTSIDE.get(name, name)
     return (
-        Place(None, INPUT_IDS, OUTPUT) if (module, slot) == ("embed_tokens", "input.0") else Place(None, module, slot)
+        TensorPlace(None, INPUT_IDS, OUTPUT)
+        if (module, slot) == ("embed_tokens", "input.0")
+        else TensorPlace(None, module, slot)
     )
 
 
@@ -151,7 +153,7 @@ def _renamed(parts: list[str]) -> list[str]:
     return renamed
 
 
-def _aliased(layer: int, module: str, slot: str) -> Place:
+def _aliased(layer: int, module: str, slot: str) -> TensorPlace:
     """What a projection takes is what the module before it gives."""
     given = {"self_attn.o_proj": "self_attn.attention", "mlp.down_proj": "mlp.product"}.get(module)
-    return Place(layer, given, OUTPUT) if given and slot == "input.0" else Place(layer, module, slot)
+    return TensorPlace(layer, given, OUTPUT) if given and slot == "input.0" else TensorPlace(layer, module, slot)

@@ -10,7 +10,7 @@ import numpy as np
 from .files import Value
 from .folder import DumpFolder, Entry, NoTensor, Spot
 from .layout import Unmatched, joined, part
-from .names import OUTPUT, Place
+from .names import OUTPUT, TensorPlace
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -23,7 +23,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TensorSource:
     """One tensor of one side."""
 
     spots: tuple[Spot, ...]
@@ -38,11 +38,11 @@ class Source:
 class Pair:
     """What is compared: a place of the model in a forward of both sides."""
 
-    place: Place
+    place: TensorPlace
     forward: int
     call: int
-    a: Source
-    b: Source
+    a: TensorSource
+    b: TensorSource
 
 
 def pairs(a: DumpFolder, b: DumpFolder) -> list[Pair]:
@@ -76,23 +76,23 @@ def _wanted(side: DumpFolder, other: DumpFolder) -> list[Spot]:
     return wanted
 
 
-def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> Source | None:
+def _source(spot: Spot, side: DumpFolder, other: DumpFolder) -> TensorSource | None:
     """What of a side is at a place; None for nothing."""
     if spot in side.spots and _is_same_product(spot, side, other):
         second = _second(spot)
         adds = second is not None and second in side.spots and second not in other.spots
-        return Source(spots=(spot, second) if adds and second is not None else (spot,))
+        return TensorSource(spots=(spot, second) if adds and second is not None else (spot,))
     for module, names in FUSED.items():
         if spot.place.slot == OUTPUT and spot.place.module in names and (fused := _at(spot, module)) in side.spots:
             widths = tuple(_at(spot, name) for name in names) if len(names) == 3 else ()
             if all(width in other.spots for width in widths):
-                return Source(spots=(fused,), part=names.index(spot.place.module), widths_of=widths)
+                return TensorSource(spots=(fused,), part=names.index(spot.place.module), widths_of=widths)
     if (
         spot.place.module == "mlp.product"
         and (product := _at(spot, "mlp.act_fn")) in side.spots
         and _is_fused(spot, side)
     ):
-        return Source(spots=(product,))
+        return TensorSource(spots=(product,))
     return None
 
 
@@ -109,14 +109,14 @@ def _second(spot: Spot) -> Spot | None:
     """What an engine keeps apart until the next norm and transformers has added: the branch's output and the residual."""
     place = spot.place
     if place.layer is not None and not place.module and place.slot == OUTPUT:
-        return Spot(Place(place.layer, "", "output.1"), spot.forward, spot.call)
+        return Spot(TensorPlace(place.layer, "", "output.1"), spot.forward, spot.call)
     if place.module in _NORMS and place.slot == "input.0":
-        return Spot(Place(place.layer, place.module, "input.1"), spot.forward, spot.call)
+        return Spot(TensorPlace(place.layer, place.module, "input.1"), spot.forward, spot.call)
     return None
 
 
 def _at(spot: Spot, module: str) -> Spot:
-    return Spot(Place(spot.place.layer, module, OUTPUT), spot.forward, spot.call)
+    return Spot(TensorPlace(spot.place.layer, module, OUTPUT), spot.forward, spot.call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Shards:
     """Of the coarsest dtype that holds the values."""
 
 
-def shards(source: Source, side: DumpFolder, other: DumpFolder) -> Shards:
+def shards(source: TensorSource, side: DumpFolder, other: DumpFolder) -> Shards:
     """Read a source. Raises Unmatched and ImportFailed."""
     entries = [side.spots[spot] for spot in source.spots]
     values = [[_read(side, entry) for entry in each] for each in entries]
@@ -158,7 +158,7 @@ def shards(source: Source, side: DumpFolder, other: DumpFolder) -> Shards:
     )  # fmt: skip
 
 
-def _widths(source: Source, fused: Sequence[np.ndarray], other: DumpFolder) -> list[int]:
+def _widths(source: TensorSource, fused: Sequence[np.ndarray], other: DumpFolder) -> list[int]:
     if not source.widths_of:
         return [sum(shard.shape[-1] for shard in fused) // 2] * 2
     return [sum(_read(other, entry).array.shape[-1] for entry in other.spots[spot]) for spot in source.widths_of]

@@ -124,7 +124,7 @@ class Heatmap(Chart):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram(Chart):
+class HistogramChart(Chart):
     """Counts over one axis, drawn on a logarithmic scale."""
 
     x_label: str

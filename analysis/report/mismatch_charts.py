@@ -9,7 +9,7 @@ import numpy as np
 from ..breakdowns.breakdowns import Breakdowns
 from ..rows import Rows
 from . import chart, text
-from .chart import Array, Bar, BarChart, Chart, Heatmap, Histogram, Line, LineChart
+from .chart import Array, Bar, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 from .commands import command
 from .subject import Subject
 
@@ -93,7 +93,7 @@ def _profile(spread: Breakdowns, name: str) -> LineChart:
     )  # fmt: skip
 
 
-def _ratios(spread: Breakdowns, sign: str) -> Histogram:
+def _ratios(spread: Breakdowns, sign: str) -> HistogramChart:
     which = "above" if sign == "positive" else "below"
 
     def of(ratios: Mapping[tuple[str, str], Array]) -> dict[str, Array]:
@@ -101,7 +101,7 @@ def _ratios(spread: Breakdowns, sign: str) -> Histogram:
 
     assert spread.whole.ratios is not None
     assert spread.edges.ratio is not None
-    return Histogram(
+    return HistogramChart(
         key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
         note=text.RATIO, sql=spread.sql["ratios"],
         x_label="ln ratio, nats", edges=spread.edges.ratio, counts=of(spread.whole.ratios), is_open=True,

@@ -579,7 +579,7 @@ def since(monkeypatch, fall=9.0, score=9.0):
     cache = Finding(
         code="change_inside_sequence", signal="prefix_cache", effect=1.0, share=0.5, numbers={"fall": fall, "fall_score": score}
     )  # fmt: skip
-    part = subsets.Part(cache, np.zeros(320, bool), 2)
+    part = subsets.SequencePart(cache, np.zeros(320, bool), 2)
     cause = Finding(code="weights_differ", signal="logits", effect=1.0, share=1.0)
     monkeypatch.setattr(detectors(), "part_of", lambda data: part)
     monkeypatch.setattr(detectors(), "_INSIDE", (lambda data: [cause],))

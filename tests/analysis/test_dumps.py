@@ -15,7 +15,7 @@ import transformers
 from builders import tim_trace
 from tim_trace.analysis.dumps.compare import dumps_rows, locate_dumps
 from tim_trace.analysis.dumps.difference import difference
-from tim_trace.analysis.dumps.layout import Tokens, Unmatched, joined, reconciled
+from tim_trace.analysis.dumps.layout import DumpTokens, Unmatched, joined, reconciled
 from tim_trace.analysis.dumps.names import place_of
 from tim_trace.analysis.dumps.text import dumps_text, sentence
 from tim_trace.schemas.errors import ImportFailed, NothingToCompare
@@ -363,7 +363,7 @@ def test_layouts_that_nothing_tells_apart_are_refused():
     turned = reconciled(a, a.swapaxes(0, 1), None, None)
     assert np.array_equal(*turned)
     square = np.arange(36.0).reshape(3, 3, 4)
-    tokens = Tokens.of(np.arange(9).reshape(3, 3), None)
+    tokens = DumpTokens.of(np.arange(9).reshape(3, 3), None)
     with pytest.raises(Unmatched, match="which axis is which"):
         reconciled(square, square, tokens, tokens)
 

@@ -12,7 +12,7 @@ import pytest
 from builders import ROOT
 from matplotlib.cbook import is_math_text
 from PIL import Image
-from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, Histogram, Line, LineChart, Mark
+from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, HistogramChart, Line, LineChart, Mark
 from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures, write_pdf
 from tim_trace.analysis.report.paper.marks import draw, stack_of
 from tim_trace.analysis.report.paper.style import WIDTHS, PaperStyle, paper_style, plain, wrapped
@@ -51,7 +51,7 @@ def density(counts, curves=()):
 
 def histogram(**counts):
     num = len(next(iter(counts.values())))
-    return Histogram(
+    return HistogramChart(
         key="ratio", title="Ratio", unit="tokens", note="", sql="", x_label="ln ratio, nats",
         edges=np.linspace(-0.1, 0.1, num + 1), counts={name: np.array(values) for name, values in counts.items()},
     )  # fmt: skip

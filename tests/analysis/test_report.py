@@ -24,7 +24,7 @@ from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.report import sample
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, objective_answer, size_answer
-from tim_trace.analysis.report.chart import Heatmap, Histogram, LineChart
+from tim_trace.analysis.report.chart import Heatmap, HistogramChart, LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.data import pack
 from tim_trace.analysis.report.report import report
@@ -102,7 +102,7 @@ def test_the_steps_of_a_figure_add_up_to_the_whole_run(made):
         if isinstance(one, Heatmap):
             assert np.array_equal(sum(one.by_step.values()), one.counts)
             assert len(one.by_step) == NUM_STEPS
-        if isinstance(one, Histogram):
+        if isinstance(one, HistogramChart):
             for name, counts in one.counts.items():
                 assert np.array_equal(sum(step[name] for step in one.by_step.values()), counts)
 

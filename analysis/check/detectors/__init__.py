@@ -24,7 +24,7 @@ from .pairing import find_row_pairing
 from .position_changes import find_onset, find_own_places
 from .realigned import realigned
 from .shared import find_shared_constants, find_shared_unit
-from .subsets import Part, find_group, find_subset, group_of, part_of
+from .subsets import SequencePart, find_group, find_subset, group_of, part_of
 from .temperature import find_temperature
 from .truncation import find_one_sided
 from .unsampled import find_unsampled
@@ -123,7 +123,7 @@ def _since(data: PairData) -> list[Finding]:
     return [part.finding, *causes] if in_cache else [*causes, part.finding]
 
 
-def _causes(data: PairData, part: Part) -> list[Finding]:
+def _causes(data: PairData, part: SequencePart) -> list[Finding]:
     """What explains the mismatch of a part of the data."""
     inside = data.without(~part.tokens)
     share = inside.num_kept / max(data.num_kept, 1)

@@ -66,7 +66,7 @@ def find_subset(data: PairData) -> list[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequencePart:
     """A part of the data that `find_subset` names."""
 
     finding: Finding
@@ -79,20 +79,20 @@ class Part:
 
 
 @once
-def part_of(data: PairData) -> Part | None:
+def part_of(data: PairData) -> SequencePart | None:
     """The part of the data in which the mismatch is concentrated; None where there is none."""
     split = _best(data, _columns(data))
     if split is None:
         return None
     since = _since(data.sample.steps, split.rows)
-    return Part(_told(data, split, _begin(data.sample.steps, split.rows)), split.rows[data.sample.seq], since)
+    return SequencePart(_told(data, split, _begin(data.sample.steps, split.rows)), split.rows[data.sample.seq], since)
 
 
 @once
-def group_of(data: PairData) -> Part | None:
+def group_of(data: PairData) -> SequencePart | None:
     """The prompts in which the mismatch is concentrated; None where there are none."""
     split = _best(data, {"group_id": list(data.sample.group_ids)})
-    return None if split is None else Part(_told(data, split, None), split.rows[data.sample.seq], None)
+    return None if split is None else SequencePart(_told(data, split, None), split.rows[data.sample.seq], None)
 
 
 def fades(data: PairData) -> tuple[float, float]:

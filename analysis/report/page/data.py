@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...token_samples.token_sample import TokenSample
-from ..chart import Chart, Heatmap, Histogram, LineChart
+from ..chart import Chart, Heatmap, HistogramChart, LineChart
 from ..subject import Subject
 from ..text import sequence
 
@@ -46,7 +46,7 @@ def _fields(one: Chart, steps: list[int]) -> list[dict[str, Any]]:
     if isinstance(one, Heatmap):
         counts = np.stack([one.by_step[step] for step in steps])
         return [_field(one.key, 0, "heatmap", counts)]
-    if isinstance(one, Histogram):
+    if isinstance(one, HistogramChart):
         return [
             _field(one.key, place, "counts", np.stack([one.by_step[step][name] for step in steps]))
             for place, name in enumerate(one.counts)

@@ -32,7 +32,7 @@ from bokeh.models import (
 from bokeh.palettes import Cividis256
 from bokeh.plotting import figure
 
-from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Histogram, Line, LineChart
+from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
 """Colour of the page's style -> what stands for it in a figure: the page replaces it before anything is drawn."""
@@ -78,7 +78,7 @@ def single(one: Chart) -> figure:
     """A figure that stands for itself."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
-    if isinstance(one, Histogram):
+    if isinstance(one, HistogramChart):
         return _histogram(one)
     if isinstance(one, BarChart):
         return _bar_chart(one)
@@ -188,7 +188,7 @@ def _heatmap(one: Heatmap) -> figure:
     return _styled(plot)
 
 
-def _histogram(one: Histogram) -> figure:
+def _histogram(one: HistogramChart) -> figure:
     plot = _new(one.key, 240, y_axis_type="log", x_axis_label=one.x_label, y_axis_label=one.unit)
     edges = one.edges.astype(np.float64)
     for place, (name, counts) in enumerate(one.counts.items()):
@@ -218,7 +218,7 @@ def _histogram(one: Histogram) -> figure:
     return _styled(plot)
 
 
-def _bins(one: Histogram) -> list[str]:
+def _bins(one: HistogramChart) -> list[str]:
     bins = [f"{low:.4f} to {high:.4f}" for low, high in zip(one.edges[:-1], one.edges[1:], strict=True)]
     if one.is_open:
         bins[0], bins[-1] = f"below {one.edges[1]:.4f}", f"above {one.edges[-2]:.4f}"

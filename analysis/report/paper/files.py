@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ....tracer.whole_file import whole_file, write_whole
 from ...rows import Rows, to_csv
-from ..chart import BarChart, Chart, Heatmap, Histogram, Line, LineChart
+from ..chart import BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 from ..targets import explained, local, refuse
 from .marks import Stack, draw, stack_of
 from .style import DPI, PaperStyle, plain, wrapped
@@ -124,14 +124,14 @@ def rows_of(one: Chart) -> Rows:
     """Everything that a figure shows, a row a point, cell, bin, bar, mark or band; NULL in columns that a row does not have.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y). A stack has the chart's key before these.
-    Heatmap: `what` is cell, where it has tokens, or line. Histogram: a row a bin, of which `beyond` is below or above where it
+    Heatmap: `what` is cell, where it has tokens, or line. HistogramChart: a row a bin, of which `beyond` is below or above where it
     holds everything outside the axis as well. Bar chart: a row a bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
     if isinstance(one, Heatmap):
         return Rows(_HEATMAP, list(_heatmap(one)))
-    if isinstance(one, Histogram):
+    if isinstance(one, HistogramChart):
         return Rows(_HISTOGRAM, list(_histogram(one)))
     if isinstance(one, BarChart):
         bars = ((group, bar) for group, bars in one.groups.items() for bar in bars)
@@ -162,7 +162,7 @@ def _heatmap(one: Heatmap) -> Iterator[_Row]:
         yield from (("line", curve.name, x, y, None, None, None, None, None) for x, y in _points(curve))
 
 
-def _histogram(one: Histogram) -> Iterator[_Row]:
+def _histogram(one: HistogramChart) -> Iterator[_Row]:
     beyond: list[str | None] = [None] * (len(one.edges) - 1)
     if one.is_open:
         beyond[0], beyond[-1] = "below", "above"

@@ -23,7 +23,7 @@ from ..chart import (
     BarChart,
     Chart,
     Heatmap,
-    Histogram,
+    HistogramChart,
     Line,
     LineChart,
     Mark,
@@ -65,7 +65,7 @@ def draw(one: Chart, style: PaperStyle | None = None) -> Figure:
             return _single(one, style, height, _draw_bars)
         if isinstance(one, Heatmap):
             return _single(one, style, 2.7, _draw_heatmap)
-        if isinstance(one, Histogram):
+        if isinstance(one, HistogramChart):
             return _single(one, style, 2.1, _draw_histogram)
         assert isinstance(one, LineChart)
         return _single(one, style, 2.1, _draw_line_chart)
@@ -234,7 +234,7 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
     return curves
 
 
-def _draw_histogram(axes: Axes, one: Histogram) -> dict[str, Any]:
+def _draw_histogram(axes: Axes, one: HistogramChart) -> dict[str, Any]:
     """Draw bars on a logarithmic axis, none for a bin without tokens."""
     axes.set_yscale("log")
     handles = {}
