@@ -178,9 +178,8 @@ def _advantages(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
-    of_run, of_control = declared_lag(facts).at_fall, declared_lag(control).at_fall
     if is_farther_behind(facts, control):
-        yield _difference("staleness", "lag", of_run, of_control)
+        yield _difference("staleness", "lag", declared_lag(facts).at_fall, declared_lag(control).at_fall)
 
 
 def _mismatches(
@@ -239,10 +238,11 @@ def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
     steps = np.intersect1d(np.unique(facts.rollouts.step), np.unique(control.rollouts.step))
     a, b = facts.rollouts, control.rollouts
     differing = [int(step) for step in steps if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
+    if not differing:
+        return
     parted = _first_parted(facts, control)
-    follows = bool(differing) and parted is not None and parted < differing[0]
-    shifts = any(each.code == "prompts_changed" for suspect in suspects for each in suspect.evidence)
-    if differing and (shifts or not follows):
+    follows = parted is not None and parted < differing[0]
+    if not follows or any(each.code == "prompts_changed" for suspect in suspects for each in suspect.evidence):
         yield Difference(suspect="data", code="prompts", values={"step": differing[0], "num_steps": len(differing)})
 
 

@@ -22,7 +22,7 @@ class RunMismatch:
 
     size: float
     """Mean |d| where the fall begins, nats: the median over the tenth of the run before it, or the largest median of three
-    steps that begin until a good part of it was lost."""
+    successive steps of which the first comes no later than the loss of a good part."""
     first: float
     """Mean |d| of the first step, nats: of weights that no update has seen, where the run was recorded from its start."""
     settled: float
@@ -66,9 +66,9 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """The largest median of three neighbours, one of which at least is from `first` to `last`, and not beyond what there is there.
+    """The largest median of three successive steps that begin from `first` to `last`, but at most the largest value there.
 
-    One outlier does not count, a jump at `last` does, and one after it does not.
+    So a single outlier does not count, a jump at `last` counts, and a jump after it does not.
     """
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]

@@ -106,9 +106,9 @@ MUCH_UNEQUAL = 0.3
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
 SORTED = 0.9
-"""Least share of groups with several rewards that lie in the order of their size, from which somebody sorted them."""
+"""Share of the groups with several rewards, at least, in which the rewards are in order of size, that tells that they were sorted."""
 SORTED_BY_CHANCE = 0.5
-"""Most that may by chance, or did before: rows that are recorded with their rewards in order are as they were."""
+"""Largest such share that chance gives, or that there was before the fall: rows that were always recorded in that order say nothing."""
 ADVANTAGE_FOLLOWS = 0.3
 """The least one within a step, where groups have one member each and a critic may have taken most of the reward away."""
 ADVANTAGE_AGREES = 0.7
@@ -178,7 +178,7 @@ CLIMBS_FOR = 2
 RATE_SPIKE = 3.0
 """Factor over the median learning rate of the steps before that no schedule has: a straight warm-up stays at two."""
 RATE_STAYS = 10.0
-"""Factor that a rate which rose before a fall still has where that begins, which training does not bear for long."""
+"""Least factor that a learning rate, raised before a fall, still has where the fall begins; training does not bear it for long."""
 ABRUPT = 10.0
 """Factor of a mismatch that no training makes from one step to the next."""
 BENDS = 0.03

@@ -629,7 +629,7 @@ class Knobs:
         return Knobs(**self.__dict__)
 
 
-SETTINGS = [
+ALL = [
     "lr",
     "betas",
     "eps",
@@ -646,6 +646,11 @@ SETTINGS = [
     "groups",
     "samples",
     "overlong",
+]
+"""What most families record; SETTINGS has the rest."""
+
+SETTINGS = [
+    *ALL,
     "length_coef",
     "top_p",
     "gamma",
@@ -1253,24 +1258,6 @@ ASYNC = {
     "batch": "orchestrator/batch",
 }
 
-ALL = [
-    "lr",
-    "betas",
-    "eps",
-    "clip",
-    "wd",
-    "kl",
-    "ent",
-    "limit",
-    "temp",
-    "clip_low",
-    "clip_high",
-    "epochs",
-    "minibatches",
-    "groups",
-    "samples",
-    "overlong",
-]
 
 FAMILIES = {
     f.name: f

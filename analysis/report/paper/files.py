@@ -124,7 +124,7 @@ def rows_of(one: Chart) -> Rows:
     """Everything that a figure shows, a row a point, cell, bin, bar, mark or band; NULL in columns that a row does not have.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y). A stack has the chart's key before these.
-    Heatmap: `what` is cell, where it has tokens, or line. HistogramChart: a row a bin, of which `beyond` is below or above where it
+    Heatmap: `what` is cell, where it has tokens, or line. Histogram: a row a bin, of which `beyond` is below or above where it
     holds everything outside the axis as well. Bar chart: a row a bar.
     """
     if isinstance(one, Stack):
