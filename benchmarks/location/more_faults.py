@@ -687,25 +687,8 @@ def phi3_embedding_shard(m):
 
 @fault("phi3", 0, "residual", "layer 0 adds the MLP to the normed states instead of to the residual")
 def phi3_residual_of_normed(m):
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kw,
-    ):
-        h, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kw,
-        )
+    def forward(self, hidden_states, **kw):
+        h, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kw)
         h = self.post_attention_layernorm(hidden_states + self.resid_attn_dropout(h))
         return h + self.resid_mlp_dropout(self.mlp(h))
 
@@ -950,25 +933,8 @@ def cohere_rope_half(m):
     "layer 2 runs the MLP after the attention instead of beside it",
 )
 def cohere_sequential(m):
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kw,
-    ):
-        h, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kw,
-        )
+    def forward(self, hidden_states, **kw):
+        h, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kw)
         h = hidden_states + h
         return h + self.mlp(self.input_layernorm(h))
 
