@@ -16,7 +16,7 @@ from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
-from .odds import ranked
+from .odds import ranked, weighed
 from .silent import SilentChange, read_silent
 from .suspect import Suspect
 from .suspects import ALL
@@ -75,7 +75,7 @@ def _suspects(facts: Facts) -> tuple[Suspect, ...]:
     if facts.fall is None:
         return ()
     unknown = Suspect(code="unknown", evidence=(*settings(facts, "unknown"), t.prior("unknown")))
-    return ranked([*(suspect(facts) for suspect in ALL), unknown])
+    return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
 
 
 def _attribution(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .factors import FACTORS
 from .suspect import Suspect
 from .thresholds import WORTH
 
@@ -17,3 +18,12 @@ def ranked(suspects: Sequence[Suspect]) -> tuple[Suspect, ...]:
     total = sum(odds)
     judged = [replace(suspect, probability=each / total) for suspect, each in zip(suspects, odds, strict=True)]
     return tuple(sorted(judged, key=lambda suspect: -suspect.probability))
+
+
+def weighed(suspect: Suspect) -> Suspect:
+    """A suspect whose evidence has the points that falls of other laboratories say, FACTORS times those of the rules."""
+    factors = [FACTORS.get(f"{suspect.code}.{evidence.code}", 1.0) for evidence in suspect.evidence]
+    evidence = [
+        replace(each, points=factor * each.points) for each, factor in zip(suspect.evidence, factors, strict=True)
+    ]
+    return replace(suspect, evidence=tuple(evidence))

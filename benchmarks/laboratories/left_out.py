@@ -4,9 +4,11 @@ python benchmarks/laboratories/left_out.py runs/laboratories/a runs/laboratories
 
 A folder of runs has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
 as fallen where the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95; what lies between
-is left out. Of a cause `other` the right answer is that it cannot be told. A cause
-that is named without a fall (`silent`: what is rewarded or sampled became another one) counts as said, and is counted apart. Two numbers are set on the other folders, by least
-logarithmic loss: what a point of evidence is worth, and how many points "something else" begins with.
+is left out. Of a cause `other` the right answer is that it cannot be told. A cause that is named without a fall (`silent`: what is
+rewarded or sampled became another one) counts as said, and is counted apart.
+
+What a kind of evidence counts, as a factor of its points, is set on the other folders by least logarithmic loss, and held near 1
+where few of their falls have it. `--factors` prints these of all folders together, as analysis/attribution/factors.py has them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +24,19 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize
 from tim_trace.analysis import attribute
+from tim_trace.analysis.attribution.factors import FACTORS
 from tim_trace.analysis.attribution.thresholds import WORTH
 
 FELL, HELD = 0.9, 0.95
 SOUND = ("sound", "harmless")
 CONFIDENT = 0.6
 BANDS = (0.0, 0.5, 0.7, 0.9, 1.01)
+FEWEST_FALLS, FEWEST_FOLDERS = 8, 3
+"""That have a kind of evidence, for its factor to be set."""
+MOST = 3.0
+"""The largest factor; the least is 0, so that evidence for a suspect never speaks against it."""
+HELD_NEAR_1 = 1.0
+"""Weight of the squared distances of the factors from 1, beside the summed loss of the falls."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +46,22 @@ class Answer:
     name: str
     cause: str
     """The label: a suspect, `other`, or one of SOUND."""
-    points: dict[str, float] | None
-    """Suspect -> points; None where no fall was seen and nothing that hides one."""
+    evidence: dict[str, dict[str, float]] | None
+    """Suspect -> kind of evidence -> points; None where no fall was seen and nothing that hides one."""
     is_silent: bool = False
     """Whether a cause is named though no fall is seen."""
+    is_alone: bool = True
+    """Whether no control was given."""
 
-    def probabilities(self, worth: float = 1.0, unknown: float = 0.0) -> dict[str, float]:
-        """Suspect -> probability, with another worth of a point and other points of `unknown`."""
-        scaled = {name: worth * value + unknown * (name == "unknown") for name, value in (self.points or {}).items()}
-        highest = max(scaled.values())
-        odds = {name: math.exp(value - highest) for name, value in scaled.items()}
+    def probabilities(self, factors: dict[str, float]) -> dict[str, float]:
+        """Suspect -> probability, with factors of the evidence of a fall."""
+        used = {} if self.is_silent else factors
+        points = {
+            name: sum(WORTH * used.get(f"{name}.{code}", 1.0) * each for code, each in found.items())
+            for name, found in (self.evidence or {}).items()
+        }
+        highest = max(points.values())
+        odds = {name: math.exp(value - highest) for name, value in points.items()}
         return {name: value / sum(odds.values()) for name, value in odds.items()}
 
 
@@ -75,36 +91,69 @@ def answers(folder, *, with_control):
         control = str(folder / label["twin"] / "trace") if with_control and label["twin"] != run.name else None
         result = attribute(str(run / "trace"), control=control)
         suspects = result.silent.suspects if result.silent else result.suspects
-        points = {suspect.code: suspect.points for suspect in suspects} or None
-        found.append(Answer(run.name, label["cause"], points, is_silent=result.silent is not None))
+        evidence: dict[str, dict[str, float]] = {}
+        for suspect in suspects:
+            kinds = evidence.setdefault(suspect.code, {})
+            for each in suspect.evidence:
+                kinds[each.code] = kinds.get(each.code, 0.0) + each.points
+        is_silent = result.silent is not None
+        found.append(Answer(run.name, label["cause"], evidence or None, is_silent=is_silent, is_alone=not with_control))
     return found, left_out
 
 
-def fitted(found):
-    """Worth of a point and points of `unknown` with the least logarithmic loss."""
-    known = [each for each in found if each.points is not None and each.cause not in SOUND]
+def fitted(folders):
+    """Kind of evidence, as SUSPECT.CODE -> its factor with the least logarithmic loss over the answers of some folders."""
+    known = [
+        (place, each) for place, found in enumerate(folders) for each in found
+        if each.evidence is not None and not each.is_silent and each.cause not in SOUND
+    ]  # fmt: skip
+    places, falls = defaultdict(set), defaultdict(int)
+    for place, each in known:
+        for suspect, kinds in each.evidence.items():
+            for code, points in kinds.items():
+                if points and code != "prior" and each.is_alone:
+                    places[f"{suspect}.{code}"].add(place)
+                    falls[f"{suspect}.{code}"] += 1
+    kinds = sorted(kind for kind in falls if falls[kind] >= FEWEST_FALLS and len(places[kind]) >= FEWEST_FOLDERS)
+    column = {kind: number for number, kind in enumerate(kinds)}
+    tables = []
+    for _, each in known:
+        suspects = list(each.evidence)
+        table, rest = np.zeros((len(suspects), len(kinds))), np.zeros(len(suspects))
+        for row, suspect in enumerate(suspects):
+            for code, points in each.evidence[suspect].items():
+                if (number := column.get(f"{suspect}.{code}")) is None:
+                    rest[row] += points
+                else:
+                    table[row, number] += points
+        tables.append((table, rest, suspects.index("unknown" if each.cause == "other" else each.cause)))
 
-    def loss(values):
-        total = 0.0
-        for each in known:
-            truth = "unknown" if each.cause == "other" else each.cause
-            total -= math.log(max(each.probabilities(*values).get(truth, 0.0), 1e-9))
-        return total / max(len(known), 1)
+    def loss(factors):
+        total, slope = HELD_NEAR_1 * ((factors - 1) ** 2).sum(), 2 * HELD_NEAR_1 * (factors - 1)
+        for table, rest, truth in tables:
+            points = WORTH * (rest + table @ factors)
+            odds = np.exp(points - points.max())
+            odds /= odds.sum()
+            total -= math.log(max(odds[truth], 1e-12))
+            odds[truth] -= 1
+            slope = slope + WORTH * (odds @ table)
+        return total, slope
 
-    return tuple(minimize(loss, (0.7, 1.0), method="Nelder-Mead").x)
+    found = minimize(loss, np.ones(len(kinds)), jac=True, method="L-BFGS-B", bounds=[(0, MOST)] * len(kinds))
+    return dict(zip(kinds, found.x.tolist(), strict=True))
 
 
-def said(answer, worth, unknown):
+def said(answer, factors):
     """The suspect that is named and its probability; `none` without a fall, `open` where none is named."""
-    if answer.points is None:
+    if answer.evidence is None:
         return "none", 1.0
-    code, probability = max(answer.probabilities(worth, unknown).items(), key=lambda item: item[1])
+    code, probability = max(answer.probabilities(factors).items(), key=lambda item: item[1])
     return ("open" if code == "unknown" or probability <= 0.5 else code), probability
 
 
-def report(title, found, worth, unknown):
+def report(title, found, factors):
     """Print one laboratory's figures and return its named answers with their probabilities."""
-    rows = [(each, *said(each, worth, unknown)) for each in found]
+    rows = [(each, *said(each, factors)) for each in found]
     suspects = [row for row in rows if row[0].cause not in (*SOUND, "other")]
     others = [row for row in rows if row[0].cause == "other"]
     sound = [row for row in rows if row[0].cause in SOUND]
@@ -113,8 +162,7 @@ def report(title, found, worth, unknown):
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
         f"{sum(e.is_silent and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
-        f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed "
-        f"(worth {worth:.2f}, unknown {unknown:+.2f})"
+        f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"
     )
     for each, name, p in rows:
         expected = "none" if each.cause in SOUND else "open" if each.cause == "other" else each.cause
@@ -127,18 +175,28 @@ def main():
     """Score every folder with what the others set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="+")
-    parser.add_argument(
-        "--as-it-is", action="store_true", help="with the points of the code, nothing set on any folder"
-    )
+    parser.add_argument("--as-it-is", action="store_true", help="with the factors of the code, none set on any folder")
+    parser.add_argument("--factors", action="store_true", help="print the factors that all folders together set")
     given = parser.parse_args()
-    for with_control in (False, True):
+    if not given.as_it_is:
+        FACTORS.clear()
+    found = {
+        with_control: {folder: answers(folder, with_control=with_control) for folder in given.folder}
+        for with_control in (False, True)
+    }
+    of_folders = {folder: found[False][folder][0] + found[True][folder][0] for folder in given.folder}
+    if given.factors:
+        for kind, factor in fitted(list(of_folders.values())).items():
+            if round(factor, 1) != 1.0:
+                print(f'    "{kind}": {factor:.1f},')
+        return
+    for with_control, by_folder in found.items():
         print("beside a control" if with_control else "without a control")
-        found = {folder: answers(folder, with_control=with_control) for folder in given.folder}
         named = []
-        for folder, (of_folder, left_out) in found.items():
-            rest = [answer for other in found if other != folder for answer in found[other][0]]
-            worth, unknown = (WORTH, 0.0) if given.as_it_is else fitted(rest)
-            named += report(f"  {folder.name} ({left_out} left out)", of_folder, worth, unknown)
+        for folder, (of_folder, left_out) in by_folder.items():
+            rest = [of_other for other, of_other in of_folders.items() if other != folder]
+            factors = {} if given.as_it_is else fitted(rest)
+            named += report(f"  {folder.name} ({left_out} left out)", of_folder, factors)
         for low, high in pairwise(BANDS):
             band = [(is_right, p) for is_right, p in named if low <= p < high]
             on_average = f" ({np.mean([p for _, p in band]):.0%} on average)" if band else ""

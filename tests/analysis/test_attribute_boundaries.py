@@ -16,9 +16,10 @@ from tim_trace.analysis.attribution import facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.drop import Drop
 from tim_trace.analysis.attribution.evidence import Evidence
+from tim_trace.analysis.attribution.factors import FACTORS
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.attribution.odds import ranked
+from tim_trace.analysis.attribution.odds import ranked, weighed
 from tim_trace.analysis.attribution.rollouts import (
     ChangedResponses,
     OtherPromptsRewards,
@@ -1477,6 +1478,21 @@ def test_probabilities_are_those_of_the_points():
     assert (first.code, second.code) == ("mismatch", "reward")
     assert thresholds.WORTH == 0.5
     assert first.probability / second.probability == pytest.approx(np.e**0.5)
+
+
+def test_evidence_counts_as_falls_say():
+    given = {"setting_changed": 4.0, "reward_drops_with_policy": 2.5, "update_bursts": 1.5, "prior": -1.0}
+    suspect = Suspect(code="optimizer", evidence=tuple(Evidence(code=code, points=given[code]) for code in given))
+    assert [each.points for each in weighed(suspect).evidence] == pytest.approx([7.6, 1.5, 1.5, -1.0])
+    of_other = Suspect(code="entropy", evidence=(Evidence(code="setting_changed", points=4.0),))
+    assert weighed(of_other).points == 4.0
+
+
+def test_factors_are_of_evidence_that_there_is_and_never_turn_it():
+    known = {(suspect, code) for suspect, code in (kind.split(".") for kind in FACTORS)}
+    assert {suspect for suspect, _ in known} <= set(SUSPECTS)
+    assert {code for _, code in known} <= set(EVIDENCE) | {code for codes in EVIDENCE_OF.values() for code in codes}
+    assert all(0 <= factor <= 3 for factor in FACTORS.values())
 
 
 def test_text_marks_what_speaks_for_and_against():
