@@ -115,6 +115,8 @@ def fitted(folders):
                     places[f"{suspect}.{code}"].add(place)
                     falls[f"{suspect}.{code}"] += 1
     kinds = sorted(kind for kind in falls if falls[kind] >= FEWEST_FALLS and len(places[kind]) >= FEWEST_FOLDERS)
+    if not kinds:
+        return {}
     column = {kind: number for number, kind in enumerate(kinds)}
     tables = []
     for _, each in known:
@@ -178,6 +180,9 @@ def main():
     parser.add_argument("--as-it-is", action="store_true", help="with the factors of the code, none set on any folder")
     parser.add_argument("--factors", action="store_true", help="print the factors that all folders together set")
     given = parser.parse_args()
+    num_needed = FEWEST_FOLDERS + (not given.factors)
+    if not given.as_it_is and len(given.folder) < num_needed:
+        parser.error(f"factors need at least {num_needed} folders; or score these with --as-it-is")
     if not given.as_it_is:
         FACTORS.clear()
     found = {
