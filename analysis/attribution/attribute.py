@@ -18,10 +18,11 @@ from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked, weighed
 from .silent import SilentChange, read_silent
+from .supposed import broken_steps, supposed_at
 from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import settings
-from .suspects.timing import order
+from .suspects.timing import at_once, order
 
 
 def attribute(
@@ -60,21 +61,44 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            return _attribution(facts, _suspects(facts), silent=read_silent(facts))
+            silent = read_silent(facts)
+            supposed = None if facts.fall or silent else _supposed(facts)
+            return _attribution(facts, _suspects(facts), silent=silent, supposed=supposed)
         other = read_facts(control, pair, is_control=True)
         if shares_prompts(facts, other):
             facts = facts.beside(other)
-        compared = compare(facts, other, _suspects(facts))
+        compared, silent = compare(facts, other, _suspects(facts)), read_silent(facts, other)
         return _attribution(
-            facts, compared.suspects, silent=read_silent(facts, other), control=control.given[0], compared=compared
-        )
+            facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
+            supposed=None if facts.fall or silent else _supposed_beside(facts, other, compared),
+        )  # fmt: skip
+
+
+def _supposed(facts: Facts) -> SilentChange | None:
+    """What would be the cause if the run did worse all the same: what was changed most clearly."""
+    found = []
+    for step in sorted(set(broken_steps(facts))):
+        suspects = _suspects(supposed_at(facts, step))
+        if suspects[0].code != "unknown":
+            found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))
+    return max(found, key=lambda one: one.suspects[0].probability, default=None)
+
+
+def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
+    """The same beside a control: what they differ in first."""
+    if compared.parted is None:
+        return None
+    step = compared.parted.step
+    supposed = supposed_at(facts, step)
+    suspects = compare(supposed, control, _suspects(supposed)).suspects
+    return SilentChange(suspects=suspects, step=step, low=step, high=step)
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
     """Every suspect with its evidence in one run; none where nothing fell."""
     if facts.fall is None:
         return ()
-    unknown = Suspect(code="unknown", evidence=(*settings(facts, "unknown"), t.prior("unknown")))
+    unknown = Suspect(code="unknown", evidence=(*settings(facts, "unknown"), *at_once(facts, t.MEDIUM), t.prior("unknown")))
     return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
 
 
@@ -83,6 +107,7 @@ def _attribution(
     suspects: tuple[Suspect, ...],
     *,
     silent: SilentChange | None,
+    supposed: SilentChange | None = None,
     control: str | None = None,
     compared: ControlComparison | None = None,
 ) -> Attribution:
@@ -98,6 +123,7 @@ def _attribution(
         changes=facts.near,
         suspects=suspects,
         silent=silent,
+        supposed=supposed,
         difference_codes=compared.differences if compared else (),
         note_codes=(
             *facts.notes,

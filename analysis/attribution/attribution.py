@@ -67,6 +67,9 @@ class Attribution(Result):
     """The most probable first; empty where nothing fell."""
     silent: SilentChange | None = None
     """What was changed so that the recorded reward no longer tells of a fall; None where one is seen or nothing was."""
+    supposed: SilentChange | None = None
+    """What would be the cause if the run did worse all the same, where no fall is seen and nothing proves one; None where nothing was
+    changed."""
     difference_codes: tuple[Difference, ...] = ()
     """What differs from the control, the earliest first."""
     note_codes: tuple[Statement, ...] = ()

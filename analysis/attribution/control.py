@@ -12,6 +12,26 @@ from ..dynamics.recorded import read_recorded
 from ..statement import Measured, Statement
 from . import thresholds as t
 from .attribution import Difference
+from .divergence import (
+    ADVANTAGES,
+    ADVANTAGES_PERMUTED,
+    BY_LENGTH,
+    CUT,
+    ENGINE,
+    KL_TERM,
+    OF_LAST_STEP,
+    PERMUTED,
+    PROMPTS,
+    REFERENCE_MODEL,
+    REWARDS,
+    SAMPLING,
+    SCORING,
+    TOOL,
+    UNSEEN_REWARDS,
+    UPDATE,
+    Divergence,
+    first_divergence,
+)
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
@@ -31,37 +51,172 @@ class ControlComparison:
     is_intervention: bool
     differences: tuple[Difference, ...]
     notes: tuple[Statement, ...]
+    parted: Divergence | None = None
+    """The first difference of two runs that are the same before it."""
 
 
 def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> ControlComparison:
     """Let a control decide between suspects.
 
-    Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not.
-    Several differences share the probability by what speaks for each in the run alone.
+    Where the run fell and the control did not, what they differ in is the cause; where both fell alike, it is not. Of two runs that
+    are the same bits up to a step it is what differs first. Else several differences share the probability by what speaks for each in
+    the run alone.
     """
     shares = shares_prompts(facts, control)
     notes = () if shares else (Statement(code="other_prompts"),)
-    differences = tuple(_differences(facts, control, suspects))
-    codes = {difference.suspect for difference in differences}
+    parted = _decisive(facts, first_divergence(facts, control)) if shares else None
+    first = tuple(_of_divergence(facts, control, suspects, parted)) if parted else ()
+    told = {(each.suspect, each.code) for each in first}
+    rest = tuple(
+        each for each in _differences(facts, control, suspects) if not first or (each.suspect, each.code) not in told
+    )
+    differences = (*first, *rest)
+    codes = {difference.suspect for difference in first or differences}
     if facts.fall is None:
-        return ControlComparison(suspects=(), is_intervention=shares, differences=differences, notes=notes)
-    if any(difference.code == "rewards_by_length" for difference in differences):
+        return ControlComparison(
+            suspects=(), is_intervention=shares, differences=differences, notes=notes, parted=parted
+        )
+    if any(difference.code in ("rewards_by_length", BY_LENGTH) for difference in differences):
         suspects = _without(suspects, "reward", "rewards_changed")
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
     if fell_too:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
     elif codes:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_did_not_fall", points=t.CONTROL))
-        if shares and len(codes) == 1 and all(difference.code in _GIVEN for difference in differences):
-            others = {suspect.code for suspect in suspects} - codes - {"unknown"}
-            suspects = _with(suspects, others, Evidence(code="control_is_alike", points=-t.DECISIVE))
-        if any(difference.code == "entropy_higher" for difference in differences):
+        others = {suspect.code for suspect in suspects} - codes
+        if parted is not None:
+            suspects = _with(suspects, others, Evidence(code="control_is_alike", points=-t.PARTS_FIRST))
+            for code, evidence in _of_update(facts, control, parted) if parted.code == UPDATE else ():
+                suspects = _with(suspects, {code} & codes, evidence)
+        elif shares and len(codes) == 1 and all(difference.code in _GIVEN for difference in differences):
+            suspects = _with(suspects, others - {"unknown"}, Evidence(code="control_is_alike", points=-t.DECISIVE))
+        if parted is None and any(difference.code == "entropy_higher" for difference in differences):
             suspects = _with(suspects, {"entropy"}, Evidence(code="entropy_parts_first", points=t.MEDIUM))
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
-        suspects=suspects, is_intervention=shares and len(codes) == 1, differences=differences, notes=notes
-    )
+        suspects=suspects, is_intervention=shares and len(codes) == 1, differences=differences, notes=notes,
+        parted=parted,
+    )  # fmt: skip
+
+
+def _decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
+    """The first difference, where it can be what made the fall: it comes no later, and the runs did not drift apart by rounding."""
+    if parted is None or not parted.is_sudden:
+        return None
+    if facts.fall is not None and parted.step > max(facts.fall.interval[1], facts.fall.fallen):
+        return None
+    others = int(parted.values.get("num_sequences", 0)) - int(parted.values.get("num_equal", 0))
+    is_few = parted.code == SAMPLING and others < t.MANY_PART * int(parted.values["num_sequences"])
+    return None if is_few else parted
+
+
+_SUSPECTS_OF = {
+    PROMPTS: ("data",),
+    CUT: ("truncation",),
+    SAMPLING: ("mismatch", "unknown"),
+    TOOL: ("unknown",),
+    ENGINE: ("mismatch", "staleness"),
+    SCORING: ("mismatch",),
+    REWARDS: ("reward",),
+    PERMUTED: ("pairing",),
+    OF_LAST_STEP: ("pairing",),
+    KL_TERM: ("reference",),
+    UNSEEN_REWARDS: ("advantages", "reward", "length"),
+    BY_LENGTH: ("length",),
+    REFERENCE_MODEL: ("reference",),
+    ADVANTAGES: ("advantages",),
+    ADVANTAGES_PERMUTED: ("pairing",),
+}
+"""What differs first -> the suspects that it belongs to."""
+
+
+def _of_divergence(
+    facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: Divergence
+) -> Iterator[Difference]:
+    """What differs first, once for each suspect that it may belong to."""
+    codes = _SUSPECTS_OF.get(parted.code, ())
+    if parted.code == ENGINE:
+        codes = ("staleness",) if is_farther_behind(facts, control) else codes
+    if parted.code == REWARDS and facts.rewards_lie_off:
+        codes = ("pairing",)
+    if parted.code == UPDATE:
+        given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects))}
+        unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
+        codes = tuple(sorted(given)) or ("unknown", "optimizer", "entropy", "reference", *unseen)
+    for code in codes:
+        yield Difference(suspect=code, code=parted.code, values={"step": parted.step, **parted.values})
+
+
+def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
+    """What tells which part of training made an update that differs, though it was given the same."""
+    step = parted.step
+    yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
+    gradient, update, moment = (_ratio(facts, control, name, step) for name in _OF_UPDATE)
+    is_equal = abs(gradient - 1) <= t.NORM_DIFFERS
+    values: dict[str, Measured] = {"step": step, "factor": gradient}
+    if is_equal:
+        yield from ((code, Evidence(code="gradient_is_equal", values=values, points=-t.CERTAIN)) for code in _OF_LOSS)
+    elif np.isfinite(gradient):
+        yield "optimizer", Evidence(code="gradient_differs", values=values, points=-t.MEDIUM)
+    if gradient > t.GRADIENT_GROWS:
+        yield "entropy", Evidence(code="gradient_grows", values=values, points=-t.STRONG)
+        if np.isfinite(facts.rollouts.reference).any():
+            yield "reference", Evidence(code="gradient_grows", values=values, points=t.STRONG)
+    values = {"step": step, "factor": update}
+    by_optimizer = max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
+    if by_optimizer >= t.UPDATE_GROWS or abs(moment - 1) > t.MOMENT_DIFFERS:
+        yield "optimizer", Evidence(code="update_is_other", values=values, points=t.CERTAIN)
+    elif is_equal and abs(update - 1) <= t.NORM_DIFFERS:
+        yield "unknown", Evidence(code="update_is_equal", values=values, points=t.DECISIVE)
+        yield "optimizer", Evidence(code="update_is_equal", values=values, points=-t.DECISIVE)
+    apart = float(parted.values.get("apart", 0.0))
+    if not apart <= t.WEIGHTS_JUMP:
+        values = {"step": step, "apart": apart}
+        yield from ((code, Evidence(code="weights_jump", values=values, points=-t.DECISIVE)) for code in _OF_LOSS)
+        yield "unknown", Evidence(code="weights_jump", values=values, points=t.MEDIUM)
+    yield from _of_loss(facts, control, step)
+    yield from _away(facts, control, parted)
+    if apart <= t.WEIGHTS_JUMP / 4:
+        for difference in _entropy(facts, control, step):
+            yield "entropy", Evidence(code="entropy_parts_first", values=difference.values, points=t.STRONG)
+
+
+_OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
+_OF_LOSS = ("entropy", "reference")
+
+
+def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
+    """A series of the run over the control's at a step; NaN where one has no value."""
+    of_run, of_control = (_at(run, name, step) for run in (facts, control))
+    return of_run / of_control if of_control else math.nan
+
+
+def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
+    """A loss that is far lower or higher than the control's from the same: a bonus is taken off it, a penalty is added."""
+    usual = float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
+    higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
+    if not abs(higher) >= t.LOSS_MOVES:
+        return
+    values = {"step": step, "factor": abs(higher)}
+    code = "loss_is_higher" if higher > 0 else "loss_is_lower"
+    yield "entropy", Evidence(code=code, values=values, points=-t.STRONG if higher > 0 else t.STRONG)
+    if higher > 0 and np.isfinite(facts.rollouts.reference).any():
+        yield "reference", Evidence(code=code, values=values, points=t.STRONG)
+    if higher < 0:
+        yield "unknown", Evidence(code=code, values=values, points=-t.STRONG)
+
+
+def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
+    """A policy that leaves its reference at once, which neither a KL term nor an entropy bonus makes it do."""
+    distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
+    near = [distance[(steps > parted.step) & (steps <= parted.step + 3)] for steps, distance in distances]
+    if min(map(len, near)) == 0:
+        return
+    farther = float(near[0].mean() - near[1].mean())
+    if farther > t.AWAY_FROM_REFERENCE:
+        values = {"step": parted.step, "farther": farther}
+        yield from ((code, Evidence(code="leaves_reference", values=values, points=-t.STRONG)) for code in ("entropy", "reference"))
 
 
 _GIVEN = (
@@ -299,7 +454,7 @@ def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
         moved = np.abs(a.likelihood[one] - b.likelihood[two])[a.whole[one] == b.whole[two]]
         if len(moved) and np.nanmean(moved) > t.WEIGHTS_DIFFER:
             if before is not None:
-                yield from _of_update(facts, control, before)
+                yield from _of_first_update(facts, control, before)
             return
         same = [np.array_equal(x[one], y[two], equal_nan=True) for x, y in _inputs(a, b)]
         if not all(same) or not _same_logprobs(a.sampled[one], b.sampled[two]):
@@ -331,7 +486,7 @@ def _same_logprobs(a: np.ndarray, b: np.ndarray) -> bool:
     return not len(apart) or float(apart.mean()) <= t.WEIGHTS_DIFFER
 
 
-def _of_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
+def _of_first_update(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
     of_run, of_control = (_at(run, "grad_norm", step) for run in (facts, control))
     own = facts.rollouts.at([step]).advantage
     has_advantages = bool(np.isfinite(own).any())

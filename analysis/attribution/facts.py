@@ -26,17 +26,22 @@ from ..trace.source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
+from .moves import FirstMoves, first_moves
 from .rollouts import (
     ChangedResponses,
+    KeptRewards,
     OtherPromptsRewards,
     ReorderedRewards,
     RepeatedResponses,
     Rollouts,
     changed_responses,
     correlation,
+    kept_rewards,
     least_reward,
+    pays_length_otherwise,
     read_rollouts,
     relation,
+    relation_by_step,
     reordered_rewards,
     repeated_responses,
     rewards_of_other_prompts,
@@ -44,7 +49,12 @@ from .rollouts import (
     unequal_share,
 )
 from .settings import read_settings, suspect_of
-from .staleness import StaleWeights, read_stale_weights
+from .staleness import StaleWeights, StillEngine, read_stale_weights, read_still_engine
+
+_BREAK_STEPS = 10
+"""Steps before and since a step whose advantages are held against each other."""
+_FEWEST_STEPS = 3
+"""Fewest of these with rewards that differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +172,18 @@ class Facts:
             self.repeated.lies_off
             or is_reordered
             or self.graded_elsewhere is not None
+            or self.moved_rewards is not None
             or self.sorted_in_groups is not None
         )
+
+    @cached_property
+    def moved_rewards(self) -> KeptRewards | None:
+        """Rewards that likelier answers no longer earn from a step on, and others of the same steps do."""
+        step = self.moves.step("relation")
+        if step is None or not self.repeated.unequal > t.CHANGED:
+            return None
+        kept = kept_rewards(self.rollouts, step)
+        return kept if kept is not None and kept.is_moved else None
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
@@ -196,6 +216,16 @@ class Facts:
                 return found
         found = self._given_otherwise_for_good("reward", least_reward(self.rollouts))
         return None if found is None or found.is_rescaled else found
+
+    @cached_property
+    def pays_length_since(self) -> float:
+        """Correlation of lengths with what equal responses earn otherwise since a step, where that is a matter of length; else 0."""
+        found = self.changed_rewards
+        if found is None:
+            return 0.0
+        if abs(found.length_correlation) > t.LENGTH_EXPLAINS:
+            return found.length_correlation
+        return pays_length_otherwise(self.rollouts.since(found.high), self.rollouts.until(found.low - 1))
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
@@ -286,6 +316,50 @@ class Facts:
         """Whether the mismatch is that of weights some steps behind."""
         values = self.values("mean_abs_d")
         return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
+
+    @cached_property
+    def advantages_break(self) -> tuple[int, float, float] | None:
+        """A step near the fall, until which advantages follow rewards within groups and from which they do not: correlations of both.
+
+        Looked at step by step: a policy that is trained on them may soon have no rewards left that differ.
+        """
+        if self.fall is None:
+            return None
+        steps, follows = relation_by_step(self.rollouts, "reward", "advantage")
+        first, last = self.fall.interval[0] - int(t.AHEAD), max(self.fall.interval[1], self.fall.fallen)
+        for place in np.flatnonzero((steps >= first) & (steps <= last)):
+            before, since = follows[max(place - _BREAK_STEPS, 0) : place], follows[place : place + _BREAK_STEPS]
+            if len(before) < _FEWEST_STEPS or len(since) < _FEWEST_STEPS or np.median(before) < t.ADVANTAGE_AGREES:
+                continue
+            if since.max() < min(t.ADVANTAGE_FOLLOWS, float(before.min())):
+                return int(steps[place]), float(np.median(before)), float(np.median(since))
+        return None
+
+    @cached_property
+    def moves(self) -> FirstMoves:
+        """What moves first where the fall begins; nothing where nothing fell."""
+        return FirstMoves(of={}) if self.fall is None else first_moves(self.series, self.rollouts, self.fall)
+
+    @cached_property
+    def grows_from_nothing(self) -> bool:
+        """Whether the mismatch, from the step at which it first moves, grows from little to a multiple within some updates."""
+        step = self.moves.step("mean_abs_d")
+        values = self.values("mean_abs_d")
+        if step is None:
+            return False
+        place = int(np.searchsorted(self.steps, step))
+        first, later = values[place : place + 2], values[place + 8 : place + 13]
+        known = np.isfinite(later)
+        return bool(known.any()) and float(np.nanmean(first)) < t.FROM_NOTHING * float(np.median(later[known]))
+
+    @cached_property
+    def still_engine(self) -> StillEngine | None:
+        """Whether the engine keeps its weights from where the mismatch begins."""
+        values = self.values("mean_abs_d")
+        if self.mismatch is None or not np.isfinite(values).any():
+            return None
+        begun = np.flatnonzero(values >= t.BEGUN * max(self.mismatch.size, float(np.nanmax(values)) / 10))
+        return read_still_engine(self.rollouts, int(self.steps[begun[0]])) if len(begun) else None
 
     def beside(self, control: Facts) -> Facts:
         """The same with the fall as it is seen beside a control that shares the seeds: where their outcomes part for good."""

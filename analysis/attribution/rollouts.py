@@ -58,6 +58,8 @@ _BY_CHANCE = 1.32
 """Standard errors, 1 / sqrt(n - 1), of a correlation that one of ten passes by chance."""
 _FEWEST = 30
 """Comparisons below which there is no answer."""
+_KEPT_STEPS = 8
+"""Steps on either side of one at which rewards may have changed their rows: the policy stays about what it is."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
 _PROMPTS_AWAY = 8
@@ -152,12 +154,21 @@ class Rollouts:
         """The sequences up to a step."""
         return self._where(self.step <= step)
 
+    def at_step(self, step: int) -> Rollouts:
+        """The sequences of a step, in the order of their recording."""
+        first, last = np.searchsorted(self.step, [step, step + 1])
+        return self.ordered(slice(first, last))
+
+    def ordered(self, places: np.ndarray | slice) -> Rollouts:
+        """The sequences of some places, in their order."""
+        return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
+
     def at(self, steps: Sequence[int]) -> Rollouts:
         """The sequences of some steps."""
         return self._where(np.isin(self.step, steps))
 
     def _where(self, kept: np.ndarray) -> Rollouts:
-        return Rollouts(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
+        return self.ordered(kept)
 
 
 @cached
@@ -329,6 +340,16 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     )
 
 
+def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
+    """[n] steps in which some group has a spread of both columns, and [n] their correlation within the groups of the step."""
+    x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
+    known = np.isfinite(x) & np.isfinite(y)
+    steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
+    xy, xx, yy = (np.bincount(of_step, product[known], len(steps)) for product in (x * y, x**2, y**2))
+    spread = (xx > 1e-12) & (yy > 1e-12)
+    return steps[spread], xy[spread] / np.sqrt(xx[spread] * yy[spread])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
     """Responses that came before a step and after it, and what they are given since: a reward, or a reference's logprob."""
@@ -464,6 +485,38 @@ class ReorderedRewards:
         return (
             self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRewards:
+    """What responses lose that came before, from a step on, beside what all responses of these steps lose."""
+
+    step: int
+    lost_known: float
+    """What responses that came before earn less than then, over all responses of the steps."""
+    lost: float
+    """What all responses of the steps from it on earn less than those of as many steps before."""
+    error: float
+    """Standard error of `lost`."""
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether others earn what they lose: rewards changed their rows, and are no other ones."""
+        is_known = self.lost_known > t.KEPT_SD * self.error
+        return is_known and self.lost < t.KEPT * self.lost_known
+
+
+def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
+    """Compare the rewards of eight steps from a step on with those of eight before; None without either."""
+    before, since = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
+    rewards = [part.reward[np.isfinite(part.reward)] for part in (before, since)]
+    if min(map(len, rewards)) < _FEWEST:
+        return None
+    known = _earned_before(rollouts, step)[(rollouts.step >= step) & (rollouts.step < step + _KEPT_STEPS)]
+    less = (known - since.reward)[np.isfinite(known - since.reward)]
+    error = math.sqrt(sum(float(part.var()) / len(part) for part in rewards))
+    lost = float(rewards[0].mean() - rewards[1].mean())
+    return KeptRewards(step=step, lost_known=float(less.sum()) / len(rewards[1]), lost=lost, error=max(error, 1e-12))
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
@@ -603,6 +656,30 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
+
+
+def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
+    """How the reward goes with length where it does in some sequences and not in those that they are held against; 0 where it does not.
+
+    The correlation of lengths with what equal responses earn beyond the others' reward; or that of lengths and rewards within groups,
+    where almost all of them earn something else and lengths go that way.
+    """
+    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
+    difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
+    chosen = np.isfinite(difference) & differs
+    overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])
+    if chosen.sum() > 2 and abs(overall) > t.LENGTH_EXPLAINS:
+        return overall
+    within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
+    is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
+    goes = _latest(run).length.mean() - control.length.mean()
+    is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL
+    return within if is_paid and is_other and goes * within > 0 else 0.0
+
+
+def _latest(rollouts: Rollouts) -> Rollouts:
+    """The last quarter of the sequences."""
+    return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
 def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:

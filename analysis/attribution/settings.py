@@ -13,7 +13,7 @@ _OPTIMIZER = {
     "adam_beta1": ("adam_beta1", "beta1", "beta_1"),
     "adam_beta2": ("adam_beta2", "beta2", "beta_2"),
     "adam_epsilon": ("adam_epsilon", "adam_eps", "eps"),
-    "weight_decay": ("weight_decay", "wd"),
+    "weight_decay": ("weight_decay", "wd", "l2"),
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
@@ -21,19 +21,25 @@ _OPTIMIZER = {
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
-    ("length", ("length_bonus", "length_penalty", "length_reward", "len_penalty", "len_bonus", "overlong", "token_cost")),
-    ("entropy", ("entropy", "ent", "ent_coef")),
+    ("length", ("length_bonus", "length_penalty", "length_reward", "length_coef", "length_cost", "length_weight", "len_penalty", "len_bonus",
+                "overlong", "token_cost", "brevity", "verbosity", "token_penalty", "token_bonus")),
+    ("optimizer", ("max_norm", "grad_norm", "clip_norm", "norm_clip")),
+    ("entropy", ("entropy", "ent", "ent_coef", "exploration")),
     ("reference", ("kl", "ref", "reference", "beta")),
-    ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit")),
-    ("mismatch", (*_SAMPLING, "quant", "quantization", "engine", "kv_cache")),
-    ("advantages", ("advantage", "advantages", "adv", "baseline", "scale_rewards", "normalize", "normalise", "whiten", "gamma", "lam")),
-    ("data", ("prompt", "prompts", "data", "dataset", "curriculum", "difficulty", "task", "tasks")),
-    ("reward", ("reward", "rewards", "verifier", "judge", "scorer")),
-    ("staleness", ("sync", "staleness", "stale", "lag", "lags")),
-    ("optimizer", ("lr", "learning_rate", "rate", "betas", "beta1", "beta2", "eps", "epsilon", "adam", "weight_decay", "wd", "decay",
-                   "momentum", "grad", "clip", "cliprange", "optimizer", "optim", "warmup", "updates", "epochs")),
+    ("truncation", ("max_tokens", "max_new_tokens", "max_completion", "max_response", "max_length", "max_len", "length_limit", "max_turns",
+                    "turn_limit", "num_turns", "horizon", "truncation", "stop", "stop_tokens", "token_budget", "turns")),
+    ("mismatch", (*_SAMPLING, "quant", "quantization", "quantisation", "engine", "kv_cache", "dtype", "precision", "bits", "kernel", "fp8",
+                  "int8", "int4", "vllm", "sglang")),
+    ("advantages", ("advantage", "advantages", "adv", "baseline", "scale_rewards", "normalize", "normalise", "standardize", "standardise",
+                    "whiten", "whitening", "gamma", "discount", "lam", "lambda", "gae", "gae_lambda")),
+    ("data", ("prompt", "prompts", "data", "dataset", "curriculum", "difficulty", "task", "tasks", "template", "level", "split")),
+    ("reward", ("reward", "rewards", "verifier", "judge", "scorer", "grader", "rm", "score", "bonus", "penalty")),
+    ("staleness", ("sync", "staleness", "stale", "lag", "lags", "async", "refresh", "off_policy", "behind")),
+    ("optimizer", ("lr", "learning_rate", "rate", "betas", "beta1", "beta2", "eps", "epsilon", "adam", "weight_decay", "wd", "decay", "l2",
+                   "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "updates",
+                   "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Suspect -> words of the names of its settings; the first that has one counts."""
+"""Suspect -> words of the names of its settings; the first that has one counts. A norm that is clipped is the gradient's."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),

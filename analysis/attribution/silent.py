@@ -64,10 +64,10 @@ def _suspect(code: str, evidence: Evidence) -> Suspect:
 def _reward(facts: Facts) -> SilentChange | None:
     """The same responses earn another reward, the same one each time."""
     found = facts.new_reward
-    if found is None or found.is_rescaled or facts.rewards_lie_off:
+    if found is None or facts.rewards_lie_off or (found.is_rescaled and not facts.pays_length_since):
         return None
-    if abs(found.length_correlation) > t.LENGTH_EXPLAINS:
-        values = {"correlation": found.length_correlation, "step": found.step, "num_responses": found.num_responses}
+    if facts.pays_length_since:
+        values = {"correlation": facts.pays_length_since, "step": found.step, "num_responses": found.num_responses}
         evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
         return _of(found.step, (found.low, found.high), _suspect("length", evidence))
     evidence = Evidence(code="rewards_changed", values=found.values, points=of_changed(found))

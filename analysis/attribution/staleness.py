@@ -19,6 +19,13 @@ _AROUND = 1
 """Neighbouring distances whose openings are pooled with those of each distance."""
 _FEWEST = 30
 """Openings that have to come again at a distance for it to be judged."""
+_SOON = 3
+"""Steps within which an opening has to come again to tell whether the engine's weights are the same."""
+_FEWEST_STILL = 4
+_SAME_BITS = 1e-7
+"""Nats by which the mean of a few equal float32 logprobs differs from itself at most."""
+_CERTAIN = 1e-3
+"""Nats below which an opening is certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,39 @@ def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | 
         same_step, before = np.abs(sampled[rows] - trained[rows]), np.abs(sampled[rows] - trained[place[rows]])
         sums[back - 1] = same_step.sum(), before.sum(), len(rows)
     return _best(sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillEngine:
+    """The engine's logprobs of openings that come again within a few steps, beside the trainer's of the same."""
+
+    num_pairs: int
+    still: float
+    """Share of them to which the engine gives the same bits both times."""
+    of_trainer: float
+    """The share to which the trainer does."""
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {"num_openings": self.num_pairs, "still_share": self.still, "trainer_share": self.of_trainer}
+
+    @property
+    def explains(self) -> bool:
+        """Whether the engine kept its weights while the trainer changed them."""
+        return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
+
+
+def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
+    """Whether the engine's logprobs of equal openings stay the same bits from a step on; None where fewer than four come again."""
+    opening, step, sampled, trained = _first_of_step(rollouts)
+    again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
+    again &= (sampled[1:] < -_CERTAIN) & (trained[1:] < -_CERTAIN)  # of what is certain nothing moves
+    if again.sum() < _FEWEST_STILL:
+        return None
+    moved = [np.abs(values[1:] - values[:-1])[again] for values in (sampled, trained)]
+    still, of_trainer = (float((each <= _SAME_BITS).mean()) for each in moved)
+    return StillEngine(num_pairs=int(again.sum()), still=still, of_trainer=of_trainer)
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:

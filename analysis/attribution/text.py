@@ -38,6 +38,23 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "policies_apart": "from step {step} on what is sampled is {apart:.2g} nats a token less likely to the trainer than to the "
         "engine: the recorded reward is that of another policy",
         "entropy_parts_first": "from the first update that differs on the entropy is higher than the control's, as a bonus for it makes it",
+        "gradient_moves_first": "the gradient's norm grows at step {step}, before reward and policy move",
+        "policy_moves_at_once": "at step {step} the policy is another one at once, after a gradient as before",
+        "relation_breaks_alone": "from step {step} on likelier answers no longer earn more, while the step's rewards and the policy are what "
+        "they were",
+        "mismatch_grows_by_updates": "from step {step} on the mismatch grows from little to a multiple within some updates, as of weights that stay "
+        "behind",
+        "update_differs": "an update that was given the same is where the control parts",
+        "gradient_is_equal": "the update of step {step} has the control's gradient norm: the loss has no other term",
+        "gradient_differs": "the update of step {step} has {factor:.3g} times the control's gradient norm: the loss differs",
+        "gradient_grows": "the update of step {step} has {factor:.3g} times the control's gradient norm",
+        "update_is_other": "the update of step {step} is {factor:.3g} times as large as the control's, which its gradient does not explain",
+        "update_is_equal": "the update of step {step} has the control's gradient norm and size, and other weights all the same",
+        "loss_is_lower": "the loss of step {step} lies below the control's by {factor:.3g} times its usual size: a bonus is taken off it",
+        "loss_is_higher": "the loss of step {step} lies above the control's by {factor:.3g} times its usual size: a penalty is added",
+        "weights_jump": "the update of step {step} leaves weights that are {apart:.2g} nats a token from the control's: too far for a term of the "
+        "loss",
+        "leaves_reference": "within three steps the policy is {farther:.2g} nats a token farther from the reference than the control's",
         "evaluation_holds": "the evaluation holds while the reward of what was sampled falls: the policy is what it was",
     },
     "mismatch": {
@@ -51,6 +68,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "began: it follows the fall",
         "not_sampled_so": "since the fall tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times "
         "it, {ratio_before:.2g} before): they are not sampled with the logprobs that the engine returns",
+        "trainer_moves_first": "the engine goes on sampling as before where the mismatch jumps, and the trainer scores otherwise: its weights leap",
         "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
@@ -58,6 +76,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings): that is staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins "
         "with the first updates: that is staleness",
+        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings the same bits while the trainer's change: "
+        "it has no new weights, which is staleness",
         "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that "
         "are behind: that is staleness",
     },
@@ -86,6 +106,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "advantages": {
         "advantages_inverted": "within groups advantages go down where rewards go up (correlation {correlation:.2f})",
+        "advantages_turn": "from step {step} on advantages go down within groups where rewards go up (correlation {correlation:.2f}, "
+        "{correlation_before:.2f} before)",
         "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the fall, {before_share:.0%} were before",
         "advantages_changed": "{series} goes from {from_value:.3g} to {to_value:.3g} at step {step} ({low} to {high}), more than rewards "
         "make it",
@@ -93,6 +115,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "staleness": {
         "declared_fresh": "the trace declares for every step that the weights that sampled were those that scored",
+        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings the same bits as some steps before, the "
+        "trainer {trainer_share:.0%}: the engine has no new weights",
+        "declared_fresh_and_still": "the trace declares for every step that the weights that sampled were those that scored, which the engine's "
+        "logprobs contradict",
         "no_declared_lag": "the trace declares no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled by weights {lag:g} updates older than those that scored them; mean |d| is "
         "{mean_abs_d:.2g} nats",
@@ -106,6 +132,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings)",
         "stale_weights_excluded": "the engine's logprobs of repeated openings are the trainer's of no step up to {max_distance} "
         "before (at best {left_share:.0%} of the mismatch is left): the weights are not behind",
+        "engine_moves_on": "the engine gives {num_openings:,} repeated openings other logprobs at each step: it gets new weights",
         "mismatch_at_first_step": "the mismatch is there at the first recorded step",
         "mismatch_at_first_step_without_lag": "the mismatch is there at the first recorded step, where no weights can be behind "
         "unless the run was resumed",
@@ -143,6 +170,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "likelier_earn_more": "where the fall begins likelier answers earn more (correlation {correlation:.2f} within groups)",
         "reward_drops_without_policy": "the reward loses {share:.0%} of the fall at step {step}, where entropy, length and "
         "likelihood stay what they were: the same answers earn less",
+        "reward_and_relation_move": "at step {step} rewards are other ones and likelier answers no longer earn more, while the policy is what it was",
+        "reward_moves_alone": "at step {step} rewards are other ones while the policy is what it was",
+        "rewards_beyond_range": "{share:.0%} of the rewards since the fall lie above all before, up to {highest:.3g} where it was {highest_before:.3g}",
         "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} falls from "
         "{outcome_before:.3g} to {outcome_after:.3g}: it pays for something else",
         "reward_hides_fall_of_other_policy": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} falls "
@@ -165,6 +195,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "within the step it is {unequal_shifted_share:.0%}",
         "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "
         "rewards are missing in their steps ({by_chance:.0f} would be by chance): the rewards lie in other rows",
+        "rewards_move_rows": "from step {step} on responses that came before lose {lost_known:.2g} of reward a response of the step, and all "
+        "together {lost:.2g}: others earn what they lose",
         "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses that came before under the prompt {shift:+d} places away have "
         "the reward that they earned there ({chance_share:.0%} would by chance): they are graded by the wrong prompt",
         "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",
@@ -223,6 +255,31 @@ UNITS: Mapping[str, str] = {
 """Number of an evidence -> its unit."""
 
 DIFFERENCES: Mapping[str, str] = {
+    "prompts_part": "step {step} is the first that differs: it asks other prompts",
+    "responses_cut_off": "step {step} is the first that differs: {num_equal} of {num_sequences} responses are the control's, the others end "
+    "where the control's go on",
+    "sampling_parts": "step {step} is the first that differs: {num_equal} of {num_sequences} responses are the control's, though both engines "
+    "return the same logprobs",
+    "tool_parts": "step {step} is the first that differs: {num_equal} of {num_sequences} responses are the control's, the others differ first in "
+    "tokens that were not sampled",
+    "engine_parts": "step {step} is the first that differs: the engine gives equal tokens other logprobs ({apart:.2g} nats apart), the trainer "
+    "the same",
+    "scoring_parts": "step {step} is the first that differs: the trainer gives equal tokens other logprobs ({apart:.2g} nats apart), the engine "
+    "the same",
+    "rewards_part": "step {step} is the first that differs: {share:.0%} of equal responses earn another reward",
+    "rewards_permuted_part": "step {step} is the first that differs: its rewards are the control's in another order",
+    "rewards_by_length_part": "step {step} is the first that differs: {share:.0%} of equal responses earn another reward, by their length "
+    "(correlation {correlation:.2f})",
+    "rewards_of_last_step_part": "step {step} is the first that differs: its rewards are those of the step before",
+    "advantages_by_distance_part": "step {step} is the first that differs: equal responses with equal rewards have other advantages, by their "
+    "distance to the reference (correlation {correlation:.2f})",
+    "advantages_or_rewards_part": "step {step} is the first that differs: equal responses have other advantages, and their rewards were not "
+    "recorded",
+    "reference_parts": "step {step} is the first that differs: the reference gives equal tokens other logprobs ({apart:.2g} nats apart)",
+    "advantages_part": "step {step} is the first that differs: equal responses with equal rewards have other advantages",
+    "advantages_permuted_part": "step {step} is the first that differs: its advantages are the control's in another order",
+    "update_parts": "the update of step {step} is the first that differs: from the same sequences, rewards and advantages it leaves weights that "
+    "are {apart:.2g} nats a token apart",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses that both runs gave earn another reward in each, the more "
     "the longer they are (correlation {correlation:.2f})",
     "rewards_permuted": "{share:.0%} of {num_responses:,} responses that both runs gave earn another reward in each, and a step's "

@@ -77,6 +77,13 @@ STALE_LEFT = 0.2
 weights: rounding leaves less, and so do distances that are nearly right."""
 STALE_REACHES = 20
 """Steps that must be compared before stale weights are excluded: engines are rarely farther behind without saying so."""
+BEGUN = 0.1
+"""Share of the mismatch at the fall from which it has begun."""
+STILL = 0.5
+"""Share of the openings that come again within three steps to which an engine that keeps its weights gives the same bits: one that gets
+new weights every other step has half."""
+STILL_BY_CHANCE = 0.1
+"""The largest share of them to which the trainer may give the same bits, for its weights to be known to change."""
 STALE_CARRIES = 0.2
 """Share of the run's mean |d| that openings of responses must have to represent it."""
 
@@ -105,6 +112,10 @@ MUCH_UNEQUAL = 0.3
 """The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
+KEPT = 0.35
+"""Share of what responses lose that came before, which all responses of the steps may lose where rewards only changed their rows."""
+KEPT_SD = 2.0
+"""Standard errors that it has to have for that to be told."""
 SORTED = 0.9
 """Share of the groups with several rewards, at least, in which the rewards are in order of size, that tells that they were sorted."""
 SORTED_BY_CHANCE = 0.5
@@ -235,6 +246,48 @@ LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
+SHARED_PROMPTS = 0.3
+"""Share of a step's prompts that both runs must ask to be compared: trainers that drop groups of equal rewards ask by what these are."""
+MOSTLY_CUT = 0.8
+"""Share of the responses that part whose length alone does, from which a limit cuts them."""
+LENGTH_SHARE = 0.5
+"""Share of a step's responses that must earn something else for that to be a matter of their length, which all of them have."""
+KL_IN_ADVANTAGE = 0.75
+"""Partial correlation of what advantages differ by with the distance to the reference, from which a KL term in the reward is what differs."""
+PARTS_FIRST = 7.0
+"""Points of what differs first between a run and a control that are the same bits until then."""
+MANY_PART = 0.2
+"""Share of a step's responses that have to part at once, from equal logprobs, for the sampling to be what differs."""
+ALMOST_ALL = 0.9
+"""Share of the responses that must earn something else where a reward pays for length."""
+GRADIENT_GROWS = 3.0
+"""Factor of the gradient's norm at the update that differs, which an entropy bonus does not have: of 12 none had 1.6, of 9 KL terms 7 had."""
+UPDATE_GROWS = 3.0
+"""Factor of the size of an update over what its gradient explains, from which the optimizer makes it: of 5 optimizers that were changed
+each had 17 and more, of 16 others none had 2."""
+MOMENT_DIFFERS = 0.3
+"""Relative difference of Adam's second moment at the update that differs, which one other gradient does not make."""
+LOSS_MOVES = 3.0
+"""Factor of the usual size of the loss by which it must differ from the control's: of 11 such entropy bonuses all lowered it, of 7 KL terms
+and 9 other causes all but one raised it."""
+OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1}
+"""Points that make suspects as probable as they were of 119 updates that differed, of 7 laboratories: 33, 25, 16, and 45 of another cause."""
+WEIGHTS_JUMP = 0.4
+"""Nats a token between the weights that the update which differs leaves and the control's, from which the weights were rather replaced:
+of 8 entropy and 9 KL terms none had a tenth of it, of 29 other updates 11 had."""
+AWAY_FROM_REFERENCE = 0.2
+"""Nats a token, above the control's, of the distance to the reference within three steps: a KL term or an entropy bonus does not lead
+away from the reference that soon."""
+MOVES_SD = 6.0
+"""Standard deviations of the steps before from which a quantity has left what it was at a step."""
+MOVES_ON = 0.6
+"""Share of these that two of the three steps after it must have, too."""
+FROM_NOTHING = 0.25
+"""Share of the mismatch of some steps later that its first step has at most where it grows update by update."""
+BEYOND_RANGE = 0.2
+"""Share of the range of all rewards before, by which rewards since lie above it."""
+MANY_BEYOND = 0.05
+"""Least share of the responses whose rewards do."""
 ENTROPY_STEPS = 12
 """Steps, at least, after the first update that differs at which two runs' entropies are compared; else until the fall."""
 ENTROPY_FEWEST = 4

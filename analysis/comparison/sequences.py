@@ -157,6 +157,7 @@ class _Rows:
     whole: np.ndarray
     response: Any
     logprobs: dict[str, Any] = field(default_factory=dict)
+    mask: Any = None
 
 
 def logprob_differences(
@@ -182,10 +183,7 @@ def logprob_differences(
 
 
 def _add(found: dict[str, _PassDifference], one: _Rows, two: _Rows, at_a: int, at_b: int) -> None:
-    ids = [rows.response[at].values.to_numpy() for rows, at in ((one, at_a), (two, at_b))]
-    shortest = min(map(len, ids))
-    parts = np.flatnonzero(ids[0][:shortest] != ids[1][:shortest])
-    num = int(parts[0]) if len(parts) else shortest
+    num, _ = _shared(one, two, at_a, at_b)
     for name, of_pass in found.items():
         lists = [rows.logprobs[name][at] for rows, at in ((one, at_a), (two, at_b))]
         if num == 0 or not all(each.is_valid and len(each.values) >= num for each in lists):
@@ -204,11 +202,66 @@ def _add(found: dict[str, _PassDifference], one: _Rows, two: _Rows, at_a: int, a
                 of_pass.largest, of_pass.largest_step = largest, step
 
 
-def _read(database: Database, steps: range, passes: Sequence[str]) -> _Rows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTokens:
+    """The tokens that come before two responses to one prompt part, of the sequences of one step."""
+
+    apart: dict[str, float]
+    """Pass -> mean difference of the two runs' logprobs of these tokens, nats; only passes that both runs have."""
+    num_cut: int
+    """Responses of run A that end where run B's goes on, so far the same."""
+    num_in_tool: int
+    """Responses that part at a token that was not sampled: the mask leaves it out of the loss."""
+
+
+def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
+    """Compare the logprobs of both runs over the tokens that their sequences of a step share."""
+    one, two = (_read(database, range(step, step + 1), passes, columns=", response_mask") for database in (a, b))
+    pairs = paired(one, two)
+    sums = {name: [0.0, 0] for name in passes}
+    num_cut = num_in_tool = 0
+    for at_a, at_b, is_equal in zip(pairs.a.tolist(), pairs.b.tolist(), pairs.equal.tolist(), strict=True):
+        num, lengths = _shared(one, two, at_a, at_b)
+        num_cut += not is_equal and num == lengths[0] < lengths[1]
+        num_in_tool += num < min(lengths) and _is_masked(one, at_a, num)
+        for name, (total, count) in sums.items():
+            apart = _apart(one, two, at_a, at_b, name, num)
+            sums[name] = [total + float(apart.sum()), count + len(apart)]
+    return SharedTokens(
+        apart={name: total / count for name, (total, count) in sums.items() if count},
+        num_cut=num_cut,
+        num_in_tool=num_in_tool,
+    )
+
+
+def _shared(one: _Rows, two: _Rows, at_a: int, at_b: int) -> tuple[int, tuple[int, int]]:
+    """Tokens before two responses part, and the length of both."""
+    ids = [rows.response[at].values.to_numpy() for rows, at in ((one, at_a), (two, at_b))]
+    shortest = min(map(len, ids))
+    parts = np.flatnonzero(ids[0][:shortest] != ids[1][:shortest])
+    return int(parts[0]) if len(parts) else shortest, (len(ids[0]), len(ids[1]))
+
+
+def _is_masked(rows: _Rows, at: int, place: int) -> bool:
+    mask = rows.mask[at] if rows.mask is not None else None
+    return bool(mask is not None and mask.is_valid and len(mask.values) > place and not mask.values[place].as_py())
+
+
+def _apart(one: _Rows, two: _Rows, at_a: int, at_b: int, name: str, num: int) -> np.ndarray:
+    """[T] differences of two runs' finite logprobs of the first `num` tokens; empty where one has none."""
+    lists = [rows.logprobs[name][at] for rows, at in ((one, at_a), (two, at_b))]
+    if not all(each.is_valid and len(each.values) >= num for each in lists):
+        return np.empty(0)
+    a_T, b_T = (each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float64) for each in lists)
+    apart = np.abs(a_T - b_T)
+    return np.asarray(apart[np.isfinite(apart)])
+
+
+def _read(database: Database, steps: range, passes: Sequence[str], columns: str = "") -> _Rows:
     within = step_condition(steps, steps)
     names = [f"p{number}" for number in range(len(passes))]
     query = _ROWS.format(
-        columns="".join(f", {name}.logprobs AS {name}" for name in names),
+        columns=columns + "".join(f", {name}.logprobs AS {name}" for name in names),
         within=within,
         joins="\n".join(
             f'LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE {within} AND "pass" = {quoted(wanted)} '
@@ -219,4 +272,5 @@ def _read(database: Database, steps: range, passes: Sequence[str]) -> _Rows:
     table = database.connection.sql(query).to_arrow_table().combine_chunks()
     arrays = {name: table[name].to_numpy() for name in ("step", "prompt", "whole")}
     lists = {wanted: table[name] for name, wanted in zip(names, passes, strict=True)}
-    return _Rows(**arrays, response=table["response_ids"], logprobs=lists)
+    mask = table["response_mask"] if "response_mask" in table.column_names else None
+    return _Rows(**arrays, response=table["response_ids"], logprobs=lists, mask=mask)

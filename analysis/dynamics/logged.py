@@ -8,6 +8,7 @@ import numpy as np
 
 from ..trace.database import Database, quoted
 from .columns import Column
+from .fall import is_evaluation
 
 NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "optim/grad_norm"),
@@ -16,6 +17,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "train/entropy", "entropy/mean"),
     "update_to_weight": ("optimizer/update_to_weight",),
     "adam_second_moment": ("optimizer/second_moment",),
+    "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
 """Series -> the names that frameworks and the recorder log it under, the first that a trace has counts."""
 
@@ -23,6 +25,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
     "learning_rate": ("learning_rate", "lr"),
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
+    "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
 """Series -> the last words of names of loops of one's own, where it has none of NAMES."""
 
@@ -53,7 +56,7 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
     """Series -> the name that this run logged it under; of several with the same last word the first by the alphabet."""
-    logged = [name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall()]
+    logged = [name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)]
     found = {}
     for series, names in NAMES.items():
         ends = LAST_WORDS.get(series, ())

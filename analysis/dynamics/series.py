@@ -33,6 +33,7 @@ def read_series(database: Traces | Database, *, pair: Pair = MISMATCH, run: str 
     - policy_lag: updates between the weights that sampled and those in the loss; version_lag: between those of pass b
       and pass a.
     - clip_share: tokens whose ratio is beyond the bound of the recorded loss, of those with an advantage.
+    - reward: of the sequences; where these have none, what the trainer logged.
     - changed_weights: share of elements whose bits differ from the version kept before.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -63,8 +64,11 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
         policy.read_clipping(database, run),
         weight_changes.read_changed(database, run),
     )
+    known: set[str] = set()
     for columns in sources:
-        yield from (column for column in columns if len(column.steps))
+        found = [column for column in columns if len(column.steps) and column.name not in known]
+        known |= {column.name for column in found if np.isfinite(column.values).any()}
+        yield from found
 
 
 def _on(steps: np.ndarray, column: Column) -> Series:

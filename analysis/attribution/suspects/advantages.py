@@ -52,6 +52,11 @@ def one_sided(facts: Facts) -> list[Evidence]:
 def _inverted(facts: Facts) -> list[Evidence]:
     """Advantages that go down where rewards go up."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
+    if facts.advantages_break is not None:
+        step, before, since = facts.advantages_break
+        if since <= t.INVERTED_ADVANTAGES:
+            values = {"step": step, "correlation_before": before, "correlation": since}
+            return [Evidence(code="advantages_turn", values=values, points=t.CERTAIN)]
     if math.isnan(correlation) or correlation > t.INVERTED_ADVANTAGES:
         return []
     return [Evidence(code="advantages_inverted", values={"correlation": correlation}, points=t.CERTAIN)]

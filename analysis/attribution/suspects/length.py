@@ -73,8 +73,8 @@ def _moves(facts: Facts, least: float) -> list[Evidence]:
 
 def _pays(facts: Facts) -> list[Evidence]:
     found = facts.changed_rewards
-    if found is not None and abs(found.length_correlation) > t.LENGTH_EXPLAINS:
-        values = {"correlation": found.length_correlation, "step": found.step, "num_responses": found.num_responses}
+    if found is not None and facts.pays_length_since:
+        values = {"correlation": facts.pays_length_since, "step": found.step, "num_responses": found.num_responses}
         return [Evidence(code="length_pays_since", values=values, points=t.CERTAIN)]
     if not pays(facts):
         return []

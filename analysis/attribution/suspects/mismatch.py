@@ -43,6 +43,8 @@ def mismatch(facts: Facts) -> Suspect:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(code="mismatch", evidence=(missing, t.prior("mismatch")), next=RECORD)
     size_and_order = [_size(facts.mismatch.size), *_order(facts)]
+    if _trainer_moves(facts):  # engines that are updates behind differ from a trainer that leaps
+        size_and_order = [*(replace(each, points=min(each.points, 0.0)) for each in size_and_order), _TRAINER_MOVES]
     unsampled = _unsampled(facts)
     if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
@@ -60,6 +62,17 @@ def mismatch(facts: Facts) -> Suspect:
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
+
+
+_TRAINER_MOVES = Evidence(code="trainer_moves_first", points=-t.STRONG)
+
+
+def _trainer_moves(facts: Facts) -> bool:
+    """Whether engines some updates behind keep sampling as before while the trainer already scores otherwise."""
+    step = facts.moves.step("mean_abs_d")
+    if step is None or declared_lag(facts).at_fall < 1 or declared_lag(facts).grew or _engine_moves(facts):
+        return False
+    return facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm")
 
 
 def kind(facts: Facts) -> str:
@@ -160,11 +173,16 @@ def _order(facts: Facts) -> list[Evidence]:
         # Of a policy that is another one at once; an engine this near its trainer samples almost what that would.
         return [Evidence(code=code, values=values, points=0.0)]
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
-    return [
-        Evidence(
-            code=code, values=values, points=t.DECISIVE if is_abrupt and declared_lag(facts).at_fall < 1 else t.WEAK
-        )
-    ]
+    is_engine = declared_lag(facts).at_fall < 1 or _engine_moves(facts)
+    if is_abrupt and is_engine and facts.grows_from_nothing:
+        return [Evidence(code="mismatch_grows_by_updates", values={"step": largest.step}, points=t.MEDIUM)]
+    return [Evidence(code=code, values=values, points=t.DECISIVE if is_abrupt and is_engine else t.WEAK)]
+
+
+def _engine_moves(facts: Facts) -> bool:
+    """Whether what is sampled is other at the step at which the mismatch jumps: of a trainer that moved it would be later."""
+    step = facts.moves.step("mean_abs_d")
+    return step is not None and facts.moves.moves_at(step, "reward", "sampled", "length")
 
 
 def _semantics(facts: Facts) -> list[Evidence]:
@@ -185,6 +203,8 @@ def _lag(facts: Facts) -> list[Evidence]:
     """A mismatch that staleness explains is not the engine's."""
     lag, stale = declared_lag(facts), facts.stale_weights
     assert facts.mismatch is not None
+    if facts.still_engine is not None and facts.still_engine.explains:
+        return [Evidence(code="explained_by_still_engine", values=facts.still_engine.values, points=-t.CERTAIN)]
     if is_declared_fresh(facts):
         return []
     if lag.at_fall < 1 and stale is not None and stale.explains:

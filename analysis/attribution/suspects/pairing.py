@@ -7,6 +7,7 @@ import math
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
+from ..moves import POLICY
 from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
@@ -23,7 +24,7 @@ _OF_ORDER = {
 
 def pairing(facts: Facts) -> Suspect:
     """The evidence for data that is paired wrongly."""
-    evidence = [*_rewards(facts), *_advantages(facts), *_logprobs(facts)]
+    evidence = [*_rewards(facts), *_relation(facts), *_advantages(facts), *_logprobs(facts)]
     return Suspect(
         code="pairing",
         evidence=(*evidence, t.prior("pairing")),
@@ -55,6 +56,10 @@ def _rewards(facts: Facts) -> list[Evidence]:
             return [Evidence(code=_OF_ORDER[repeated.order], values=values, points=t.CERTAIN)]
         values |= {"shift": repeated.shift}
         return [Evidence(code="rewards_in_other_rows", values=values, points=t.CERTAIN)]
+    if facts.moved_rewards is not None and not facts.reordered.is_permuted:
+        kept = facts.moved_rewards
+        values = {"step": kept.step, "lost_known": kept.lost_known, "lost": kept.lost}
+        return [Evidence(code="rewards_move_rows", values=values, points=t.CERTAIN)]
     if facts.rewards_lie_off:
         found = facts.reordered
         values = {
@@ -66,9 +71,20 @@ def _rewards(facts: Facts) -> list[Evidence]:
     return []
 
 
+def _relation(facts: Facts) -> list[Evidence]:
+    """Likelier answers that no longer earn more from a step on, while the rewards of the step and the policy are what they were."""
+    moves = facts.moves
+    step = moves.step("relation")
+    if step is None or moves.of["relation"].size_in_sd > 0 or moves.moves_at(step, "reward", "mean_abs_d", *POLICY):
+        return []
+    return [Evidence(code="relation_breaks_alone", values={"step": step}, points=t.STRONG)]
+
+
 def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
+    if facts.advantages_break is not None:
+        _, before, correlation = facts.advantages_break
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []

@@ -14,6 +14,7 @@ from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
+from .timing import at_once
 
 _BESIDE = 3
 """Steps on either side of a jump."""
@@ -23,7 +24,7 @@ def reference(facts: Facts) -> Suspect:
     """The evidence for the KL term as the cause."""
     return Suspect(
         code="reference",
-        evidence=(*_moves(facts), *settings(facts, "reference"), *holds(facts, -t.STRONG), t.prior("reference")),
+        evidence=(*_moves(facts), *_gradient(facts), *settings(facts, "reference"), *holds(facts, -t.STRONG), t.prior("reference")),
         next=WITHOUT_KL_TERM,
     )
 
@@ -48,6 +49,13 @@ def _moves(facts: Facts) -> list[Evidence]:
     if any(used):
         return _returns(facts)
     return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.STRONG)]
+
+
+def _gradient(facts: Facts) -> list[Evidence]:
+    """A gradient that grows before anything else moves, where there is a reference: a KL term that weighs more makes it."""
+    if not np.isfinite(facts.rollouts.reference).any():
+        return []
+    return [each for each in at_once(facts, t.MEDIUM) if each.code == "gradient_moves_first"]
 
 
 def _jump(facts: Facts) -> Evidence | None:

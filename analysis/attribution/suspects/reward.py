@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
+from ..moves import POLICY
 from ..next_steps import SCORE_AGAIN
 from ..rollouts import relation
 from ..suspect import Suspect
@@ -18,7 +21,7 @@ from .length import pays
 def reward(facts: Facts) -> Suspect:
     """The evidence for a noisy or wrong reward as the cause."""
     evidence = [
-        *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *settings(facts, "reward"),
+        *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *_moves(facts), *_beyond(facts), *settings(facts, "reward"),
     ]  # fmt: skip
     return Suspect(
         code="reward",
@@ -46,7 +49,7 @@ def _noise(facts: Facts) -> list[Evidence]:
 def _changed(facts: Facts) -> list[Evidence]:
     """The same response earns something else since the fall."""
     found = facts.changed_rewards
-    if found is None or facts.rewards_lie_off or abs(found.length_correlation) > t.LENGTH_EXPLAINS:
+    if found is None or facts.rewards_lie_off or facts.pays_length_since:
         return []
     return [Evidence(code="rewards_changed", values=found.values, points=of_changed(found))]
 
@@ -70,6 +73,35 @@ def _dropped(facts: Facts) -> list[Evidence]:
     if drop is None or not drop.is_of_reward or facts.is_given_otherwise:
         return []
     return [Evidence(code="reward_drops_without_policy", values=drop.values, points=t.DECISIVE)]
+
+
+def _moves(facts: Facts) -> list[Evidence]:
+    """Rewards that are other ones from a step on, at which neither policy nor engine is."""
+    moves = facts.moves
+    reward, relation_step = moves.step("reward"), moves.step("relation")
+    first = min((step for step in (reward, relation_step) if step is not None), default=None)
+    if first is None or moves.moves_at(first, "mean_abs_d", *POLICY) or facts.is_given_otherwise:
+        return []
+    if reward is None or reward > first:
+        return [Evidence(code="relation_breaks_alone", values={"step": first}, points=t.WEAK)]
+    if relation_step is not None and relation_step <= reward + 1:
+        return [Evidence(code="reward_and_relation_move", values={"step": first}, points=t.STRONG)]
+    return [Evidence(code="reward_moves_alone", values={"step": first}, points=t.MEDIUM)]
+
+
+def _beyond(facts: Facts) -> list[Evidence]:
+    """Rewards above all that were given before."""
+    if facts.fall is None:
+        return []
+    before, since = (part.reward for part in (facts.rollouts.until(facts.fall.low - 1), facts.since_fall))
+    before, since = before[np.isfinite(before)], since[np.isfinite(since)]
+    if not len(before) or not len(since) or np.ptp(before) == 0:
+        return []
+    share = float((since > before.max() + t.BEYOND_RANGE * np.ptp(before)).mean())
+    if share < t.MANY_BEYOND or pays(facts):
+        return []
+    values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
+    return [Evidence(code="rewards_beyond_range", values=values, points=t.DECISIVE)]
 
 
 def _hidden(facts: Facts) -> list[Evidence]:

@@ -14,7 +14,8 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
 def staleness(facts: Facts) -> Suspect:
     """The evidence for staleness as the cause."""
-    evidence = [*_declared(facts), *_measured(facts)]
+    still = _still(facts)
+    evidence = [*_declared(facts, is_still=bool(still)), *(still or _measured(facts))]
     return Suspect(
         code="staleness",
         evidence=(*evidence, *settings(facts, "staleness"), t.prior("staleness")),
@@ -22,8 +23,18 @@ def staleness(facts: Facts) -> Suspect:
     )
 
 
-def _declared(facts: Facts) -> list[Evidence]:
+def _still(facts: Facts) -> list[Evidence]:
+    """An engine that gives openings the same bits at every step while the trainer changes: it has no new weights, whatever is declared."""
+    still = facts.still_engine
+    if still is None or not still.explains or facts.mismatch is None:
+        return []
+    return [Evidence(code="engine_stands_still", values=still.values, points=t.CERTAIN + t.of_size(facts.mismatch.size))]
+
+
+def _declared(facts: Facts, *, is_still: bool) -> list[Evidence]:
     lag = declared_lag(facts)
+    if is_declared_fresh(facts) and is_still:
+        return [Evidence(code="declared_fresh_and_still", points=0.0)]
     if is_declared_fresh(facts):
         return [Evidence(code="declared_fresh", points=-t.CERTAIN)]
     if lag.at_fall < 1:
@@ -55,6 +66,10 @@ def _measured(facts: Facts) -> list[Evidence]:
         if stale.is_excluded:
             values = {"max_distance": stale.farthest, "left_share": stale.left}
             return [Evidence(code="stale_weights_excluded", values=values, points=-t.STRONG)]
+    if facts.still_engine is not None and facts.still_engine.still <= t.STILL_BY_CHANCE and lag < 1:
+        return [Evidence(code="engine_moves_on", values=facts.still_engine.values, points=-t.STRONG)]
+    if facts.grows_from_nothing and lag < 1:
+        return [Evidence(code="mismatch_grows_by_updates", values={"step": facts.moves.step("mean_abs_d") or 0}, points=t.STRONG + of_size)]
     if run.begins == FROM_START:
         code = "mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag"
         return [Evidence(code=code, points=-t.MEDIUM)]

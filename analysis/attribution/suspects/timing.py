@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from ...dynamics.changes import ChangePoint
+from ...dynamics.conditions import PROMPTS
 from .. import thresholds as t
+from ..evidence import Evidence
 from ..facts import Facts
+from ..moves import POLICY
 
 FIRST, WITH, AFTER = "first", "with", "after"
 
@@ -26,6 +29,19 @@ def order(facts: Facts, change: ChangePoint) -> str:
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
     """The changes of a series that went up."""
     return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
+
+
+def at_once(facts: Facts, points: float) -> list[Evidence]:
+    """A gradient that is another one before anything else moves, or a policy that is at one step, with its engine."""
+    found = facts.moves
+    gradient, sampled = found.step("grad_norm"), found.step("sampled")
+    if gradient is not None and found.of["grad_norm"].size_in_sd > 0 and not found.moves_at(gradient, "reward", "mean_abs_d", *POLICY):
+        return [Evidence(code="gradient_moves_first", values={"step": gradient}, points=points)]
+    if sampled is None or facts.clear(PROMPTS) or found.moves_at(sampled, "mean_abs_d", "grad_norm"):
+        return []
+    if found.moves_at(sampled, "reward") and not found.moves_at(sampled - 1, "reward", "relation", *POLICY):
+        return [Evidence(code="policy_moves_at_once", values={"step": sampled}, points=points)]
+    return []
 
 
 def largest_rise(facts: Facts) -> ChangePoint | None:

@@ -1,0 +1,192 @@
+"""Where a run and its control part: the first step at which what both recorded differs, and what of it.
+
+Up to there both are the same, so that nothing that comes later can have made the difference. Within a step what comes first is
+asked first: prompts, the sampling of responses, their rewards, the reference, advantages; then the weights that the update before
+left.
+
+Shapes: N sequences of a step, T tokens of a response.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...schemas.passes import REFERENCE
+from ..comparison.sequences import paired, shared_tokens
+from ..statement import Measured
+from . import thresholds as t
+from .facts import Facts
+from .rollouts import Rollouts, correlation, pays_length_otherwise, reward_differences
+
+PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL, ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, UNSEEN_REWARDS, UPDATE = (
+    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "rewards_part",
+    "rewards_permuted_part", "rewards_by_length_part", "rewards_of_last_step_part", "reference_parts", "advantages_part", "advantages_permuted_part", "advantages_by_distance_part", "advantages_or_rewards_part", "update_parts",
+)  # fmt: skip
+
+_ROUNDING = 1e-9
+"""Nats by which the mean logprobs of two runs with the same bits differ at most: the order of a sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first difference of a run from its control."""
+
+    code: str
+    step: int
+    """The first step that differs; of an update the step that made it."""
+    num_before: int
+    """Shared steps before it, at which all that was recorded is the same."""
+    is_sudden: bool = True
+    """Whether the weights were the same bits before it; two runs that rounding drives apart part step by step."""
+    values: dict[str, Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The sequences of one step of both runs, the same prompts beside each other."""
+
+    a: Rollouts
+    b: Rollouts
+    share: float = 1.0
+    """Of the step's prompts that both runs ask; a trainer may choose others by what responses earn."""
+
+    @property
+    def equal_N(self) -> np.ndarray:
+        """[N] bool: whether the response is the same."""
+        return np.asarray(self.a.whole == self.b.whole)
+
+    def apart(self, column: str) -> float:
+        """Mean difference of a column over the sequences that are the same; 0 where neither has it."""
+        apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
+        known = apart[np.isfinite(apart)]
+        return float(known.mean()) if len(known) else 0.0
+
+
+def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
+    """The first difference; None where the runs share no step, or do not differ."""
+    a, b = facts.rollouts, control.rollouts
+    shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
+    before = 0.0
+    for number, step in enumerate(shared.tolist()):
+        beside = _beside(a, b, step)
+        code, values = _first(facts, control, beside, step) if beside.share >= t.SHARED_PROMPTS else ("", {})
+        if not code and beside.share < 1:
+            code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
+        if code:
+            at = int(shared[number - 1]) if code == UPDATE and number else step
+            return Divergence(code=code, step=at, num_before=number, is_sudden=before < _ROUNDING, values=values)
+        before = beside.apart("likelihood")
+    return None
+
+
+def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
+    """The sequences of a step with prompts that both runs ask."""
+    one, two = (run.at_step(step) for run in (a, b))
+    if np.array_equal(one.prompt, two.prompt):
+        return _Step(one, two)
+    pairs = paired(one, two)
+    return _Step(one.ordered(pairs.a), two.ordered(pairs.b), len(pairs.a) / max(len(one.step), len(two.step)))
+
+
+def _first(facts: Facts, control: Facts, beside: _Step, step: int) -> tuple[str, dict[str, Measured]]:
+    """Code and numbers of what differs first at a step; an empty code where nothing does."""
+    equal = beside.equal_N
+    sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
+    referred = beside.apart("reference")
+    tokens = None
+    if not equal.all():
+        passes = [facts.pair[1], facts.pair[0], REFERENCE]
+        tokens = shared_tokens(facts.database, control.database, step, passes)
+        sampled, trained, referred = (
+            max(of_equal, tokens.apart.get(name, 0.0))
+            for of_equal, name in zip((sampled, trained, referred), passes, strict=True)
+        )
+    engine_parts, trainer_parts = sampled > t.WEIGHTS_DIFFER, trained > t.WEIGHTS_DIFFER
+    values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
+    if tokens is not None and not tokens.apart and not equal.any():  # no token to compare: every response parts at its first
+        apart = _apart_at(facts, step)
+        engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
+        trained = sampled = math.nan
+    if engine_parts and trainer_parts:
+        return UPDATE, values | {"apart": trained}
+    if trainer_parts:
+        is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
+        # Of what one update moves an engine with coarser numbers may show nothing yet.
+        is_update = is_behind or trained < t.MATERIAL_MISMATCH
+        return (UPDATE if is_update else SCORING), values | {"apart": trained}
+    if engine_parts:
+        return ENGINE, values | {"apart": sampled}
+    if not equal.all():
+        assert tokens is not None
+        num_other = int((~equal).sum())
+        if tokens.num_cut >= t.MOSTLY_CUT * num_other:
+            return CUT, values
+        return (TOOL if tokens.num_in_tool * 2 > num_other else SAMPLING), values
+    return _of_rewards(facts, control, beside, step, values) or _of_the_rest(beside, referred, values)
+
+
+def _apart_at(facts: Facts, step: int) -> float:
+    """Mean |d| of a step, no less than what rounding makes of it."""
+    place = int(np.searchsorted(facts.steps, step))
+    values = facts.values("mean_abs_d")
+    return max(float(values[place]) if place < len(values) else math.nan, t.MATERIAL_MISMATCH)
+
+
+def _of_rewards(
+    facts: Facts, control: Facts, beside: _Step, step: int, values: dict[str, Measured]
+) -> tuple[str, dict[str, Measured]] | None:
+    a, b = beside.a, beside.b
+    differs = reward_differences(a.reward, b.reward, b.reward)[1] | (np.isnan(a.reward) & np.isfinite(b.reward))
+    if not differs.any():
+        return None
+    values = values | {"share": float(differs.mean())}
+    if np.isnan(a.reward[differs]).any():
+        return REWARDS, values
+    earlier = control.rollouts.until(step - 1)
+    last = earlier.at_step(int(earlier.step[-1])).reward if len(earlier.step) else np.empty(0)
+    if len(last) == len(a.reward) and np.ptp(last) > 0 and np.allclose(a.reward, last, equal_nan=True):
+        return OF_LAST_STEP, values
+    if np.allclose(np.sort(a.reward), np.sort(b.reward), equal_nan=True):
+        return PERMUTED, values
+    by_length = (
+        pays_length_otherwise(facts.rollouts.since(step), control.rollouts) if differs.mean() >= t.LENGTH_SHARE else 0.0
+    )
+    return (BY_LENGTH, values | {"correlation": by_length}) if by_length else (REWARDS, values)
+
+
+def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) -> tuple[str, dict[str, Measured]]:
+    a, b = beside.a, beside.b
+    if referred > t.WEIGHTS_DIFFER:
+        return REFERENCE_MODEL, values | {"apart": referred}
+    gap = np.abs(a.advantage - b.advantage)
+    if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
+        return "", {}
+    is_permuted = bool(np.allclose(np.sort(a.advantage), np.sort(b.advantage), equal_nan=True))
+    if is_permuted:
+        return ADVANTAGES_PERMUTED, values
+    if not np.isfinite(a.reward).any():
+        return UNSEEN_REWARDS, values
+    by_distance = _of_distance(a.advantage, b)
+    if by_distance > t.KL_IN_ADVANTAGE:
+        return KL_TERM, values | {"correlation": by_distance}
+    return ADVANTAGES, values
+
+
+def _of_distance(advantage: np.ndarray, b: Rollouts) -> float:
+    """How far what advantages are beside the control's goes with the distance to the reference, of a token or of the response.
+
+    The partial correlation, which a scale of the advantages leaves alone; 0 where no reference was recorded.
+    """
+    found = 0.0
+    of_control = np.stack([b.advantage, np.ones(len(b.advantage))], 1)
+    for distance in ((b.likelihood - b.reference) * b.length, b.likelihood - b.reference):
+        known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
+        if known.sum() < 8:
+            continue
+        rest = [values[known] - of_control[known] @ np.linalg.lstsq(of_control[known], values[known], rcond=None)[0]
+                for values in (advantage, distance)]  # fmt: skip
+        found = max(found, abs(correlation(*rest)))
+    return found
