@@ -98,7 +98,9 @@ def _suspects(facts: Facts) -> tuple[Suspect, ...]:
     """Every suspect with its evidence in one run; none where nothing fell."""
     if facts.fall is None:
         return ()
-    unknown = Suspect(code="unknown", evidence=(*settings(facts, "unknown"), *at_once(facts, t.MEDIUM), t.prior("unknown")))
+    unknown = Suspect(
+        code="unknown", evidence=(*settings(facts, "unknown"), *at_once(facts, t.MEDIUM), t.prior("unknown"))
+    )
     return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
 
 

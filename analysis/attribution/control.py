@@ -141,7 +141,8 @@ def _of_divergence(
     if parted.code == REWARDS and facts.rewards_lie_off:
         codes = ("pairing",)
     if parted.code == UPDATE:
-        given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects))}
+        changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
+        given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
         codes = tuple(sorted(given)) or ("unknown", "optimizer", "entropy", "reference", *unseen)
     for code in codes:
@@ -153,24 +154,28 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
     step = parted.step
     yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
     gradient, update, moment = (_ratio(facts, control, name, step) for name in _OF_UPDATE)
-    is_equal = abs(gradient - 1) <= t.NORM_DIFFERS
+    apart = float(parted.values.get("apart", 0.0))
+    is_equal = (
+        abs(gradient - 1) <= _LOGGED and apart >= t.SHOWS_IN_GRADIENT
+    )  # the gradient of a term that weighs little is hardly another one
     values: dict[str, Measured] = {"step": step, "factor": gradient}
     if is_equal:
         yield from ((code, Evidence(code="gradient_is_equal", values=values, points=-t.CERTAIN)) for code in _OF_LOSS)
-    elif np.isfinite(gradient):
+    elif abs(gradient - 1) > _LOGGED:
         yield "optimizer", Evidence(code="gradient_differs", values=values, points=-t.MEDIUM)
     if gradient > t.GRADIENT_GROWS:
         yield "entropy", Evidence(code="gradient_grows", values=values, points=-t.STRONG)
         if np.isfinite(facts.rollouts.reference).any():
             yield "reference", Evidence(code="gradient_grows", values=values, points=t.STRONG)
     values = {"step": step, "factor": update}
-    by_optimizer = max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
+    by_optimizer = (
+        max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
+    )
     if by_optimizer >= t.UPDATE_GROWS or abs(moment - 1) > t.MOMENT_DIFFERS:
         yield "optimizer", Evidence(code="update_is_other", values=values, points=t.CERTAIN)
-    elif is_equal and abs(update - 1) <= t.NORM_DIFFERS:
+    elif is_equal and abs(update - 1) <= _LOGGED:
         yield "unknown", Evidence(code="update_is_equal", values=values, points=t.DECISIVE)
         yield "optimizer", Evidence(code="update_is_equal", values=values, points=-t.DECISIVE)
-    apart = float(parted.values.get("apart", 0.0))
     if not apart <= t.WEIGHTS_JUMP:
         values = {"step": step, "apart": apart}
         yield from ((code, Evidence(code="weights_jump", values=values, points=-t.DECISIVE)) for code in _OF_LOSS)
@@ -182,6 +187,8 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
             yield "entropy", Evidence(code="entropy_parts_first", values=difference.values, points=t.STRONG)
 
 
+_LOGGED = 1e-5
+"""Relative difference of two equal numbers that were logged."""
 _OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
 _OF_LOSS = ("entropy", "reference")
 
@@ -194,7 +201,9 @@ def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
 
 def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
     """A loss that is far lower or higher than the control's from the same: a bonus is taken off it, a penalty is added."""
-    usual = float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
+    usual = (
+        float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
+    )
     higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
     if not abs(higher) >= t.LOSS_MOVES:
         return
@@ -216,7 +225,10 @@ def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[st
     farther = float(near[0].mean() - near[1].mean())
     if farther > t.AWAY_FROM_REFERENCE:
         values = {"step": parted.step, "farther": farther}
-        yield from ((code, Evidence(code="leaves_reference", values=values, points=-t.STRONG)) for code in ("entropy", "reference"))
+        yield from (
+            (code, Evidence(code="leaves_reference", values=values, points=-t.STRONG))
+            for code in ("entropy", "reference")
+        )
 
 
 _GIVEN = (
@@ -408,7 +420,10 @@ def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
         for each in suspect.evidence:
             series, step = each.values.get("series"), each.values.get("step")
             if each.points > 0 and each.code in _CHANGES and (series, step) not in known:
-                values = dict(each.values) | {"series": str(series or each.code)}
+                values = dict(each.values) | {
+                    "series": str(series or each.code),
+                    "is_set": int(each.code == "setting_changed"),
+                }
                 yield Difference(suspect=suspect.code, code="changed", values=values)
 
 

@@ -19,7 +19,7 @@ from ..comparison.sequences import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
 from .facts import Facts
-from .rollouts import Rollouts, correlation, pays_length_otherwise, reward_differences
+from .rollouts import Rollouts, correlation, explained_by_length, pays_length_otherwise, reward_differences
 
 PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL, ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, UNSEEN_REWARDS, UPDATE = (
     "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "rewards_part",
@@ -28,6 +28,8 @@ PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, REWARDS, PERMUTED, BY_LENGTH, OF_
 
 _ROUNDING = 1e-9
 """Nats by which the mean logprobs of two runs with the same bits differ at most: the order of a sum."""
+_EXACT = 5
+"""Steps of the same bits from which two runs are exact, so that any difference is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,11 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
     before = 0.0
     for number, step in enumerate(shared.tolist()):
         beside = _beside(a, b, step)
-        code, values = _first(facts, control, beside, step) if beside.share >= t.SHARED_PROMPTS else ("", {})
-        if not code and beside.share < 1:
+        least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
+        code, values = _first(facts, control, beside, step, least) if beside.share >= t.SHARED_PROMPTS else ("", {})
+        if (
+            code in ("", SAMPLING, TOOL) and beside.share < 1
+        ):  # what an environment does with other prompts is other, too
             code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
             at = int(shared[number - 1]) if code == UPDATE and number else step
@@ -91,8 +96,11 @@ def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
     return _Step(one.ordered(pairs.a), two.ordered(pairs.b), len(pairs.a) / max(len(one.step), len(two.step)))
 
 
-def _first(facts: Facts, control: Facts, beside: _Step, step: int) -> tuple[str, dict[str, Measured]]:
-    """Code and numbers of what differs first at a step; an empty code where nothing does."""
+def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
+    """Code and numbers of what differs first at a step; an empty code where nothing does.
+
+    `least`: nats between the mean logprobs of equal tokens from which they differ.
+    """
     equal = beside.equal_N
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")
@@ -104,9 +112,11 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int) -> tuple[str,
             max(of_equal, tokens.apart.get(name, 0.0))
             for of_equal, name in zip((sampled, trained, referred), passes, strict=True)
         )
-    engine_parts, trainer_parts = sampled > t.WEIGHTS_DIFFER, trained > t.WEIGHTS_DIFFER
+    engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
-    if tokens is not None and not tokens.apart and not equal.any():  # no token to compare: every response parts at its first
+    if (
+        tokens is not None and not tokens.apart and not equal.any()
+    ):  # no token to compare: every response parts at its first
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
@@ -151,9 +161,11 @@ def _of_rewards(
         return OF_LAST_STEP, values
     if np.allclose(np.sort(a.reward), np.sort(b.reward), equal_nan=True):
         return PERMUTED, values
-    by_length = (
-        pays_length_otherwise(facts.rollouts.since(step), control.rollouts) if differs.mean() >= t.LENGTH_SHARE else 0.0
-    )
+    since = facts.rollouts.since(step)
+    explained, direction = explained_by_length(since, control.rollouts)
+    by_length = math.copysign(math.sqrt(explained), direction) if explained >= t.LENGTH_EXPLAINS and direction else 0.0
+    if not by_length and differs.mean() >= t.LENGTH_SHARE:
+        by_length = pays_length_otherwise(since, control.rollouts)
     return (BY_LENGTH, values | {"correlation": by_length}) if by_length else (REWARDS, values)
 
 

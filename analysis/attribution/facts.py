@@ -14,7 +14,7 @@ from ...schemas.errors import NothingToCompare, TimTraceError
 from ..check.check import gather, judge
 from ..check.result import CheckResult
 from ..dynamics.changes import ChangePoint
-from ..dynamics.conditions import SETTING
+from ..dynamics.conditions import REFERENCE, SETTING
 from ..dynamics.fall import Fall, Outcome, find_fall
 from ..dynamics.quantities import MISMATCH
 from ..dynamics.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
@@ -26,7 +26,7 @@ from ..trace.source import Pair
 from . import thresholds as t
 from .drop import Drop, read_drop
 from .mismatch import RunMismatch, read_run_mismatch
-from .moves import FirstMoves, first_moves
+from .moves import NOTHING, POLICY, Moves, read_moves
 from .rollouts import (
     ChangedResponses,
     KeptRewards,
@@ -36,6 +36,7 @@ from .rollouts import (
     Rollouts,
     changed_responses,
     correlation,
+    explained_by_length,
     kept_rewards,
     least_reward,
     pays_length_otherwise,
@@ -48,7 +49,7 @@ from .rollouts import (
     sorted_share,
     unequal_share,
 )
-from .settings import read_settings, suspect_of
+from .settings import is_setting, read_settings, suspect_of
 from .staleness import StaleWeights, StillEngine, read_stale_weights, read_still_engine
 
 _BREAK_STEPS = 10
@@ -98,16 +99,44 @@ class Facts:
         )  # of a control's fall it may differ
         return tuple(change for change in ordered if change.order != AFTER)
 
+    @cached_property
+    def earlier(self) -> tuple[RecordedChange, ...]:
+        """What a run was given otherwise at once, for good and for certain, long before the fall, the latest change of each series.
+
+        What is rewarded or asked otherwise may take many updates to show.
+        """
+        if self.fall is None:
+            return ()
+        near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
+        latest: dict[str, RecordedChange] = {}
+        for change in read_recorded(self.database, self.pair):
+            is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+            is_late = change.step > first + t.LEARNED * len(self.steps)
+            if is_late and change.high < self.fall.low and change.kind in (*GIVEN, REFERENCE):
+                latest[change.series] = change
+                if not is_sure or change.shape == "ramp" or (change.series, change.step) in near:
+                    del latest[change.series]
+        return tuple(latest.values())
+
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Changes near the fall of some kinds that scatter does not explain."""
+        """Changes of some kinds near the fall that scatter does not explain; else those that came for good long before."""
         found = [change for change in self.near if change.kind in kinds]
-        return [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
+        found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
+        return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Settings of a suspect that somebody changed near the fall."""
-        found = [change for change in self.near if change.kind == SETTING and suspect_of(change.series) == suspect]
-        # A logged number of no known name that stays what it is may be a measurement, such as a share of 0.
-        return [change for change in found if suspect != "unknown" or change.series in self.settings]
+        """Settings of a suspect that somebody changed near the fall; else those that were changed long before."""
+        for changes in (self.near, self.earlier):
+            found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
+            # A logged number that stays what it is may be a measurement, such as a share of 0 or the best reward.
+            found = [change for change in found if change.series in self.settings or is_setting(change.series)]
+            if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
+                return found
+        return []
+
+    def is_near(self, change: RecordedChange) -> bool:
+        """Whether a change lies near the fall."""
+        return any(change.series == each.series and change.step == each.step for each in self.near)
 
     @property
     def is_held_out(self) -> bool:
@@ -138,7 +167,7 @@ class Facts:
     @cached_property
     def since_fall(self) -> Rollouts:
         """The sequences from where the fall may begin on; all of them where none fell."""
-        return self.rollouts if self.fall is None else self.rollouts.since(self.fall.low)
+        return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
@@ -147,7 +176,7 @@ class Facts:
         Where its onset is hardly known and rewards do not lie off since then: those since the end of its interval, if they do there.
         """
         found = repeated_responses(self.since_fall)
-        if self.fall is None or found.lies_off or self.fall.interval[1] <= self.fall.low:
+        if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
         later = repeated_responses(self.rollouts.since(self.fall.interval[1]))
         return later if later.lies_off else found
@@ -155,13 +184,13 @@ class Facts:
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
         """The same before the fall."""
-        until = self.rollouts if self.fall is None else self.rollouts.until(self.fall.low - 1)
+        until = self.rollouts if self.fall is None else self.rollouts.until(self.breaks - 1)
         return repeated_responses(until)
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
         """The rewards of the steps since the fall beside those of the same responses before it."""
-        step = int(self.steps[-1]) + 1 if self.fall is None else self.fall.interval[0] - int(t.AHEAD)
+        step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(t.AHEAD))
         return reordered_rewards(self.rollouts, step)
 
     @property
@@ -178,12 +207,12 @@ class Facts:
 
     @cached_property
     def moved_rewards(self) -> KeptRewards | None:
-        """Rewards that likelier answers no longer earn from a step on, and others of the same steps do."""
-        step = self.moves.step("relation")
-        if step is None or not self.repeated.unequal > t.CHANGED:
+        """The same rewards in other rows: likelier answers earn no more from a step on, and each step gives what steps before gave."""
+        step = self.moves.breaks("relation")
+        if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
             return None
         kept = kept_rewards(self.rollouts, step)
-        return kept if kept is not None and kept.is_moved else None
+        return kept if kept is not None and kept.are_same else None
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
@@ -191,7 +220,7 @@ class Facts:
         since, by_chance = sorted_share(self.since_fall)
         if self.fall is None or not since >= t.SORTED or not by_chance <= t.SORTED_BY_CHANCE:
             return None
-        before, _ = sorted_share(self.rollouts.until(self.fall.interval[0] - 1))
+        before, _ = sorted_share(self.rollouts.until(min(self.breaks, self.fall.interval[0]) - 1))
         return None if not before <= t.SORTED_BY_CHANCE else (since, before)
 
     @cached_property
@@ -223,9 +252,15 @@ class Facts:
         found = self.changed_rewards
         if found is None:
             return 0.0
-        if abs(found.length_correlation) > t.LENGTH_EXPLAINS:
+        since, before = self.rollouts.since(found.high), self.rollouts.until(found.low - 1)
+        explained, direction = explained_by_length(since, before)
+        if explained >= t.LENGTH_EXPLAINS and len(since.step) and direction:
+            return math.copysign(math.sqrt(explained), direction)
+        if abs(found.length_correlation) > (t.LENGTH_EXPLAINS if found.share >= t.ALMOST_ALL else t.LENGTH_IS_ALL):
             return found.length_correlation
-        return pays_length_otherwise(self.rollouts.since(found.high), self.rollouts.until(found.low - 1))
+        if found.share < t.ALMOST_ALL:
+            return 0.0
+        return pays_length_otherwise(since, before)
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
@@ -319,26 +354,35 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> tuple[int, float, float] | None:
-        """A step near the fall, until which advantages follow rewards within groups and from which they do not: correlations of both.
+        """The first step before the fall is there, until which advantages follow rewards within groups and from which they do not: correlations of both.
 
         Looked at step by step: a policy that is trained on them may soon have no rewards left that differ.
         """
         if self.fall is None:
             return None
         steps, follows = relation_by_step(self.rollouts, "reward", "advantage")
-        first, last = self.fall.interval[0] - int(t.AHEAD), max(self.fall.interval[1], self.fall.fallen)
-        for place in np.flatnonzero((steps >= first) & (steps <= last)):
+        last = int(np.searchsorted(steps, max(self.fall.interval[1], self.fall.fallen), side="right"))
+        for place in range(last):
             before, since = follows[max(place - _BREAK_STEPS, 0) : place], follows[place : place + _BREAK_STEPS]
             if len(before) < _FEWEST_STEPS or len(since) < _FEWEST_STEPS or np.median(before) < t.ADVANTAGE_AGREES:
                 continue
-            if since.max() < min(t.ADVANTAGE_FOLLOWS, float(before.min())):
+            until = follows[place : max(last, place + _FEWEST_STEPS)]
+            if since.max() < min(t.ADVANTAGE_FOLLOWS, float(before.min())) and np.median(until) < t.ADVANTAGE_FOLLOWS:
                 return int(steps[place]), float(np.median(before)), float(np.median(since))
         return None
 
     @cached_property
-    def moves(self) -> FirstMoves:
+    def moves(self) -> Moves:
         """What moves first where the fall begins; nothing where nothing fell."""
-        return FirstMoves(of={}) if self.fall is None else first_moves(self.series, self.rollouts, self.fall)
+        return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
+
+    @cached_property
+    def breaks(self) -> int:
+        """The step from which something that a fall may follow is other: before it, rewards or advantages that broke; else its own."""
+        if self.fall is None:
+            return int(self.steps[0]) if len(self.steps) else 0
+        broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
+        return min((step for step in broken if step is not None), default=self.fall.low)
 
     @cached_property
     def grows_from_nothing(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.stats import ks_2samp
 
 from ...schemas.passes import REFERENCE
 from ..statement import Measured
@@ -20,13 +21,13 @@ from . import thresholds as t
 
 _ROWS = """
 SELECT s.step, prompt, response, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
-       sampled.mean AS sampled, referred.mean AS reference, s.opening, train.opening AS opening_trained, sampled.opening AS opening_sampled
+       sampled.mean AS sampled, referred.mean AS reference, s.opening, ending, train.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
         SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
                hash(prompt_ids, response_ids) AS whole,
-               hash(prompt_ids, response_ids[1:$opening]) AS opening,
+               hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
                coalesce(advantage, list_avg(advantages)) AS advantage, num_response_tokens::DOUBLE AS length
         FROM sequences
@@ -59,7 +60,9 @@ _BY_CHANCE = 1.32
 _FEWEST = 30
 """Comparisons below which there is no answer."""
 _KEPT_STEPS = 8
+_FEWEST_KEPT = 3
 """Steps on either side of one at which rewards may have changed their rows: the policy stays about what it is."""
+_FEWEST_OF_LENGTH = 5
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
 _PROMPTS_AWAY = 8
@@ -93,12 +96,19 @@ class Rollouts:
     """[N] mean logprob of the same tokens as the engine returned them, nats; NaN where not recorded."""
     reference: np.ndarray
     """[N] the same as the reference model scored them; NaN where not recorded."""
+    ending: np.ndarray
+    """[N] id of the response's last token; -1 where it has none."""
     opening: np.ndarray
     """[N] a hash of the prompt's ids and the response's first OPENING ones, which come again more often than all of it."""
     opening_trained: np.ndarray
     """[N] mean logprob of these few as the trainer scored them, nats; NaN where not recorded."""
     opening_sampled: np.ndarray
     """[N] the same as the engine returned them."""
+
+    @property
+    def distance(self) -> np.ndarray:
+        """[N] by how much more likely the response is to the policy than to the reference, nats."""
+        return np.asarray((self.likelihood - self.reference) * self.length)
 
     @property
     def is_alone(self) -> bool:
@@ -237,29 +247,41 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     )
 
 
-ORDERS = ("reversed", "reversed_in_groups", "members_first", "groups_first")
+ORDERS = (
+    "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves", "last_step",
+)  # fmt: skip
 """Orders that code takes a step's rows for by mistake: the last row first; of each group the last member first; the first members of
-all groups first, or the other way round."""
+all groups first, or the other way round; each member's place taken by the next one of its group, or by the one before; the second
+half of the step first; the rows of the step before."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """[N] the row of its step whose reward a row takes if rewards came in another order; itself where groups are not of one size."""
+    """[N] the row whose reward a row takes if rewards came in another order; itself where groups are not of one size."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
+    lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
-    for first, last in zip(firsts, np.r_[firsts[1:], len(place)], strict=True):
-        rows, group = place[first:last], rollouts.group[first:last]
-        if name == "reversed":
-            place[first:last] = rows[::-1]
+    if name == "last_step":
+        for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
+            if last - first == end - last:  # what this step earned is recorded with the next one
+                place[first:last] = np.arange(last, end)
+        return place
+    for first, last in zip(firsts, lasts, strict=True):
+        rows, group = place[first:last].copy(), rollouts.group[first:last]
+        if name in ("reversed", "halves"):
+            place[first:last] = rows[::-1] if name == "reversed" else np.roll(rows, len(rows) // 2)
             continue
         starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
         size = len(rows) // len(starts)
         if (np.diff(np.r_[starts, len(rows)]) != size).any():
             continue
-        if name == "reversed_in_groups":
-            place[first:last] = rows.reshape(-1, size)[:, ::-1].reshape(-1)
-        else:
-            columns = (-1, size) if name == "members_first" else (size, -1)
-            place[first:last] = rows.reshape(columns).T.reshape(-1)
+        by_group = rows.reshape(-1, size)
+        place[first:last] = {
+            "reversed_in_groups": by_group[:, ::-1],
+            "next_in_groups": np.roll(by_group, 1, axis=1),
+            "previous_in_groups": np.roll(by_group, -1, axis=1),
+            "members_first": by_group.T,
+            "groups_first": rows.reshape(size, -1).T,
+        }[name].reshape(-1)
     return place
 
 
@@ -489,34 +511,46 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """What responses lose that came before, from a step on, beside what all responses of these steps lose."""
+    """The rewards of the steps from a step on beside those of the steps before it, whatever row they lie in."""
 
     step: int
-    lost_known: float
-    """What responses that came before earn less than then, over all responses of the steps."""
-    lost: float
-    """What all responses of the steps from it on earn less than those of as many steps before."""
-    error: float
-    """Standard error of `lost`."""
+    mean_before: float
+    mean: float
+    apart: float
+    """Largest distance of the two distributions, 0 to 1 (Kolmogorov and Smirnov's)."""
+    spread: float
+    """Standard deviation of all these rewards."""
+    in_sd: float
+    """How far the means of the steps lie apart, in standard errors."""
 
     @property
-    def is_moved(self) -> bool:
-        """Whether others earn what they lose: rewards changed their rows, and are no other ones."""
-        is_known = self.lost_known > t.KEPT_SD * self.error
-        return is_known and self.lost < t.KEPT * self.lost_known
+    def are_same(self) -> bool:
+        """Whether the same rewards are given: where responses earn others than before, they lie in other rows."""
+        return self.apart <= t.SAME_REWARDS and (
+            abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
+        )
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of eight steps from a step on with those of eight before; None without either."""
-    before, since = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
-    rewards = [part.reward[np.isfinite(part.reward)] for part in (before, since)]
-    if min(map(len, rewards)) < _FEWEST:
-        return None
-    known = _earned_before(rollouts, step)[(rollouts.step >= step) & (rollouts.step < step + _KEPT_STEPS)]
-    less = (known - since.reward)[np.isfinite(known - since.reward)]
-    error = math.sqrt(sum(float(part.var()) / len(part) for part in rewards))
-    lost = float(rewards[0].mean() - rewards[1].mean())
-    return KeptRewards(step=step, lost_known=float(less.sum()) / len(rewards[1]), lost=lost, error=max(error, 1e-12))
+    """Compare the rewards of up to eight steps from a step on with those of as many before; None with fewer than three of either."""
+    before, since = (
+        rollouts.until(step - 1).since(step - _KEPT_STEPS),
+        rollouts.since(step).until(step + _KEPT_STEPS - 1),
+    )
+    of_rows, of_steps = [], []
+    for part in (before, since):
+        known = np.isfinite(part.reward)
+        steps, place = np.unique(part.step[known], return_inverse=True)
+        of_rows.append(part.reward[known])
+        of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
+        if len(steps) < _FEWEST_KEPT:
+            return None
+    error = math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps))
+    difference = float(of_steps[1].mean() - of_steps[0].mean())
+    return KeptRewards(
+        step=step, mean_before=float(of_steps[0].mean()), mean=float(of_steps[1].mean()),
+        apart=float(ks_2samp(*of_rows).statistic), spread=float(np.concatenate(of_rows).std()), in_sd=difference / max(error, 1e-12),
+    )  # fmt: skip
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
@@ -658,6 +692,23 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
     return difference, np.abs(difference) > 1e-6 * scale
 
 
+def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
+    """Share of the variance of what equal responses earn otherwise that their lengths explain, whatever the form; and which way it goes.
+
+    0 where fewer than two lengths have five responses, or nothing differs.
+    """
+    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
+    difference, length = run.reward[at_a] - control.reward[at_b], run.length[at_a]
+    known = np.isfinite(difference)
+    difference, length = difference[known], length[known]
+    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    total = float(((difference - difference.mean()) ** 2).sum()) if len(difference) else 0.0
+    if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or total <= 1e-12 * len(difference):
+        return 0.0, 0.0
+    means = np.bincount(place, difference) / counts
+    return 1 - float(((difference - means[place]) ** 2).sum()) / total, correlation(lengths.astype(float), means)
+
+
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     """How the reward goes with length where it does in some sequences and not in those that they are held against; 0 where it does not.
 
@@ -668,12 +719,12 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
     overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])
-    if chosen.sum() > 2 and abs(overall) > t.LENGTH_EXPLAINS:
+    is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL
+    if chosen.sum() > 2 and abs(overall) > (t.LENGTH_EXPLAINS if is_other else t.LENGTH_IS_ALL):
         return overall
     within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
     is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
     goes = _latest(run).length.mean() - control.length.mean()
-    is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL
     return within if is_paid and is_other and goes * within > 0 else 0.0
 
 

@@ -52,6 +52,37 @@ _PATTERNS = (
 )
 """Suspect -> what whole names of its settings look like; these come before the words."""
 
+_MEASURED = (
+    "mean",
+    "max",
+    "min",
+    "std",
+    "score",
+    "acc",
+    "accuracy",
+    "success",
+    "loss",
+    "share",
+    "frac",
+    "fraction",
+    "ratio",
+    "count",
+    "num",
+    "time",
+    "norm",
+    "kl",
+    "entropy",
+    "rewards",
+    "reward",
+    "return",
+    "value",
+    "values",
+    "length",
+    "len",
+    "lengths",
+)
+"""Words of names of what is measured."""
+
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
@@ -67,6 +98,12 @@ def suspect_of(setting: str) -> str:
             if any(word in parts or ("_" in word and word in name) for word in known):
                 return suspect
     return "unknown"
+
+
+def is_setting(name: str) -> bool:
+    """Whether a number that was logged is a setting by its name, and no measurement."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
 def is_of_sampling(setting: str) -> bool:

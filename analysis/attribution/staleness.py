@@ -19,7 +19,7 @@ _AROUND = 1
 """Neighbouring distances whose openings are pooled with those of each distance."""
 _FEWEST = 30
 """Openings that have to come again at a distance for it to be judged."""
-_SOON = 3
+_SOON = 20
 """Steps within which an opening has to come again to tell whether the engine's weights are the same."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7

@@ -38,6 +38,15 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "policies_apart": "from step {step} on what is sampled is {apart:.2g} nats a token less likely to the trainer than to the "
         "engine: the recorded reward is that of another policy",
         "entropy_parts_first": "from the first update that differs on the entropy is higher than the control's, as a bonus for it makes it",
+        "loss_moves_down": "the loss falls out of its range at step {step} (by {in_sd:.0f} standard deviations), before the policy moves: a bonus is "
+        "taken off it",
+        "loss_moves_up": "the loss rises out of its range at step {step} (by {in_sd:.0f} standard deviations), before the policy moves: a penalty is "
+        "added to it",
+        "loss_follows_entropy": "since the fall the loss is a multiple of what it was and goes down as the entropy goes up (correlation "
+        "{correlation:.2f}): a bonus for it is most of the loss",
+        "loss_follows_distance": "since the fall the loss is a multiple of what it was and goes with the distance to the reference (correlation "
+        "{correlation:.2f}): a KL term is most of it",
+        "update_moves_first": "updates become larger at step {step}, after gradients as before and before the policy moves",
         "gradient_moves_first": "the gradient's norm grows at step {step}, before reward and policy move",
         "policy_moves_at_once": "at step {step} the policy is another one at once, after a gradient as before",
         "relation_breaks_alone": "from step {step} on likelier answers no longer earn more, while the step's rewards and the policy are what "
@@ -91,6 +100,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{cut_share:.0%} end exactly there",
         "responses_cut_at_end": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none from step {step} on is, "
         "and {cut_share:.0%} of these end exactly there: a limit that goes on shrinking",
+        "endings_change": "from step {step} on {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}): "
+        "they are broken off",
         "responses_not_cut": "responses do not end at a limit that those before passed",
     },
     "reference": {
@@ -100,6 +111,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "from step {step} on, at once, and the policy is the same",
         "reference_changed": "from step {step} on the reference model scores {share:.0%} of {num_responses:,} responses otherwise than "
         "before: it is another one",
+        "advantages_by_distance": "advantages go with the distance to the reference within groups since the fall (correlation {correlation:.2f}, "
+        "{correlation_before:.2f} before): a KL term is most of them",
         "returns_to_reference": "the distance to the reference goes from {distance_before:.3g} to {distance_after:.3g} nats a token with the "
         "fall: the policy returns to its reference, which a KL term makes it do",
         "no_reference": "no coefficient of a KL term and no jump of the distance to a reference was recorded",
@@ -191,12 +204,18 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "members before all second ones it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
         "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; read group by group where they "
         "came member by member, it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
+        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those of the member beside each in "
+        "its group it is {unequal_shifted_share:.0%}",
+        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with both halves of each step exchanged it is "
+        "{unequal_shifted_share:.0%}",
+        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those that the step after has it is "
+        "{unequal_shifted_share:.0%}: they come a step late",
         "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; moved by {shift} rows "
         "within the step it is {unequal_shifted_share:.0%}",
         "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "
         "rewards are missing in their steps ({by_chance:.0f} would be by chance): the rewards lie in other rows",
-        "rewards_move_rows": "from step {step} on responses that came before lose {lost_known:.2g} of reward a response of the step, and all "
-        "together {lost:.2g}: others earn what they lose",
+        "rewards_move_rows": "from step {step} on likelier answers earn no more, while the same rewards are given (mean {mean:.3g}, {mean_before:.3g} "
+        "before): they lie in other rows",
         "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses that came before under the prompt {shift:+d} places away have "
         "the reward that they earned there ({chance_share:.0%} would by chance): they are graded by the wrong prompt",
         "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",

@@ -36,6 +36,10 @@ _PRIORS = {
 _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
 """Mean |d| up to so many nats -> points. bf16 engines have 0.002 to 0.01 in sound runs of months; published collapses
 begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/collapse)."""
+USUAL_ENDING = 0.01
+"""Least share of the responses before that ended with a token that is a usual end."""
+OTHER_ENDINGS = 0.2
+"""Share of the responses of a step that end otherwise, below the longest length, from which they are broken off."""
 CUT_SHARE = 0.1
 """Least share of the responses before that are longer than any since, and of those since that end at the longest length,
 from which responses are cut off."""
@@ -53,6 +57,8 @@ BOTH_SIGNS = 0.1
 """Share of negative advantages that training with a baseline has; of less than a tenth of it the sign or the baseline is lost."""
 INVERTED_ADVANTAGES = -0.3
 """Correlation of advantages and rewards within groups below which the sign is wrong; other rows leave about 0."""
+EARLIER = 3.5
+"""Points of what a run was given otherwise for good long before it fell: a policy may take many updates to unlearn."""
 BEARABLE = 3.0
 """Factor of a learning rate that training may bear; from it on hardly another explanation is needed."""
 AHEAD = 3.0
@@ -112,10 +118,10 @@ MUCH_UNEQUAL = 0.3
 """The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
 UNEQUAL_SHIFTED = 0.35
 """Of the unequal share, what may be left after moving rewards back to where they belong."""
-KEPT = 0.35
-"""Share of what responses lose that came before, which all responses of the steps may lose where rewards only changed their rows."""
-KEPT_SD = 2.0
-"""Standard errors that it has to have for that to be told."""
+SAME_REWARDS = 0.15
+"""Largest distance of two distributions of rewards that count as the same, 0 to 1; of their means in standard deviations."""
+SAME_REWARDS_SD = 2.5
+"""Standard errors by which the means of their steps may lie apart."""
 SORTED = 0.9
 """Share of the groups with several rewards, at least, in which the rewards are in order of size, that tells that they were sorted."""
 SORTED_BY_CHANCE = 0.5
@@ -244,6 +250,8 @@ UNSAMPLED_NATS = 0.5
 """Least excess of -mean logprob over the entropy there, nats a token."""
 LENGTH_EXPLAINS = 0.8
 """Correlation with length from which a difference of rewards is a matter of length."""
+LENGTH_IS_ALL = 0.98
+"""The same where only some responses earn something else: almost nothing else may explain it."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
 SHARED_PROMPTS = 0.3
@@ -262,6 +270,8 @@ ALMOST_ALL = 0.9
 """Share of the responses that must earn something else where a reward pays for length."""
 GRADIENT_GROWS = 3.0
 """Factor of the gradient's norm at the update that differs, which an entropy bonus does not have: of 12 none had 1.6, of 9 KL terms 7 had."""
+SHOWS_IN_GRADIENT = 1e-4
+"""Nats a token that an update must leave the weights apart for a term of the loss to show in the gradient's norm."""
 UPDATE_GROWS = 3.0
 """Factor of the size of an update over what its gradient explains, from which the optimizer makes it: of 5 optimizers that were changed
 each had 17 and more, of 16 others none had 2."""
@@ -282,6 +292,19 @@ MOVES_SD = 6.0
 """Standard deviations of the steps before from which a quantity has left what it was at a step."""
 MOVES_ON = 0.6
 """Share of these that two of the three steps after it must have, too."""
+LOSS_GROWS = 3.0
+"""Factor of the scatter of the loss from which it has another term."""
+LOSS_FOLLOWS = 0.95
+"""Correlation with the entropy, or with the distance to the reference, from which that term is theirs: of 10 such falls with the entropy 10
+were an entropy bonus's."""
+KL_WEIGHS = 0.6
+"""Correlation of advantages and the distance to the reference within groups from which a KL term is most of the advantage."""
+BREAKS_SD = 4.0
+"""Standard deviations of the steps before by which a correlation falls at once where it is lost."""
+BREAKABLE = 0.2
+"""Least correlation that can be lost."""
+BREAK_LOSES = 0.5
+"""Least share of it that is lost for good."""
 FROM_NOTHING = 0.25
 """Share of the mismatch of some steps later that its first step has at most where it grows update by update."""
 BEYOND_RANGE = 0.2

@@ -35,6 +35,20 @@ SELECT step, token, count(*) AS n
 FROM (SELECT step, unnest(prompt_ids) AS token FROM sequences WHERE hash(seq_id) % {every} = 0)
 GROUP BY ALL ORDER BY step, token
 """
+_PLACES = """
+SELECT step, hash(place, token) AS token, count(*) AS n
+FROM (
+    SELECT step, unnest(prompt_ids[1:{most}]) AS token, unnest(range(1, least(len(prompt_ids), {most}) + 1)) AS place
+    FROM sequences WHERE hash(seq_id) % {every} = 0
+    UNION ALL
+    SELECT step, unnest(list_reverse(prompt_ids)[1:{most}]), -unnest(range(1, least(len(prompt_ids), {most}) + 1))
+    FROM sequences WHERE hash(seq_id) % {every} = 0
+)
+GROUP BY ALL ORDER BY step, token
+"""
+"""Tokens with their places from the front and from the end."""
+_MOST_PLACES = 12
+"""Tokens of either end of a prompt whose places are looked at."""
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
@@ -73,6 +87,7 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
     "prompt_shift": (PROMPTS, LINEAR, "share of prompt tokens that the first tenth of the run would not have (total variation)"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "share of tokens at either end of prompts that the first tenth of the run would not have there"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that no step before had"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences of the step"),
@@ -124,16 +139,26 @@ def _shift(database: Database) -> dict[str, Column]:
     """How far the tokens of a step's prompts are from those of the first tenth of the run."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
-    rows = database.connection.execute(_TOKENS.format(every=every)).fetchnumpy()
-    steps, at = np.unique(np.asarray(rows["step"], np.int64), return_inverse=True)
-    tokens, column = np.unique(np.asarray(rows["token"], np.int64), return_inverse=True)
+    found: dict[str, Column] = {}
+    for name, query in (("prompt_shift", _TOKENS), ("prompt_form_shift", _PLACES)):
+        rows = database.connection.execute(query.format(every=every, most=_MOST_PLACES)).fetchnumpy()
+        shift = _from_first(*(np.asarray(rows[column]) for column in ("step", "token", "n")))
+        if shift is not None:
+            found[name] = shift
+    return found
+
+
+def _from_first(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> Column | None:
+    """By step, the total variation of its tokens from those of the first tenth of the run; None where these are too many."""
+    steps, at = np.unique(step.astype(np.int64), return_inverse=True)
+    tokens, column = np.unique(token, return_inverse=True)
     if not len(steps) or len(steps) * len(tokens) > 50_000_000:
-        return {}
+        return None
     counts = np.zeros((len(steps), len(tokens)))
-    counts[at, column] = np.asarray(rows["n"], float)
+    counts[at, column] = n.astype(float)
     first = counts[: max(len(steps) // 10, 3)].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
-    return {"prompt_shift": (steps, 0.5 * np.abs(shares - first / first.sum()).sum(axis=1))}
+    return steps, 0.5 * np.abs(shares - first / first.sum()).sum(axis=1)
 
 
 def _of_reference(database: Database) -> dict[str, Column]:

@@ -56,7 +56,9 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
     """Series -> the name that this run logged it under; of several with the same last word the first by the alphabet."""
-    logged = [name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)]
+    logged = [
+        name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
+    ]
     found = {}
     for series, names in NAMES.items():
         ends = LAST_WORDS.get(series, ())

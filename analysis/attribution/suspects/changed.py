@@ -36,6 +36,8 @@ def worth(facts: Facts, change: RecordedChange) -> float:
     is_given = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
     if facts.fall is None or not is_given:
         return t.DECISIVE
+    if not facts.is_near(change):
+        return t.EARLIER
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
         return t.DECISIVE

@@ -11,7 +11,7 @@ from ..facts import Facts
 from ..next_steps import CHANGE_ENTROPY_TERM
 from ..suspect import Suspect
 from .changed import holds, settings
-from .timing import AFTER, order, rises
+from .timing import AFTER, loss_follows, loss_moves, order, rises
 
 
 def entropy(facts: Facts) -> Suspect:
@@ -22,6 +22,7 @@ def entropy(facts: Facts) -> Suspect:
         evidence=(
             *evidence,
             *_coefficient(facts),
+            *(loss_follows(facts, "entropy") or loss_moves(facts, "entropy")),
             *settings(facts, "entropy"),
             *holds(facts, -t.STRONG),
             t.prior("entropy"),

@@ -11,7 +11,7 @@ from ..facts import Facts
 from ..next_steps import LOWER_LEARNING_RATE
 from ..suspect import Suspect
 from .changed import holds, settings
-from .timing import AFTER, FIRST, at_once, order, rises
+from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
 _LONG = 20
 """Steps that a run has to have learned for."""
@@ -22,7 +22,7 @@ def optimizer(facts: Facts) -> Suspect:
     spike = _spike(facts)
     changed_settings = [] if any(each.points > 0 for each in spike) else settings(facts, "optimizer")
     evidence = [
-        *spike, *changed_settings, *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts), *at_once(facts, t.WEAK), *holds(facts, -t.STRONG),
+        *spike, *changed_settings, *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts), *at_once(facts, t.WEAK), *update_moves(facts), *holds(facts, -t.STRONG),
     ]  # fmt: skip
     return Suspect(
         code="optimizer",

@@ -12,12 +12,17 @@ from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
 from .advantages import moves_mean
+from .reference import in_advantages
 
 _OF_ORDER = {
     "reversed": "rewards_reversed",
     "reversed_in_groups": "rewards_reversed_in_groups",
     "members_first": "rewards_members_first",
     "groups_first": "rewards_groups_first",
+    "next_in_groups": "rewards_next_in_groups",
+    "previous_in_groups": "rewards_next_in_groups",
+    "halves": "rewards_halves",
+    "last_step": "rewards_of_last_step",
 }
 """Another order of a step's rows, of rollouts.ORDERS -> the code of its evidence."""
 
@@ -58,7 +63,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
         return [Evidence(code="rewards_in_other_rows", values=values, points=t.CERTAIN)]
     if facts.moved_rewards is not None and not facts.reordered.is_permuted:
         kept = facts.moved_rewards
-        values = {"step": kept.step, "lost_known": kept.lost_known, "lost": kept.lost}
+        values = {"step": kept.step, "mean_before": kept.mean_before, "mean": kept.mean}
         return [Evidence(code="rewards_move_rows", values=values, points=t.CERTAIN)]
     if facts.rewards_lie_off:
         found = facts.reordered
@@ -74,8 +79,8 @@ def _rewards(facts: Facts) -> list[Evidence]:
 def _relation(facts: Facts) -> list[Evidence]:
     """Likelier answers that no longer earn more from a step on, while the rewards of the step and the policy are what they were."""
     moves = facts.moves
-    step = moves.step("relation")
-    if step is None or moves.of["relation"].size_in_sd > 0 or moves.moves_at(step, "reward", "mean_abs_d", *POLICY):
+    step = moves.breaks("relation")
+    if step is None or moves.moves_at(step, "reward", "mean_abs_d", *POLICY):
         return []
     return [Evidence(code="relation_breaks_alone", values={"step": step}, points=t.STRONG)]
 
@@ -84,12 +89,13 @@ def _advantages(facts: Facts) -> list[Evidence]:
     """Within a group the advantage rises with the reward, whatever it is divided by."""
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
     if facts.advantages_break is not None:
-        _, before, correlation = facts.advantages_break
+        correlation = facts.advantages_break[2]
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []
     # What a critic leaves of a reward need not follow it, once the policy is another one. Other rows leave the mean what it is.
-    points = t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
+    is_of_kl = bool(in_advantages(facts))
+    points = 0.0 if is_of_kl else t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]
 
 

@@ -14,7 +14,7 @@ from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
-from .timing import at_once
+from .timing import at_once, loss_follows, loss_moves
 
 _BESIDE = 3
 """Steps on either side of a jump."""
@@ -24,7 +24,15 @@ def reference(facts: Facts) -> Suspect:
     """The evidence for the KL term as the cause."""
     return Suspect(
         code="reference",
-        evidence=(*_moves(facts), *_gradient(facts), *settings(facts, "reference"), *holds(facts, -t.STRONG), t.prior("reference")),
+        evidence=(
+            *_moves(facts),
+            *in_advantages(facts),
+            *_gradient(facts),
+            *(loss_follows(facts, "reference") or loss_moves(facts, "reference")),
+            *settings(facts, "reference"),
+            *holds(facts, -t.STRONG),
+            t.prior("reference"),
+        ),
         next=WITHOUT_KL_TERM,
     )
 
@@ -49,6 +57,25 @@ def _moves(facts: Facts) -> list[Evidence]:
     if any(used):
         return _returns(facts)
     return [] if facts.clear(REFERENCE) else [Evidence(code="no_reference", points=-t.STRONG)]
+
+
+def in_advantages(facts: Facts) -> list[Evidence]:
+    """Advantages that go down where the distance to the reference goes up, as a KL term in the reward makes them."""
+    if facts.fall is None or not np.isfinite(facts.rollouts.reference).any():
+        return []
+    steps, goes = facts.moves.columns["leaves"].steps, facts.moves.columns["leaves"].values
+    since = (steps >= facts.fall.low) & (steps <= facts.moves.last + int(t.AHEAD))
+    before = steps < facts.fall.interval[0] - t.AHEAD
+    if before.sum() < _BESIDE or since.sum() < _BESIDE:
+        return []
+    usual, now = float(np.median(goes[before][-15:])), float(np.median(goes[since]))
+    if abs(now) < t.KL_WEIGHS or np.sign(now) * usual > t.KL_WEIGHS / 2:
+        return []
+    return [
+        Evidence(
+            code="advantages_by_distance", values={"correlation_before": usual, "correlation": now}, points=t.DECISIVE
+        )
+    ]
 
 
 def _gradient(facts: Facts) -> list[Evidence]:

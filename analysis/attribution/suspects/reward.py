@@ -78,7 +78,13 @@ def _dropped(facts: Facts) -> list[Evidence]:
 def _moves(facts: Facts) -> list[Evidence]:
     """Rewards that are other ones from a step on, at which neither policy nor engine is."""
     moves = facts.moves
-    reward, relation_step = moves.step("reward"), moves.step("relation")
+    reward, relation_step = moves.step("reward"), moves.breaks("relation")
+    if (
+        relation_step is not None
+        and (reward is None or relation_step < reward)
+        and moves.moves_at(relation_step, "reward")
+    ):
+        reward = relation_step
     first = min((step for step in (reward, relation_step) if step is not None), default=None)
     if first is None or moves.moves_at(first, "mean_abs_d", *POLICY) or facts.is_given_otherwise:
         return []
@@ -98,7 +104,7 @@ def _beyond(facts: Facts) -> list[Evidence]:
     if not len(before) or not len(since) or np.ptp(before) == 0:
         return []
     share = float((since > before.max() + t.BEYOND_RANGE * np.ptp(before)).mean())
-    if share < t.MANY_BEYOND or pays(facts):
+    if share < t.MANY_BEYOND or pays(facts) or facts.pays_length_since:
         return []
     values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
     return [Evidence(code="rewards_beyond_range", values=values, points=t.DECISIVE)]
@@ -115,7 +121,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
     }  # fmt: skip
     if not facts.hides:
         return [Evidence(code="reward_falls_too", values=values, points=-t.STRONG)]
-    if pays(facts):
+    if pays(facts) or facts.pays_length_since:
         return [Evidence(code="reward_hides_fall_pays_length", values=values, points=0.0)]
     if facts.mismatch is not None and facts.mismatch.size >= t.APART / 2:
         return [Evidence(code="reward_hides_fall_of_other_policy", values=values, points=0.0)]

@@ -28,7 +28,9 @@ def _still(facts: Facts) -> list[Evidence]:
     still = facts.still_engine
     if still is None or not still.explains or facts.mismatch is None:
         return []
-    return [Evidence(code="engine_stands_still", values=still.values, points=t.CERTAIN + t.of_size(facts.mismatch.size))]
+    return [
+        Evidence(code="engine_stands_still", values=still.values, points=t.CERTAIN + t.of_size(facts.mismatch.size))
+    ]
 
 
 def _declared(facts: Facts, *, is_still: bool) -> list[Evidence]:
@@ -69,7 +71,13 @@ def _measured(facts: Facts) -> list[Evidence]:
     if facts.still_engine is not None and facts.still_engine.still <= t.STILL_BY_CHANCE and lag < 1:
         return [Evidence(code="engine_moves_on", values=facts.still_engine.values, points=-t.STRONG)]
     if facts.grows_from_nothing and lag < 1:
-        return [Evidence(code="mismatch_grows_by_updates", values={"step": facts.moves.step("mean_abs_d") or 0}, points=t.STRONG + of_size)]
+        return [
+            Evidence(
+                code="mismatch_grows_by_updates",
+                values={"step": facts.moves.step("mean_abs_d") or 0},
+                points=t.STRONG + of_size,
+            )
+        ]
     if run.begins == FROM_START:
         code = "mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag"
         return [Evidence(code=code, points=-t.MEDIUM)]

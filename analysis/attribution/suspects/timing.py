@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import numpy as np
+
 from ...dynamics.changes import ChangePoint
 from ...dynamics.conditions import PROMPTS
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
-from ..moves import POLICY
+from ..moves import POLICY, Column
+from ..rollouts import correlation
 
 FIRST, WITH, AFTER = "first", "with", "after"
+_FEWEST = 8
+"""Steps of which it is told whether the loss goes with something."""
 
 
 def order(facts: Facts, change: ChangePoint) -> str:
@@ -35,13 +44,76 @@ def at_once(facts: Facts, points: float) -> list[Evidence]:
     """A gradient that is another one before anything else moves, or a policy that is at one step, with its engine."""
     found = facts.moves
     gradient, sampled = found.step("grad_norm"), found.step("sampled")
-    if gradient is not None and found.of["grad_norm"].size_in_sd > 0 and not found.moves_at(gradient, "reward", "mean_abs_d", *POLICY):
+    if (
+        gradient is not None
+        and found.size("grad_norm", gradient) > 0
+        and not found.moves_at(gradient, "reward", "mean_abs_d", *POLICY)
+    ):
         return [Evidence(code="gradient_moves_first", values={"step": gradient}, points=points)]
     if sampled is None or facts.clear(PROMPTS) or found.moves_at(sampled, "mean_abs_d", "grad_norm"):
         return []
     if found.moves_at(sampled, "reward") and not found.moves_at(sampled - 1, "reward", "relation", *POLICY):
         return [Evidence(code="policy_moves_at_once", values={"step": sampled}, points=points)]
     return []
+
+
+def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
+    """A loss that leaves its usual size before the policy moves: below it a bonus is taken off, above it a penalty is added."""
+    found = facts.moves
+    step = found.step("loss")
+    if step is None or found.moves_at(step, "reward", "mean_abs_d", *POLICY):
+        return []
+    is_higher = found.size("loss", step) > 0
+    values: dict[str, Measured] = {"step": step, "in_sd": abs(found.size("loss", step))}
+    if suspect == "entropy":
+        return [
+            Evidence(
+                code="loss_moves_up" if is_higher else "loss_moves_down",
+                values=values,
+                points=-t.MEDIUM if is_higher else t.STRONG,
+            )
+        ]
+    has_reference = bool(np.isfinite(facts.rollouts.reference).any())
+    return [Evidence(code="loss_moves_up", values=values, points=t.MEDIUM)] if is_higher and has_reference else []
+
+
+def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
+    """A loss that became a multiple and goes with the entropy, down, or with the distance to the reference, up, since the fall."""
+    loss, entropy, distance = (facts.moves.columns.get(name) for name in ("loss", "entropy", "distance"))
+    if facts.fall is None or loss is None:
+        return []
+    first = facts.fall.interval[0] - t.AHEAD
+    before, since = (
+        float(loss.values[part].std()) if part.sum() >= _FEWEST else math.nan
+        for part in (loss.steps < first, loss.steps >= first)
+    )
+    if not since > t.LOSS_GROWS * before:
+        return []
+    with_entropy = 0.0 if entropy is None else _together(loss, entropy, first, np.exp)
+    with_distance = 0.0 if distance is None else _together(loss, distance, first)
+    if suspect == "entropy" and with_entropy <= -t.LOSS_FOLLOWS and with_entropy + with_distance < 0:
+        return [Evidence(code="loss_follows_entropy", values={"correlation": with_entropy}, points=t.CERTAIN)]
+    if suspect == "reference" and with_distance >= t.LOSS_FOLLOWS and with_entropy + with_distance >= 0:
+        return [Evidence(code="loss_follows_distance", values={"correlation": with_distance}, points=t.CERTAIN)]
+    return []
+
+
+def _together(
+    loss: Column, other: Column, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> float:
+    """Correlation of the loss and another quantity from a step on."""
+    steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
+    since = steps >= first
+    return correlation(loss.values[at][since], scale(other.values[of][since])) if since.sum() >= _FEWEST else 0.0
+
+
+def update_moves(facts: Facts) -> list[Evidence]:
+    """Updates that become larger, or moments that become other ones, before the policy moves and more than the gradient does."""
+    found = facts.moves
+    step = found.step("update_to_weight")
+    if step is None or found.size("update_to_weight", step) < 0 or found.moves_at(step, "reward", "grad_norm", *POLICY):
+        return []
+    return [Evidence(code="update_moves_first", values={"step": step}, points=t.DECISIVE)]
 
 
 def largest_rise(facts: Facts) -> ChangePoint | None:

@@ -11,14 +11,51 @@ from ..next_steps import RAISE_LIMIT
 from ..suspect import Suspect
 from .changed import holds, settings
 
+_FEWEST_STEPS = 3
+"""Steps before and since a step of which it is told how responses end."""
+
 
 def truncation(facts: Facts) -> Suspect:
     """The evidence for a limit of tokens as the cause."""
+    evidence = _cut(facts)
+    if not any(each.points > 0 for each in evidence):
+        evidence = _endings(facts) or evidence
     return Suspect(
         code="truncation",
-        evidence=(*_cut(facts), *settings(facts, "truncation"), *holds(facts, t.WEAK), t.prior("truncation")),
+        evidence=(
+            *evidence,
+            *settings(facts, "truncation"),
+            *holds(facts, t.WEAK),
+            t.prior("truncation"),
+        ),
         next=RAISE_LIMIT,
     )
+
+
+def _endings(facts: Facts) -> list[Evidence]:
+    """Responses that end, from one step on, with tokens with which none ended before, and shorter than some before."""
+    if facts.fall is None:
+        return []
+    rollouts, first = facts.rollouts, facts.fall.interval[0] - int(t.AHEAD)
+    before = rollouts.until(first - 1)
+    if len(np.unique(before.step)) < _FEWEST_STEPS:
+        return []
+    tokens, counts = np.unique(before.ending, return_counts=True)
+    usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
+    is_other = ~np.isin(rollouts.ending, usual) & (rollouts.length < before.length.max())
+    steps, place = np.unique(rollouts.step, return_inverse=True)
+    share = np.bincount(place, is_other) / np.bincount(place)
+    near = np.flatnonzero((steps >= first) & (steps <= max(facts.fall.interval[1], facts.fall.fallen)))
+    for at in near:
+        rest = share[at : at + _FEWEST_STEPS]
+        if share[at - 1] <= t.OTHER_ENDINGS / 4 and rest.min() >= t.OTHER_ENDINGS:
+            values = {
+                "step": int(steps[at]),
+                "share": float(rest.mean()),
+                "before_share": float(share[max(at - 10, 0) : at].mean()),
+            }
+            return [Evidence(code="endings_change", values=values, points=t.DECISIVE + t.MEDIUM)]
+    return []
 
 
 def _cut(facts: Facts) -> list[Evidence]:
