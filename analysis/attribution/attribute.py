@@ -24,6 +24,9 @@ from .suspects import ALL
 from .suspects.changed import settings
 from .suspects.timing import at_once, order
 
+_MOST_STEPS = 12
+"""Steps of which it is asked what would be the cause if the run did worse since: each costs as much as a fall."""
+
 
 def attribute(
     trace: str | os.PathLike[str] | Database,
@@ -77,7 +80,7 @@ def explain(
 def _supposed(facts: Facts) -> SilentChange | None:
     """What would be the cause if the run did worse all the same: what was changed most clearly."""
     found = []
-    for step in sorted(set(broken_steps(facts))):
+    for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
         suspects = _suspects(supposed_at(facts, step))
         if suspects[0].code != "unknown":
             found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))

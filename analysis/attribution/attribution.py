@@ -91,6 +91,13 @@ class Attribution(Result):
         return sentences(self.note_codes, NOTES)
 
     @property
+    def supposed_cause(self) -> SilentChange | None:
+        """`supposed`, where one suspect is more probable than all others together."""
+        first = self.supposed.suspects[0] if self.supposed else None
+        is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
+        return self.supposed if is_one else None
+
+    @property
     def is_intervention(self) -> bool:
         """Whether a control decides."""
         return self.kind == INTERVENTION

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...schemas.passes import REFERENCE
+from ..comparison.sequences import moved_tokens
 from ..dynamics.recorded import read_recorded
 from ..statement import Measured, Statement
 from . import thresholds as t
@@ -18,6 +20,7 @@ from .divergence import (
     BY_LENGTH,
     CUT,
     ENGINE,
+    ENTROPY_TERM,
     KL_TERM,
     OF_LAST_STEP,
     PERMUTED,
@@ -25,6 +28,7 @@ from .divergence import (
     REFERENCE_MODEL,
     REWARDS,
     SAMPLING,
+    SCORED_ROWS,
     SCORING,
     TOOL,
     UNSEEN_REWARDS,
@@ -35,7 +39,15 @@ from .divergence import (
 from .evidence import Evidence
 from .facts import Facts
 from .odds import ranked
-from .rollouts import Rollouts, least_reward, length_correlation, relation, repeated_responses, reward_differences
+from .rollouts import (
+    Rollouts,
+    correlation,
+    least_reward,
+    length_correlation,
+    relation,
+    repeated_responses,
+    reward_differences,
+)
 from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
@@ -118,10 +130,12 @@ _SUSPECTS_OF = {
     TOOL: ("unknown",),
     ENGINE: ("mismatch", "staleness"),
     SCORING: ("mismatch",),
+    SCORED_ROWS: ("pairing",),
     REWARDS: ("reward",),
     PERMUTED: ("pairing",),
     OF_LAST_STEP: ("pairing",),
     KL_TERM: ("reference",),
+    ENTROPY_TERM: ("entropy",),
     UNSEEN_REWARDS: ("advantages", "reward", "length"),
     BY_LENGTH: ("length",),
     REFERENCE_MODEL: ("reference",),
@@ -138,7 +152,7 @@ def _of_divergence(
     codes = _SUSPECTS_OF.get(parted.code, ())
     if parted.code == ENGINE:
         codes = ("staleness",) if is_farther_behind(facts, control) else codes
-    if parted.code == REWARDS and facts.rewards_lie_off:
+    if parted.code == REWARDS and facts.graded_elsewhere is not None:
         codes = ("pairing",)
     if parted.code == UPDATE:
         changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
@@ -153,6 +167,7 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
     """What tells which part of training made an update that differs, though it was given the same."""
     step = parted.step
     yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
+    yield from _by_distance(facts, control, step)
     gradient, update, moment = (_ratio(facts, control, name, step) for name in _OF_UPDATE)
     apart = float(parted.values.get("apart", 0.0))
     is_equal = (
@@ -214,6 +229,23 @@ def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evi
         yield "reference", Evidence(code=code, values=values, points=t.STRONG)
     if higher < 0:
         yield "unknown", Evidence(code=code, values=values, points=-t.STRONG)
+
+
+def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
+    """An update that moves tokens by how far they were from the reference, more than by how likely they were: a KL term."""
+    after = next((int(each) for each in facts.steps if each > step), None)
+    if after is None or not np.isfinite(facts.rollouts.reference).any():
+        return
+    moved = moved_tokens(facts.database, control.database, after, facts.pair[0], REFERENCE)
+    known = np.isfinite(moved.distance)
+    if known.sum() < t.FEWEST_MOVED:
+        return
+    by_distance = correlation(moved.moved[known], moved.distance[known])
+    by_logprob = correlation(moved.moved[known], moved.logprob[known])
+    # What goes back to the reference at once and wholly was reloaded.
+    if t.MOVED_BY_DISTANCE <= abs(by_distance) < t.RELOADED and abs(by_distance) > abs(by_logprob):
+        values = {"step": step, "correlation": by_distance}
+        yield "reference", Evidence(code="moved_by_distance", values=values, points=t.STRONG)
 
 
 def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:

@@ -19,15 +19,31 @@ from ..comparison.sequences import paired, shared_tokens
 from ..statement import Measured
 from . import thresholds as t
 from .facts import Facts
-from .rollouts import Rollouts, correlation, explained_by_length, pays_length_otherwise, reward_differences
+from .rollouts import (
+    Rollouts,
+    centred,
+    correlation,
+    explained_by_length,
+    is_near,
+    pays_length_otherwise,
+    reward_differences,
+)
 
-PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL, ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, UNSEEN_REWARDS, UPDATE = (
-    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "rewards_part",
-    "rewards_permuted_part", "rewards_by_length_part", "rewards_of_last_step_part", "reference_parts", "advantages_part", "advantages_permuted_part", "advantages_by_distance_part", "advantages_or_rewards_part", "update_parts",
+PROMPTS, CUT, SAMPLING, TOOL, ENGINE, SCORING, SCORED_ROWS, REWARDS, PERMUTED, BY_LENGTH, OF_LAST_STEP, REFERENCE_MODEL = (
+    "prompts_part", "responses_cut_off", "sampling_parts", "tool_parts", "engine_parts", "scoring_parts", "scored_rows_part",
+    "rewards_part", "rewards_permuted_part", "rewards_by_length_part", "rewards_of_last_step_part", "reference_parts",
+)  # fmt: skip
+ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE = (
+    "advantages_part", "advantages_permuted_part", "advantages_by_distance_part", "advantages_by_surprise_part",
+    "advantages_or_rewards_part", "update_parts",
 )  # fmt: skip
 
 _ROUNDING = 1e-9
 """Nats by which the mean logprobs of two runs with the same bits differ at most: the order of a sum."""
+_FEWEST = 8
+"""Sequences of which it is told what their advantages go with."""
+_FLOAT32 = 1e-10
+"""Share of squared advantages that is more than what float32 rounds off them."""
 _EXACT = 5
 """Steps of the same bits from which two runs are exact, so that any difference is one."""
 
@@ -75,10 +91,12 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
     for number, step in enumerate(shared.tolist()):
         beside = _beside(a, b, step)
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
-        code, values = _first(facts, control, beside, step, least) if beside.share >= t.SHARED_PROMPTS else ("", {})
-        if (
-            code in ("", SAMPLING, TOOL) and beside.share < 1
-        ):  # what an environment does with other prompts is other, too
+        is_shared = len(beside.a.step) >= t.FEWEST_SHARED
+        code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
+        # What an environment does with other prompts is other, too; weights that differ chose the prompts.
+        if beside.share < 1 and (
+            code in ("", CUT, SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)
+        ):
             code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
             at = int(shared[number - 1]) if code == UPDATE and number else step
@@ -122,6 +140,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         trained = sampled = math.nan
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
+    if trainer_parts and _of_other_rows(beside, least) >= t.OTHER_ROWS:
+        return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
         # Of what one update moves an engine with coarser numbers may show nothing yet.
@@ -136,6 +156,15 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
             return CUT, values
         return (TOOL if tokens.num_in_tool * 2 > num_other else SAMPLING), values
     return _of_rewards(facts, control, beside, step, values) or _of_the_rest(beside, referred, values)
+
+
+def _of_other_rows(beside: _Step, least: float) -> float:
+    """Share of the sequences that the trainer scores otherwise whose logprobs are the control's of another one of the step."""
+    own = beside.a.likelihood
+    other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
+    if other.sum() < t.FEWEST_SHARED:
+        return 0.0
+    return float(is_near(own[other], beside.b.likelihood, least).mean())
 
 
 def _apart_at(facts: Facts, step: int) -> float:
@@ -176,29 +205,35 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
-    is_permuted = bool(np.allclose(np.sort(a.advantage), np.sort(b.advantage), equal_nan=True))
-    if is_permuted:
+    if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return ADVANTAGES_PERMUTED, values
     if not np.isfinite(a.reward).any():
         return UNSEEN_REWARDS, values
-    by_distance = _of_distance(a.advantage, b)
-    if by_distance > t.KL_IN_ADVANTAGE:
-        return KL_TERM, values | {"correlation": by_distance}
+    of_terms = {
+        KL_TERM: _goes_with(a.advantage, b, b.likelihood - b.reference),
+        ENTROPY_TERM: _goes_with(a.advantage, b, b.likelihood),
+    }
+    term = max(of_terms, key=lambda code: of_terms[code])
+    if of_terms[term] > t.TERM_IN_ADVANTAGE:
+        return term, values | {"correlation": of_terms[term]}
     return ADVANTAGES, values
 
 
-def _of_distance(advantage: np.ndarray, b: Rollouts) -> float:
-    """How far what advantages are beside the control's goes with the distance to the reference, of a token or of the response.
+def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
+    """How far what advantages are beside the control's goes with a quantity of a token, or with its sum over the response.
 
-    The partial correlation, which a scale of the advantages leaves alone; 0 where no reference was recorded.
+    The partial correlation, which a scale of the advantages leaves alone; 0 where it was not recorded.
     """
     found = 0.0
-    of_control = np.stack([b.advantage, np.ones(len(b.advantage))], 1)
-    for distance in ((b.likelihood - b.reference) * b.length, b.likelihood - b.reference):
+    group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)
+    for distance in (quantity * b.length, quantity):
         known = np.isfinite(distance) & np.isfinite(advantage) & np.isfinite(b.advantage)
-        if known.sum() < 8:
+        if known.sum() < _FEWEST:
             continue
-        rest = [values[known] - of_control[known] @ np.linalg.lstsq(of_control[known], values[known], rcond=None)[0]
-                for values in (advantage, distance)]  # fmt: skip
-        found = max(found, abs(correlation(*rest)))
+        # A baseline is the same for all of a group.
+        own, control, of = (centred(values[known], group[known]) for values in (advantage, b.advantage, distance))
+        spread = float(control @ control)
+        rest = [values - control * float(values @ control) / spread if spread else values for values in (own, of)]
+        if float(rest[0] @ rest[0]) > _FLOAT32 * float(own @ own):
+            found = max(found, abs(correlation(*rest)))
     return found

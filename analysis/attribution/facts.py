@@ -34,6 +34,7 @@ from .rollouts import (
     ReorderedRewards,
     RepeatedResponses,
     Rollouts,
+    ScoredRows,
     changed_responses,
     correlation,
     explained_by_length,
@@ -46,6 +47,7 @@ from .rollouts import (
     reordered_rewards,
     repeated_responses,
     rewards_of_other_prompts,
+    scored_rows,
     sorted_share,
     unequal_share,
 )
@@ -56,6 +58,8 @@ _BREAK_STEPS = 10
 """Steps before and since a step whose advantages are held against each other."""
 _FEWEST_STEPS = 3
 """Fewest of these with rewards that differ."""
+_ENOUGH = 20
+"""Steps before a fall of which half tell what was there before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +187,14 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """The same before the fall."""
-        until = self.rollouts if self.fall is None else self.rollouts.until(self.breaks - 1)
-        return repeated_responses(until)
+        """The same before the fall: of the first half of the steps until there, as what makes a fall may have begun well before."""
+        return repeated_responses(self.rollouts if self.fall is None else self.well_before)
+
+    @cached_property
+    def well_before(self) -> Rollouts:
+        """The sequences of the first half of the steps before the fall, or of all of them where they are few."""
+        before = self.steps[self.steps < self.breaks]
+        return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
@@ -383,6 +392,18 @@ class Facts:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
         return min((step for step in broken if step is not None), default=self.fall.low)
+
+    @cached_property
+    def scored_rows(self) -> ScoredRows | None:
+        """Whether the mismatch is that of logprobs in other rows."""
+        values = self.values("mean_abs_d")
+        if self.mismatch is None or not np.isfinite(values).any():
+            return None
+        begun = np.flatnonzero(values >= t.BEGUN * max(self.mismatch.size, float(np.nanmax(values)) / 10))
+        usual = values[: begun[0]] if len(begun) else values
+        least = max(3 * float(np.nanmedian(usual)), t.SAME_LOGPROB) if np.isfinite(usual).any() else t.SAME_LOGPROB
+        found = scored_rows(self.rollouts, int(self.steps[begun[0]]), least) if len(begun) else None
+        return found if found is not None and found.explains else None
 
     @cached_property
     def grows_from_nothing(self) -> bool:

@@ -61,7 +61,8 @@ class Moves:
     columns: Mapping[str, Column]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`; `loss`; `sampled` and `trained`: mean logprobs of what
     was sampled to the engine and to the trainer; `distance`: trained less the reference's; `relation`: correlation of likelihood and
-    reward within groups, `follows` that of advantage and reward, `leaves` that of advantage and distance."""
+    reward within groups, `follows` that of advantage and reward, `leaves` that of advantage and distance, `surprises` that of advantage and
+    information."""
     first: int
     """The first step at which a fall may have begun with a move."""
     last: int
@@ -121,6 +122,7 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
         "relation": (*relation_by_step(rollouts, "likelihood", "reward"), 0.05),
         "leaves": (*relation_by_step(rollouts, "distance", "advantage"), 0.05),
         "follows": (*relation_by_step(rollouts, "reward", "advantage"), 0.05),
+        "surprises": (*relation_by_step(rollouts, "information", "advantage"), 0.05),
     }
     for name, least in _LOGARITHMS.items():
         if name in series:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 from scipy.stats import ks_2samp
 
 from ...schemas.passes import REFERENCE
@@ -20,7 +21,7 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, response, whole, "group", reward, s.advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
+SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
        sampled.mean AS sampled, referred.mean AS reference, s.opening, ending, train.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
@@ -29,7 +30,8 @@ FROM (
                hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
-               coalesce(advantage, list_avg(advantages)) AS advantage, num_response_tokens::DOUBLE AS length
+               coalesce(advantage, list_avg(advantages)) AS advantage, coalesce(advantage, advantages[1]) AS first_advantage,
+               num_response_tokens::DOUBLE AS length
         FROM sequences
     )
 ) AS s
@@ -89,6 +91,8 @@ class Rollouts:
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
+    first_advantage: np.ndarray
+    """[N] that of the first token, where each has its own; else the response's."""
     length: np.ndarray
     likelihood: np.ndarray
     """[N] mean logprob of the response's tokens as the trainer scored them, nats; as the engine did where it did not."""
@@ -109,6 +113,11 @@ class Rollouts:
     def distance(self) -> np.ndarray:
         """[N] by how much more likely the response is to the policy than to the reference, nats."""
         return np.asarray((self.likelihood - self.reference) * self.length)
+
+    @property
+    def information(self) -> np.ndarray:
+        """[N] -logprob of the whole response, nats."""
+        return np.asarray(-self.likelihood * self.length)
 
     @property
     def is_alone(self) -> bool:
@@ -147,7 +156,7 @@ class Rollouts:
     @property
     def share_below_group(self) -> float:
         """Share of the sequences that earn less than their group does; NaN without rewards."""
-        less = _centred(self.reward, self.group)
+        less = centred(self.reward, self.group)
         least = 1e-6 * float(np.fmax.reduce(np.abs(self.reward), initial=1.0))
         return float((less[np.isfinite(less)] < -least).mean()) if np.isfinite(less).any() else math.nan
 
@@ -248,11 +257,12 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 ORDERS = (
-    "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves", "last_step",
+    "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
+    "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
 )  # fmt: skip
 """Orders that code takes a step's rows for by mistake: the last row first; of each group the last member first; the first members of
 all groups first, or the other way round; each member's place taken by the next one of its group, or by the one before; the second
-half of the step first; the rows of the step before."""
+half of the step first; in the order in which generations end, or the other way round; the rows of the step before."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
@@ -269,6 +279,12 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
         rows, group = place[first:last].copy(), rollouts.group[first:last]
         if name in ("reversed", "halves"):
             place[first:last] = rows[::-1] if name == "reversed" else np.roll(rows, len(rows) // 2)
+            continue
+        if name in ("shortest_first", "longest_first", "shortest_first_in_groups"):
+            length = rollouts.length[first:last] * (-1 if name == "longest_first" else 1)
+            place[
+                rows[np.lexsort((length, group)) if name.endswith("groups") else np.argsort(length, kind="stable")]
+            ] = rows
             continue
         starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
         size = len(rows) // len(starts)
@@ -344,7 +360,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
     A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1 in each group.
     """
-    x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
+    x, y = (centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
     known = np.isfinite(x) & np.isfinite(y)
     x, y, group = x[known], y[known], rollouts.group[known]
     xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
@@ -364,7 +380,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
     """[n] steps in which some group has a spread of both columns, and [n] their correlation within the groups of the step."""
-    x, y = (_centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
+    x, y = (centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
     known = np.isfinite(x) & np.isfinite(y)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product[known], len(steps)) for product in (x * y, x**2, y**2))
@@ -488,6 +504,60 @@ def least_reward(rollouts: Rollouts) -> float:
     """The least difference of two rewards that counts."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Sequences that the trainer scores otherwise than the engine, and whether its logprobs are the engine's of another row."""
+
+    step: int
+    num_other: int
+    share: float
+    """Of them, those with the mean logprob that the engine has of another row of the step."""
+    by_chance: float
+    """The share with one that it has of a row of the step before."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether logprobs lie in other rows of their step."""
+        return self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {"step": self.step, "num_responses": self.num_other, "share": self.share, "chance_share": self.by_chance}
+
+
+def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
+    """Hold the trainer's mean logprobs of the steps from one on against the engine's of the other rows; None with fewer than 30 that differ.
+
+    `least`: nats from which two mean logprobs differ.
+    """
+    counts = np.zeros(3, int)
+    steps = np.unique(rollouts.step)
+    for place in np.flatnonzero((steps >= step) & (steps < step + _KEPT_STEPS)):
+        now, last = rollouts.at_step(int(steps[place])), rollouts.at_step(int(steps[max(place - 1, 0)]))
+        other = np.flatnonzero(np.abs(now.likelihood - now.sampled) > least)
+        counts += (
+            len(other),
+            is_near(now.likelihood[other], now.sampled, least).sum(),
+            is_near(now.likelihood[other], last.sampled, least).sum(),
+        )
+    if counts[0] < _FEWEST:
+        return None
+    return ScoredRows(
+        step=step, num_other=int(counts[0]), share=float(counts[1] / counts[0]), by_chance=float(counts[2] / counts[0])
+    )
+
+
+def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
+    """[n] bool: whether some known value lies within `least` of each."""
+    known = np.sort(known[np.isfinite(known)])
+    if not len(known):
+        return np.zeros(len(values), bool)
+    place = np.searchsorted(known, values)
+    below, above = known[np.maximum(place - 1, 0)], known[np.minimum(place, len(known) - 1)]
+    return np.asarray(np.minimum(np.abs(values - below), np.abs(values - above)) <= least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -672,7 +742,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
     """
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
-    x, y = _centred(difference, of_step), _centred(length.astype(float), of_step)
+    x, y = centred(difference, of_step), centred(length.astype(float), of_step)
     xy, xx, yy = (np.bincount(of_step, product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12) & (np.bincount(of_step) > 2)
     weight = (np.bincount(of_step) - 1)[spread]
@@ -693,20 +763,53 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Share of the variance of what equal responses earn otherwise that their lengths explain, whatever the form; and which way it goes.
+    """Share of the variance of what equal responses earn otherwise that their lengths explain; and which way it goes.
 
-    0 where fewer than two lengths have five responses, or nothing differs.
+    The length, or the length beside the mean of its group; or the length of those that earned alike, beyond what these have in common,
+    where that is a material part. What is paid goes up with it, or down, or away from one length. 0 where fewer than two lengths have
+    five responses, or nothing differs.
     """
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
-    difference, length = run.reward[at_a] - control.reward[at_b], run.length[at_a]
+    difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
-    difference, length = difference[known], length[known]
-    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    difference, base, at = difference[known], base[known], at_a[known]
+    length = run.length[at]
+    counts = np.unique(length, return_counts=True)[1]
     total = float(((difference - difference.mean()) ** 2).sum()) if len(difference) else 0.0
-    if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or total <= 1e-12 * len(difference):
+    num_other = int((np.abs(difference) > 1e-9).sum())
+    if (counts >= _FEWEST_OF_LENGTH).sum() < 2 or num_other < _FEWEST_OF_LENGTH or total <= 1e-12 * len(difference):
         return 0.0, 0.0
-    means = np.bincount(place, difference) / counts
-    return 1 - float(((difference - means[place]) ** 2).sum()) / total, correlation(lengths.astype(float), means)
+    found = [_explained(difference, length), _explained(difference, centred(run.length, run.group)[at])]
+    alike = np.unique(np.round(base, 6), return_inverse=True)[1]
+    rest = centred(difference, alike)
+    if float((rest**2).sum()) >= t.MATERIAL_REST * total:
+        found.append(_explained(rest, length))
+    return max(found)
+
+
+def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
+    """Share of the variance of values that goes up or down with lengths, or away from one of five and more; and the sign of that."""
+    lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
+    total = float(((values - values.mean()) ** 2).sum())
+    means = np.bincount(place, values) / counts
+    within = float(((values - means[place]) ** 2).sum())
+    lefts = {1.0: _from_monotone(means, counts, increasing=True), -1.0: _from_monotone(means, counts, increasing=False)}
+    goes = min(lefts, key=lambda sign: lefts[sign])
+    left = lefts[goes]
+    if len(lengths) >= _FEWEST_OF_LENGTH:
+        for top in range(2, len(lengths) - 1):
+            for up in (True, False):
+                parts = ((slice(0, top), up), (slice(top, None), not up))
+                left = min(left, sum(_from_monotone(means[part], counts[part], increasing=way) for part, way in parts))
+    return 1 - (within + left) / total, goes
+
+
+def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
+    """Summed squares of what is left of means, each of some values, beside the best sequence that goes one way."""
+    if len(means) < 2:
+        return 0.0
+    fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
+    return float(counts @ (means - fitted) ** 2)
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
@@ -733,7 +836,8 @@ def _latest(rollouts: Rollouts) -> Rollouts:
     return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
-def _centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """[N] values less the mean of the known ones of their group."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))

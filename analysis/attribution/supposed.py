@@ -13,6 +13,7 @@ from ..dynamics.recorded import CONTRACT, read_recorded
 from . import thresholds as t
 from .facts import Facts
 from .mismatch import read_run_mismatch
+from .suspects.truncation import ending_step
 
 _GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 
@@ -34,6 +35,8 @@ def broken_steps(facts: Facts) -> Iterator[int]:
             yield change.step
         if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
             yield change.step
+    if (ending := ending_step(facts.rollouts)) is not None:
+        yield ending
     if facts.changed_rewards is not None:
         yield facts.changed_rewards.step
     lag = np.abs(facts.values("version_lag"))

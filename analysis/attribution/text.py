@@ -102,6 +102,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "and {cut_share:.0%} of these end exactly there: a limit that goes on shrinking",
         "endings_change": "from step {step} on {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}): "
         "they are broken off",
+        "endings_shift": "by step {step} {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}), more "
+        "and more of them",
         "responses_not_cut": "responses do not end at a limit that those before passed",
     },
     "reference": {
@@ -115,6 +117,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{correlation_before:.2f} before): a KL term is most of them",
         "returns_to_reference": "the distance to the reference goes from {distance_before:.3g} to {distance_after:.3g} nats a token with the "
         "fall: the policy returns to its reference, which a KL term makes it do",
+        "moved_by_distance": "the update of step {step} moves tokens by how far they were from the reference (correlation {correlation:.2f}), beside "
+        "the control's: a KL term does that",
         "no_reference": "no coefficient of a KL term and no jump of the distance to a reference was recorded",
     },
     "advantages": {
@@ -221,6 +225,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "rewards_in_their_rows": "{num_pairs:,} repeated responses have the same reward each time ({unequal_share:.1%} differ)",
         "advantages_do_not_follow": "within groups advantages do not follow rewards (correlation {correlation:.2f}; a baseline "
         "and a scale leave it at 1)",
+        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those in the order in which "
+        "responses of that length end it is {unequal_shifted_share:.0%}",
+        "logprobs_of_other_rows": "from step {step} on the trainer scores {num_responses:,} responses otherwise than the engine, and {share:.0%} of "
+        "them as the engine scores another one of the step ({chance_share:.0%} as one of the step before): they lie in other rows",
         "logprobs_in_other_rows": "check finds logprobs of the two passes in each other's rows",
     },
     "entropy": {
@@ -238,6 +246,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "with the fall or after it",
         "entropy_in_range": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it stays in its "
         "range",
+        "advantages_by_surprise": "advantages go with -logprob within groups since the fall (correlation {correlation:.2f}, "
+        "{correlation_before:.2f} before): an entropy bonus or a penalty in the reward is most of them",
         "updates_large": "updates are large, which changes entropy as well",
     },
     "length": {
@@ -260,15 +270,15 @@ EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sent
 
 UNITS: Mapping[str, str] = {
     "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
-    "chance_share": "0 to 1", "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step",
+    "chance_share": "0 to 1", "correlation": "-1 to 1", "correlation_before": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
+    "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "farther": "nats", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step", "highest": "rewards", "highest_before": "rewards", "in_sd": "standard deviations",
     "lag": "updates", "lag_before": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
-    "max_factor": "times the median", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
+    "max_factor": "times the median", "mean": "rewards", "mean_before": "rewards", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
     "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
     "series": "name", "to_value": "the series'",
     "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards", "reward_before": "rewards", "setting": "name", "share": "0 to 1", "shift": "rows",
-    "step": "step", "surprisal": "nats", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
+    "step": "step", "still_share": "0 to 1", "surprisal": "nats", "trainer_share": "0 to 1", "unequal_share": "0 to 1", "unequal_shifted_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's",
 }  # fmt: skip
 """Number of an evidence -> its unit."""
@@ -285,6 +295,7 @@ DIFFERENCES: Mapping[str, str] = {
     "the same",
     "scoring_parts": "step {step} is the first that differs: the trainer gives equal tokens other logprobs ({apart:.2g} nats apart), the engine "
     "the same",
+    "scored_rows_part": "step {step} is the first that differs: the trainer's logprobs are the control's of other rows",
     "rewards_part": "step {step} is the first that differs: {share:.0%} of equal responses earn another reward",
     "rewards_permuted_part": "step {step} is the first that differs: its rewards are the control's in another order",
     "rewards_by_length_part": "step {step} is the first that differs: {share:.0%} of equal responses earn another reward, by their length "
@@ -292,6 +303,8 @@ DIFFERENCES: Mapping[str, str] = {
     "rewards_of_last_step_part": "step {step} is the first that differs: its rewards are those of the step before",
     "advantages_by_distance_part": "step {step} is the first that differs: equal responses with equal rewards have other advantages, by their "
     "distance to the reference (correlation {correlation:.2f})",
+    "advantages_by_surprise_part": "step {step} is the first that differs: equal responses with equal rewards have other advantages, by their "
+    "-logprob (correlation {correlation:.2f})",
     "advantages_or_rewards_part": "step {step} is the first that differs: equal responses have other advantages, and their rewards were not "
     "recorded",
     "reference_parts": "step {step} is the first that differs: the reference gives equal tokens other logprobs ({apart:.2g} nats apart)",
@@ -355,6 +368,8 @@ def verdict_sentence(result: Attribution) -> str:
             return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but {silent_clause(result.silent)}."
         if any(note.code == "reward_changed" for note in result.note_codes):
             return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but it was changed on the way (below)."
+        if result.supposed_cause is not None:
+            return f"No fall: {result.outcome} did not go down for good beyond its noise. {supposed_clause(result.supposed_cause)}."
         return f"No fall: {result.outcome} did not go down for good beyond its noise, so that there is no cause to look for."
     fall = result.fall
     first, last = fall.interval
@@ -371,6 +386,15 @@ def silent_clause(silent: SilentChange) -> str:
     return (
         f"from step {silent.step} on (interval {silent.low} to {silent.high}) it no longer tells how good the trained policy is: most "
         f"probably {first.title} ({first.probability:.0%}). Whether the run does worse since, only an evaluation can tell"
+    )
+
+
+def supposed_clause(supposed: SilentChange) -> str:
+    """What was changed where nothing fell, in case that an evaluation says otherwise."""
+    first = supposed.suspects[0]
+    return (
+        f"Should an evaluation say that it does worse all the same, then most probably by {first.title} ({first.probability:.0%}), from step "
+        f"{supposed.step} on"
     )
 
 
@@ -397,7 +421,8 @@ def attribution_text(result: Attribution) -> str:
         parts.append("The run and its control differ:\n" + "\n".join(f"  {each}" for each in result.differences))
     if result.changes:
         parts.append(_changes(result))
-    suspects = result.silent.suspects if result.silent else result.suspects
+    told = result.silent or (result.supposed_cause if result.fall is None else None)
+    suspects = told.suspects if told else result.suspects
     parts += [_suspect(suspect) for suspect in suspects if suspect.probability >= _SHOWN]
     others = [f"{s.title} {s.probability:.1%}" for s in suspects if s.probability < _SHOWN]
     if others:
@@ -410,10 +435,12 @@ def attribution_text(result: Attribution) -> str:
 def attribution_json(result: Attribution) -> dict[str, Any]:
     """The same as JSON can say it, with every number; sentences beside their codes."""
     rendered = {name: getattr(result, name) for name in ("sentence", "cause", "differences", "notes")}
-    silent = result.silent and asdict(result.silent) | {
-        "suspects": [_suspect_json(each) for each in result.silent.suspects]
-    }
-    return asdict(result) | {"suspects": [_suspect_json(each) for each in result.suspects], "silent": silent} | rendered
+    changes = {name: _silent_json(getattr(result, name)) for name in ("silent", "supposed")}
+    return asdict(result) | {"suspects": [_suspect_json(each) for each in result.suspects]} | changes | rendered
+
+
+def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
+    return found and asdict(found) | {"suspects": [_suspect_json(each) for each in found.suspects]}
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:

@@ -254,14 +254,18 @@ LENGTH_IS_ALL = 0.98
 """The same where only some responses earn something else: almost nothing else may explain it."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
-SHARED_PROMPTS = 0.3
-"""Share of a step's prompts that both runs must ask to be compared: trainers that drop groups of equal rewards ask by what these are."""
+MANY_SHARED = 0.3
+"""Share of a step's prompts that both runs must ask for anything but their weights to be compared."""
+FEWEST_SHARED = 4
+"""Sequences of a step, with prompts that both runs ask, that tell whether their weights are the same: trainers that drop groups of
+equal rewards ask by what these are."""
 MOSTLY_CUT = 0.8
 """Share of the responses that part whose length alone does, from which a limit cuts them."""
 LENGTH_SHARE = 0.5
 """Share of a step's responses that must earn something else for that to be a matter of their length, which all of them have."""
-KL_IN_ADVANTAGE = 0.75
-"""Partial correlation of what advantages differ by with the distance to the reference, from which a KL term in the reward is what differs."""
+TERM_IN_ADVANTAGE = 0.75
+"""Partial correlation of what advantages differ by with the distance to the reference, or with the logprob, from which a KL term or an
+entropy bonus in the reward is what differs."""
 PARTS_FIRST = 7.0
 """Points of what differs first between a run and a control that are the same bits until then."""
 MANY_PART = 0.2
@@ -280,7 +284,7 @@ MOMENT_DIFFERS = 0.3
 LOSS_MOVES = 3.0
 """Factor of the usual size of the loss by which it must differ from the control's: of 11 such entropy bonuses all lowered it, of 7 KL terms
 and 9 other causes all but one raised it."""
-OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1}
+OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1, "advantages": 1.0}
 """Points that make suspects as probable as they were of 119 updates that differed, of 7 laboratories: 33, 25, 16, and 45 of another cause."""
 WEIGHTS_JUMP = 0.4
 """Nats a token between the weights that the update which differs leaves and the control's, from which the weights were rather replaced:
@@ -297,8 +301,9 @@ LOSS_GROWS = 3.0
 LOSS_FOLLOWS = 0.95
 """Correlation with the entropy, or with the distance to the reference, from which that term is theirs: of 10 such falls with the entropy 10
 were an entropy bonus's."""
-KL_WEIGHS = 0.6
-"""Correlation of advantages and the distance to the reference within groups from which a KL term is most of the advantage."""
+TERM_WEIGHS = 0.6
+"""Correlation of advantages within groups with the distance to the reference, or with the logprob, from which a term of it is most of the
+advantage."""
 BREAKS_SD = 4.0
 """Standard deviations of the steps before by which a correlation falls at once where it is lost."""
 BREAKABLE = 0.2
@@ -321,3 +326,17 @@ WEIGHTS_DIFFER = 1e-5
 """Mean difference of a response's mean logprob from which two trainers hold other weights; kernels give 1e-7 in fp32."""
 NORM_DIFFERS = 1e-3
 """Relative difference of gradient norms beyond what kernels give."""
+MATERIAL_REST = 0.1
+"""Share of what rewards differ by that must be left among responses that earned alike, for their length to be asked of it."""
+SAME_LOGPROB = 1e-4
+"""Nats by which two mean logprobs of the same tokens under the same weights differ at most, where the mismatch before was less."""
+FEWEST_MOVED = 50
+"""Tokens that two runs share of which it is told what an update moved them by."""
+MOVED_BY_DISTANCE = 0.3
+"""Correlation of the logprobs that two runs' updates leave apart with the distance to the reference, from which that is a KL term's: of 17 KL
+terms of eight laboratories 10 had it, of 60 others 3."""
+RELOADED = 0.95
+"""The same from which weights went back to the reference as a whole."""
+OTHER_ROWS = 0.4
+"""Least share of the logprobs that differ which are another row's, for rows to be handed on in another order: those of rows of another length
+are cut or filled up."""

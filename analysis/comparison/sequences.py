@@ -234,6 +234,34 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class MovedTokens:
+    """The tokens that come before two responses to one prompt part, of the sequences of one step."""
+
+    moved: np.ndarray
+    """[T] logprob in run A less that in run B, nats."""
+    logprob: np.ndarray
+    """[T] in run B."""
+    distance: np.ndarray
+    """[T] logprob less the reference's, in run B; NaN where there is none."""
+
+
+def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
+    """By how much tokens of a step are likelier under a pass of run A than of run B, beside what they were to run B."""
+    one, two = (_read(database, range(step, step + 1), (name, reference)) for database in (a, b))
+    pairs = paired(one, two)
+    found: list[list[np.ndarray]] = []
+    for at_a, at_b in zip(pairs.a.tolist(), pairs.b.tolist(), strict=True):
+        num, _ = _shared(one, two, at_a, at_b)
+        of_a, of_b = (_logprobs(rows, at, name, num) for rows, at in ((one, at_a), (two, at_b)))
+        if len(of_a) and len(of_b):
+            referred = _logprobs(two, at_b, reference, num)
+            found.append([of_a - of_b, of_b, of_b - referred if len(referred) else np.full(num, np.nan)])
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else [np.empty(0)] * 3
+    known = np.isfinite(columns[0])
+    return MovedTokens(*(column[known] for column in columns))
+
+
 def _shared(one: _Rows, two: _Rows, at_a: int, at_b: int) -> tuple[int, tuple[int, int]]:
     """Tokens before two responses part, and the length of both."""
     ids = [rows.response[at].values.to_numpy() for rows, at in ((one, at_a), (two, at_b))]
@@ -249,12 +277,19 @@ def _is_masked(rows: _Rows, at: int, place: int) -> bool:
 
 def _apart(one: _Rows, two: _Rows, at_a: int, at_b: int, name: str, num: int) -> np.ndarray:
     """[T] differences of two runs' finite logprobs of the first `num` tokens; empty where one has none."""
-    lists = [rows.logprobs[name][at] for rows, at in ((one, at_a), (two, at_b))]
-    if not all(each.is_valid and len(each.values) >= num for each in lists):
+    a_T, b_T = _logprobs(one, at_a, name, num), _logprobs(two, at_b, name, num)
+    if len(a_T) != len(b_T):
         return np.empty(0)
-    a_T, b_T = (each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float64) for each in lists)
     apart = np.abs(a_T - b_T)
     return np.asarray(apart[np.isfinite(apart)])
+
+
+def _logprobs(rows: _Rows, at: int, name: str, num: int) -> np.ndarray:
+    """[num] logprobs of a response's first tokens under a pass; empty where it has fewer."""
+    each = rows.logprobs[name][at]
+    if not each.is_valid or len(each.values) < num:
+        return np.empty(0)
+    return np.asarray(each.values.to_numpy(zero_copy_only=False)[:num].astype(np.float64))
 
 
 def _read(database: Database, steps: range, passes: Sequence[str], columns: str = "") -> _Rows:

@@ -17,7 +17,7 @@ _CORRELATION_MARGIN = 2.0
 _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
-_ENOUGH = 40
+ENOUGH = 40
 """Values from which autocorrelation can be told from what happens to the run."""
 
 
@@ -83,7 +83,7 @@ def level_deviation(values: np.ndarray) -> float:
     """
     n = len(values)
     phi = 0.0
-    if n >= _ENOUGH:
+    if n >= ENOUGH:
         left = values - running_median(values, n // 5, "edge")
         phi = float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300) + 5 / n
     phi = min(max(phi, 0.0), 0.9)

@@ -4,11 +4,13 @@ python benchmarks/laboratories/left_out.py runs/laboratories/a runs/laboratories
 
 A folder of runs has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
 as fallen where the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95; what lies between
-is left out. Of a cause `other` the right answer is that it cannot be told. A cause that is named without a fall (`silent`: what is
-rewarded or sampled became another one) counts as said, and is counted apart.
+is left out. Of a cause `other` the right answer is that it cannot be told. A cause that is named without a fall counts as said, and is
+counted apart: `silent`, where what is rewarded or sampled became another one, and `supposed`, in case that the run does worse all the
+same. Of a sound run the second is no alarm.
 
-What a kind of evidence counts, as a factor of its points, is set on the other folders by least logarithmic loss, and held near 1
-where few of their falls have it. `--factors` prints these of all folders together, as analysis/attribution/factors.py has them.
+What a kind of evidence counts, as a factor of its points, and what a suspect begins with are set on the other folders by least
+logarithmic loss; factors are held near 1 where few of their falls have the evidence. `--factors` prints both of all folders together, as
+analysis/attribution/factors.py and thresholds.py have them.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ CONFIDENT = 0.6
 BANDS = (0.0, 0.5, 0.7, 0.9, 1.01)
 FEWEST_FALLS, FEWEST_FOLDERS = 8, 3
 """That have a kind of evidence, for its factor to be set."""
+BEGINS = 3.0
+"""The most points that a suspect begins with, or the fewest below 0."""
 MOST = 3.0
 """The largest factor; the least is 0, so that evidence for a suspect never speaks against it."""
 HELD_NEAR_1 = 1.0
 """Weight of the squared distances of the factors from 1, beside the summed loss of the falls."""
+HELD_NEAR_0 = 0.3
+"""The same of the points that suspects begin with, from 0."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,17 @@ class Answer:
     """Suspect -> kind of evidence -> points; None where no fall was seen and nothing that hides one."""
     is_silent: bool = False
     """Whether a cause is named though no fall is seen."""
+    is_supposed: bool = False
+    """Whether one is only in case that the run does worse all the same."""
     is_alone: bool = True
     """Whether no control was given."""
 
     def probabilities(self, factors: dict[str, float]) -> dict[str, float]:
-        """Suspect -> probability, with factors of the evidence of a fall."""
+        """Suspect -> probability, with factors of the evidence of a fall, and what suspects begin with."""
         used = {} if self.is_silent else factors
         points = {
-            name: sum(WORTH * used.get(f"{name}.{code}", 1.0) * each for code, each in found.items())
+            name: WORTH
+            * (used.get(name, 0.0) + sum(used.get(f"{name}.{code}", 1.0) * each for code, each in found.items()))
             for name, found in (self.evidence or {}).items()
         }
         highest = max(points.values())
@@ -74,8 +83,11 @@ def share_kept(evaluations):
     return float((means[-1] - floor) / max(means.max() - floor, 1e-12))
 
 
-def answers(folder, *, with_control):
-    """The answers over a laboratory's runs; runs that neither fell nor held are left out."""
+def answers(folder, *, with_control, with_priors):
+    """The answers over a laboratory's runs; runs that neither fell nor held are left out.
+
+    Without priors suspects begin with nothing, so that what they begin with can be set.
+    """
     found, left_out = [], 0
     for label_file in sorted(folder.glob("*/label.json")):
         run = label_file.parent
@@ -90,19 +102,25 @@ def answers(folder, *, with_control):
             continue
         control = str(folder / label["twin"] / "trace") if with_control and label["twin"] != run.name else None
         result = attribute(str(run / "trace"), control=control)
-        suspects = result.silent.suspects if result.silent else result.suspects
+        told = result.silent or result.supposed
+        suspects = told.suspects if told else result.suspects
         evidence: dict[str, dict[str, float]] = {}
         for suspect in suspects:
             kinds = evidence.setdefault(suspect.code, {})
             for each in suspect.evidence:
-                kinds[each.code] = kinds.get(each.code, 0.0) + each.points
-        is_silent = result.silent is not None
-        found.append(Answer(run.name, label["cause"], evidence or None, is_silent=is_silent, is_alone=not with_control))
+                if each.code != "prior" or with_priors or result.silent:
+                    kinds[each.code] = kinds.get(each.code, 0.0) + each.points
+        found.append(
+            Answer(
+                run.name, label["cause"], evidence or None, is_silent=result.silent is not None,
+                is_supposed=result.supposed is not None, is_alone=not with_control,
+            )
+        )  # fmt: skip
     return found, left_out
 
 
 def fitted(folders):
-    """Kind of evidence, as SUSPECT.CODE -> its factor with the least logarithmic loss over the answers of some folders."""
+    """SUSPECT.CODE of evidence -> its factor, and SUSPECT -> the points that it begins with, with the least logarithmic loss over some folders' answers."""
     known = [
         (place, each) for place, found in enumerate(folders) for each in found
         if each.evidence is not None and not each.is_silent and each.cause not in SOUND
@@ -111,13 +129,14 @@ def fitted(folders):
     for place, each in known:
         for suspect, kinds in each.evidence.items():
             for code, points in kinds.items():
-                if points and code != "prior" and each.is_alone:
+                if points and each.is_alone:
                     places[f"{suspect}.{code}"].add(place)
                     falls[f"{suspect}.{code}"] += 1
     kinds = sorted(kind for kind in falls if falls[kind] >= FEWEST_FALLS and len(places[kind]) >= FEWEST_FOLDERS)
     if not kinds:
         return {}
     column = {kind: number for number, kind in enumerate(kinds)}
+    names = sorted({suspect for _, each in known for suspect in each.evidence})
     tables = []
     for _, each in known:
         suspects = list(each.evidence)
@@ -128,26 +147,32 @@ def fitted(folders):
                     rest[row] += points
                 else:
                     table[row, number] += points
-        tables.append((table, rest, suspects.index("unknown" if each.cause == "other" else each.cause)))
+        begins = [names.index(suspect) for suspect in suspects]
+        tables.append((table, rest, begins, suspects.index("unknown" if each.cause == "other" else each.cause)))
 
-    def loss(factors):
-        total, slope = HELD_NEAR_1 * ((factors - 1) ** 2).sum(), 2 * HELD_NEAR_1 * (factors - 1)
-        for table, rest, truth in tables:
-            points = WORTH * (rest + table @ factors)
+    def loss(given):
+        factors, added = given[: len(kinds)], given[len(kinds) :]
+        total = HELD_NEAR_1 * ((factors - 1) ** 2).sum() + HELD_NEAR_0 * (added**2).sum()
+        slope = np.r_[2 * HELD_NEAR_1 * (factors - 1), 2 * HELD_NEAR_0 * added]
+        for table, rest, begins, truth in tables:
+            points = WORTH * (rest + table @ factors + added[begins])
             odds = np.exp(points - points.max())
             odds /= odds.sum()
             total -= math.log(max(odds[truth], 1e-12))
             odds[truth] -= 1
-            slope = slope + WORTH * (odds @ table)
+            slope[: len(kinds)] += WORTH * (odds @ table)
+            np.add.at(slope, len(kinds) + np.array(begins), WORTH * odds)
         return total, slope
 
-    found = minimize(loss, np.ones(len(kinds)), jac=True, method="L-BFGS-B", bounds=[(0, MOST)] * len(kinds))
-    return dict(zip(kinds, found.x.tolist(), strict=True))
+    begin = np.r_[np.ones(len(kinds)), np.zeros(len(names))]
+    bounds = [(0, MOST)] * len(kinds) + [(-BEGINS, BEGINS)] * len(names)
+    found = minimize(loss, begin, jac=True, method="L-BFGS-B", bounds=bounds)
+    return dict(zip([*kinds, *names], found.x.tolist(), strict=True))
 
 
 def said(answer, factors):
     """The suspect that is named and its probability; `none` without a fall, `open` where none is named."""
-    if answer.evidence is None:
+    if answer.evidence is None or (answer.is_supposed and answer.cause in SOUND):
         return "none", 1.0
     code, probability = max(answer.probabilities(factors).items(), key=lambda item: item[1])
     return ("open" if code == "unknown" or probability <= 0.5 else code), probability
@@ -162,7 +187,7 @@ def report(title, found, factors):
     confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
     print(
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
-        f"{sum(e.is_silent and e.cause == name for e, name, _ in suspects)} of them without a fall, "
+        f"{sum((e.is_silent or e.is_supposed) and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
         f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"
     )
@@ -186,13 +211,17 @@ def main():
     if not given.as_it_is:
         FACTORS.clear()
     found = {
-        with_control: {folder: answers(folder, with_control=with_control) for folder in given.folder}
+        with_control: {
+            folder: answers(folder, with_control=with_control, with_priors=given.as_it_is) for folder in given.folder
+        }
         for with_control in (False, True)
     }
     of_folders = {folder: found[False][folder][0] + found[True][folder][0] for folder in given.folder}
     if given.factors:
         for kind, factor in fitted(list(of_folders.values())).items():
-            if round(factor, 1) != 1.0:
+            if "." not in kind:
+                print(f"what {kind} begins with: {factor:+.1f}")
+            elif round(factor, 1) != 1.0:
                 print(f'    "{kind}": {factor:.1f},')
         return
     for with_control, by_folder in found.items():

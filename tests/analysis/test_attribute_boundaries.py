@@ -19,6 +19,7 @@ from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.factors import FACTORS
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch, read_run_mismatch
+from tim_trace.analysis.attribution.moves import NOTHING
 from tim_trace.analysis.attribution.odds import ranked, weighed
 from tim_trace.analysis.attribution.rollouts import (
     ChangedResponses,
@@ -114,6 +115,9 @@ class Stub(SimpleNamespace):
     rewards_lie_off = property(Facts.rewards_lie_off.fget)
 
 
+EMPTY = Rollouts(**{name: np.empty(0) for name in Rollouts.__dataclass_fields__})
+
+
 def facts(**given):
     empty = {
         "trace": "run", "steps": STEPS, "series": {}, "fall": FALL, "mismatch": None, "checked": None, "changes": {},
@@ -121,12 +125,14 @@ def facts(**given):
         "pays_length": 0.0, "reward_beside": None, "outcome": SimpleNamespace(name="eval/acc"), "near": (),
         "is_held_out": False, "changed_rewards": None, "repeated_before": repeated(float("nan")),
         "rollouts": SimpleNamespace(
-            is_alone=False, until=lambda step: None, since=lambda step: None,
+            is_alone=False, until=lambda step: EMPTY, since=lambda step: EMPTY, reference=np.empty(0), step=np.empty(0),
             reference_distance_by_step=(np.empty(0), np.empty(0)), likelihood_by_step=(np.empty(0), np.empty(0)),
             sampled_by_step=(np.empty(0), np.empty(0)),
         ),
         "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
-        "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None,
+        "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None, "moves": NOTHING, "breaks": FALL.low,
+        "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0,
+        "advantages_break": None, "grows_from_nothing": False, "scored_rows": None,
     }  # fmt: skip
     return Stub(**empty | given)
 
@@ -749,10 +755,10 @@ def test_a_reward_that_becomes_another_one_is_told_where_nothing_fell(
 
 @pytest.mark.parametrize(
     ("by_length", "of_reward", "of_length"),
-    [(0.8, ["rewards_changed"], []), (0.801, [], ["length_pays_since"]), (-0.801, [], ["length_pays_since"])],
+    [(0.0, ["rewards_changed"], []), (0.801, [], ["length_pays_since"]), (-0.801, [], ["length_pays_since"])],
 )
 def test_rewards_that_change_by_length_are_the_length(by_length, of_reward, of_length):
-    given = facts(changed_rewards=changed_rewards(0.3, by_length=by_length))
+    given = facts(changed_rewards=changed_rewards(0.3), pays_length_since=by_length)
     assert (list(codes(reward._changed(given))), list(codes(length._pays(given)))) == (of_reward, of_length)
 
 
@@ -873,21 +879,21 @@ def lagging(at_fall, before=0.0, *, since=50, **given):
     ],
 )
 def test_a_declared_lag_counts_where_it_grew_or_is_more_than_is_ordinary(before, lag, verdict):
-    assert codes(stale_suspect._declared(lagging(lag, before))) == verdict
+    assert codes(stale_suspect._declared(lagging(lag, before), is_still=False)) == verdict
 
 
 @pytest.mark.parametrize(
     ("since", "code"), [(60, "declared_lag_grows"), (28, "declared_lag_grows"), (27, "declared_lag")]
 )
 def test_a_lag_grew_that_was_less_for_half_of_the_steps_before_the_fall(since, code):
-    assert list(codes(stale_suspect._declared(lagging(9.0, 1.0, since=since)))) == [code]
+    assert list(codes(stale_suspect._declared(lagging(9.0, 1.0, since=since), is_still=False))) == [code]
 
 
 @pytest.mark.parametrize(
     ("size", "before", "points"), [(0.029, 1.0, -1.5), (0.061, 1.0, 0.0), (0.029, 0.0, STRONG - 1.5 + MEDIUM)]
 )
 def test_a_lag_that_leaves_both_sides_near_speaks_less_for_staleness(size, before, points):
-    (evidence,) = stale_suspect._declared(lagging(1.0, before, mismatch=run_mismatch(size)))
+    (evidence,) = stale_suspect._declared(lagging(1.0, before, mismatch=run_mismatch(size)), is_still=False)
     assert evidence.points == pytest.approx(points)
 
 
@@ -902,14 +908,14 @@ def test_a_lag_that_leaves_both_sides_near_speaks_less_for_staleness(size, befor
 )
 def test_a_mismatch_that_grows_while_the_lag_stays_is_not_of_the_lag(grown, lag, before, of_staleness, of_mismatch):
     run = lagging(lag, before, changes={"mean_abs_d": [change(60, before=0.1, after=0.1 * grown)]})
-    assert list(codes(stale_suspect._declared(run))) == [of_staleness]
+    assert list(codes(stale_suspect._declared(run, is_still=False))) == [of_staleness]
     assert codes(mismatch._lag(run)) == of_mismatch
 
 
 @pytest.mark.parametrize(("rises_at", "code"), [(13, "declared_lag"), (14, "mismatch_grows_beside_lag")])
 def test_a_mismatch_that_comes_with_a_lag_at_the_beginning_of_a_run_is_the_lag_s(rises_at, code):
     run = lagging(9.0, 0.0, since=8, changes={"mean_abs_d": [change(rises_at, before=0.001, after=0.2)]})
-    assert list(codes(stale_suspect._declared(run))) == [code]
+    assert list(codes(stale_suspect._declared(run, is_still=False))) == [code]
 
 
 @pytest.mark.parametrize(("first", "usual"), [(14, 9.0), (13, 0.0)])
@@ -920,7 +926,7 @@ def test_of_a_fall_whose_onset_is_hardly_known_the_whole_run_until_it_tells_the_
 
 def test_a_mismatch_that_grows_after_the_fall_says_nothing_of_a_lag():
     run = lagging(9.0, 9.0, changes={"mean_abs_d": [change(70, before=0.1, after=0.9)]})
-    assert list(codes(stale_suspect._declared(run))) == ["declared_lag"]
+    assert list(codes(stale_suspect._declared(run, is_still=False))) == ["declared_lag"]
 
 
 @pytest.mark.parametrize(("num_steps", "at_fall"), [(5, 4.5), (6, 9.0)])
@@ -942,10 +948,10 @@ def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
     fresh, once_behind = np.zeros(100), np.zeros(100)
     once_behind[7] = 1.0
     run = facts(series={"version_lag": fresh}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
-    assert codes(stale_suspect._declared(run)) == {"declared_fresh": -CERTAIN}
+    assert codes(stale_suspect._declared(run, is_still=False)) == {"declared_fresh": -CERTAIN}
     assert stale_suspect._measured(run) == mismatch._lag(run) == []
     run.series = {"version_lag": once_behind}
-    assert codes(stale_suspect._declared(run)) == {"no_declared_lag": 0.0}
+    assert codes(stale_suspect._declared(run, is_still=False)) == {"no_declared_lag": 0.0}
     assert stale_suspect._measured(run) != []
 
 
@@ -1112,13 +1118,12 @@ def silent_facts(**given):
         (0.95, 0.0, "reward"),
         (0.951, 0.0, None),
         (0.951, 0.801, "length"),
-        (0.0, 0.8, "reward"),
         (0.0, -0.801, "length"),
     ],
 )
 def test_another_reward_that_hides_a_fall(agreement, by_length, cause):
-    found = replace(changed_rewards(0.9, by_length=by_length), agreement=agreement, low=59, high=61)
-    told = silent.read_silent(silent_facts(new_reward=found, rollouts=rows_of_steps()))
+    found = replace(changed_rewards(0.9), agreement=agreement, low=59, high=61)
+    told = silent.read_silent(silent_facts(new_reward=found, rollouts=rows_of_steps(), pays_length_since=by_length))
     assert (told and told.suspects[0].code) == cause
     assert told is None or (told.step, told.low, told.high) == (60, 59, 61)
 
@@ -1799,7 +1804,7 @@ def test_beside_a_control_neither_is_it(policy, size_before, differs):
 
 @pytest.mark.parametrize(("size", "points"), [(0.999, STRONG + 2.5), (1.0, CERTAIN)])
 def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
-    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)))) == {"declared_lag": points}
+    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)), is_still=False)) == {"declared_lag": points}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from ..next_steps import COMPUTE_ADVANTAGES
 from ..rollouts import Rollouts, relation
 from ..suspect import Suspect
 from .changed import changed, holds, settings, worth
+from .entropy import in_advantages as by_surprise
+from .reference import in_advantages as by_distance
 
 _FEWEST_STEPS = 5
 """Steps before a fall from which it is known how large advantages are."""
@@ -56,19 +58,25 @@ def _inverted(facts: Facts) -> list[Evidence]:
         step, before, since = facts.advantages_break
         if since <= t.INVERTED_ADVANTAGES:
             values = {"step": step, "correlation_before": before, "correlation": since}
-            return [Evidence(code="advantages_turn", values=values, points=t.CERTAIN)]
+            is_of_term = by_distance(facts) or by_surprise(facts)  # a KL term or an entropy bonus in the reward
+            return [Evidence(code="advantages_turn", values=values, points=0.0 if is_of_term else t.CERTAIN)]
     if math.isnan(correlation) or correlation > t.INVERTED_ADVANTAGES:
         return []
     return [Evidence(code="advantages_inverted", values={"correlation": correlation}, points=t.CERTAIN)]
 
 
 def _changed(facts: Facts) -> list[Evidence]:
-    found = [change for change in facts.clear(ADVANTAGES) if _is_large(change, facts)]
+    found = [change for change in facts.clear(ADVANTAGES) if _is_large(change, facts) and not _follows(change, facts)]
     if found:
         return [changed("advantages_changed", found[0], worth(facts, found[0]))]
     if not np.isfinite(facts.rollouts.advantage).any():
         return []
     return _burst(facts) or [Evidence(code="advantages_steady", points=-t.STRONG)]
+
+
+def _follows(change: RecordedChange, facts: Facts) -> bool:
+    """Whether rewards or the policy are others already at the step of a change: advantages act with the update after it."""
+    return change.shape != "ramp" and facts.moves.moves_at(change.step, "reward", "sampled", "entropy")
 
 
 def moves_mean(facts: Facts) -> bool:

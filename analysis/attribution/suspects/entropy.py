@@ -11,7 +11,8 @@ from ..facts import Facts
 from ..next_steps import CHANGE_ENTROPY_TERM
 from ..suspect import Suspect
 from .changed import holds, settings
-from .timing import AFTER, loss_follows, loss_moves, order, rises
+from .reference import in_advantages as by_distance
+from .timing import AFTER, goes_with_advantages, loss_follows, loss_moves, order, rises
 
 
 def entropy(facts: Facts) -> Suspect:
@@ -21,6 +22,7 @@ def entropy(facts: Facts) -> Suspect:
         code="entropy",
         evidence=(
             *evidence,
+            *in_advantages(facts),
             *_coefficient(facts),
             *(loss_follows(facts, "entropy") or loss_moves(facts, "entropy")),
             *settings(facts, "entropy"),
@@ -29,6 +31,13 @@ def entropy(facts: Facts) -> Suspect:
         ),
         next=CHANGE_ENTROPY_TERM,
     )
+
+
+def in_advantages(facts: Facts) -> list[Evidence]:
+    """Advantages that go up with -logprob since the fall, as an entropy bonus in the reward makes them; or down, as a penalty does."""
+    if by_distance(facts):
+        return []
+    return goes_with_advantages(facts, "surprises", "advantages_by_surprise")
 
 
 def _coefficient(facts: Facts) -> list[Evidence]:

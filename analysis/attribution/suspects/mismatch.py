@@ -114,7 +114,8 @@ def _size(mean_abs_d: float) -> Evidence:
 def is_of_other_rows(facts: Facts) -> bool:
     """Whether logprobs in each other's rows make the mismatch: it is no engine's then."""
     finding = facts.checked.findings[0] if facts.checked else None
-    return finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
+    is_found = finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
+    return is_found or facts.scored_rows is not None
 
 
 def _unsampled(facts: Facts) -> list[Evidence]:

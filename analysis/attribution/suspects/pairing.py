@@ -12,7 +12,8 @@ from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
 from .advantages import moves_mean
-from .reference import in_advantages
+from .entropy import in_advantages as by_surprise
+from .reference import in_advantages as by_distance
 
 _OF_ORDER = {
     "reversed": "rewards_reversed",
@@ -22,6 +23,9 @@ _OF_ORDER = {
     "next_in_groups": "rewards_next_in_groups",
     "previous_in_groups": "rewards_next_in_groups",
     "halves": "rewards_halves",
+    "shortest_first": "rewards_by_finish",
+    "longest_first": "rewards_by_finish",
+    "shortest_first_in_groups": "rewards_by_finish",
     "last_step": "rewards_of_last_step",
 }
 """Another order of a step's rows, of rollouts.ORDERS -> the code of its evidence."""
@@ -94,13 +98,15 @@ def _advantages(facts: Facts) -> list[Evidence]:
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
         return []
     # What a critic leaves of a reward need not follow it, once the policy is another one. Other rows leave the mean what it is.
-    is_of_kl = bool(in_advantages(facts))
-    points = 0.0 if is_of_kl else t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
+    is_of_term = by_distance(facts) or by_surprise(facts)
+    points = 0.0 if is_of_term else t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]
 
 
 def _logprobs(facts: Facts) -> list[Evidence]:
     code = facts.checked.findings[0].code if facts.checked else None
-    if code != "row_pairing":
-        return []
-    return [Evidence(code="logprobs_in_other_rows", points=t.CERTAIN)]
+    if code == "row_pairing":
+        return [Evidence(code="logprobs_in_other_rows", points=t.CERTAIN)]
+    if facts.scored_rows is not None:
+        return [Evidence(code="logprobs_of_other_rows", values=facts.scored_rows.values, points=t.CERTAIN)]
+    return []

@@ -14,7 +14,7 @@ from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
-from .timing import at_once, loss_follows, loss_moves
+from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
 
 _BESIDE = 3
 """Steps on either side of a jump."""
@@ -61,21 +61,9 @@ def _moves(facts: Facts) -> list[Evidence]:
 
 def in_advantages(facts: Facts) -> list[Evidence]:
     """Advantages that go down where the distance to the reference goes up, as a KL term in the reward makes them."""
-    if facts.fall is None or not np.isfinite(facts.rollouts.reference).any():
+    if not np.isfinite(facts.rollouts.reference).any():
         return []
-    steps, goes = facts.moves.columns["leaves"].steps, facts.moves.columns["leaves"].values
-    since = (steps >= facts.fall.low) & (steps <= facts.moves.last + int(t.AHEAD))
-    before = steps < facts.fall.interval[0] - t.AHEAD
-    if before.sum() < _BESIDE or since.sum() < _BESIDE:
-        return []
-    usual, now = float(np.median(goes[before][-15:])), float(np.median(goes[since]))
-    if abs(now) < t.KL_WEIGHS or np.sign(now) * usual > t.KL_WEIGHS / 2:
-        return []
-    return [
-        Evidence(
-            code="advantages_by_distance", values={"correlation_before": usual, "correlation": now}, points=t.DECISIVE
-        )
-    ]
+    return goes_with_advantages(facts, "leaves", "advantages_by_distance")
 
 
 def _gradient(facts: Facts) -> list[Evidence]:

@@ -99,7 +99,7 @@ def _beyond(facts: Facts) -> list[Evidence]:
     """Rewards above all that were given before."""
     if facts.fall is None:
         return []
-    before, since = (part.reward for part in (facts.rollouts.until(facts.fall.low - 1), facts.since_fall))
+    before, since = (part.reward for part in (facts.well_before, facts.since_fall))
     before, since = before[np.isfinite(before)], since[np.isfinite(since)]
     if not len(before) or not len(since) or np.ptp(before) == 0:
         return []

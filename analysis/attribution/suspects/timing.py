@@ -17,6 +17,8 @@ from ..moves import POLICY, Column
 from ..rollouts import correlation
 
 FIRST, WITH, AFTER = "first", "with", "after"
+_FEWEST_BESIDE = 3
+"""Steps before and since a fall of which it is told what advantages go with."""
 _FEWEST = 8
 """Steps of which it is told whether the loss goes with something."""
 
@@ -105,6 +107,26 @@ def _together(
     steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
     since = steps >= first
     return correlation(loss.values[at][since], scale(other.values[of][since])) if since.sum() >= _FEWEST else 0.0
+
+
+def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
+    """A quantity of responses that most of the advantage goes with since the fall, and did not before: a term in the reward."""
+    column = facts.moves.columns.get(name)
+    if facts.fall is None or column is None:
+        return []
+    since = (column.steps >= facts.fall.low) & (column.steps <= facts.moves.last + int(t.AHEAD))
+    before = column.steps < facts.fall.interval[0] - t.AHEAD
+    if min(before.sum(), since.sum()) < _FEWEST_BESIDE:
+        return []
+    usual, now = float(np.median(column.values[before][-15:])), float(np.median(column.values[since]))
+    if abs(now) < t.TERM_WEIGHS or np.sign(now) * usual > t.TERM_WEIGHS / 2:
+        return []
+    follows = facts.moves.columns["follows"]
+    of_reward = follows.values[(follows.steps >= facts.fall.low) & (follows.steps <= facts.moves.last + int(t.AHEAD))]
+    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards go with it as well
+        return []
+    values: dict[str, Measured] = {"correlation_before": usual, "correlation": now}
+    return [Evidence(code=code, values=values, points=t.DECISIVE)]
 
 
 def update_moves(facts: Facts) -> list[Evidence]:

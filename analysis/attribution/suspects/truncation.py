@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
 from ..next_steps import RAISE_LIMIT
+from ..rollouts import Rollouts
 from ..suspect import Suspect
 from .changed import holds, settings
 
@@ -40,22 +42,44 @@ def _endings(facts: Facts) -> list[Evidence]:
     before = rollouts.until(first - 1)
     if len(np.unique(before.step)) < _FEWEST_STEPS:
         return []
+    steps, share = _other_endings(rollouts, before)
+    near = np.flatnonzero((steps >= first) & (steps <= max(facts.fall.interval[1], facts.fall.fallen)))
+    usual_share = float(np.median(share[steps < first][-10:]))
+    gradient = facts.moves.step("grad_norm")
+    for at in near:
+        rest = share[at : at + _FEWEST_STEPS]
+        if usual_share <= t.OTHER_ENDINGS / 4 and rest.min() >= t.OTHER_ENDINGS:
+            if gradient is not None and gradient < steps[at]:  # an update that made another policy
+                return []
+            values: dict[str, Measured] = {
+                "step": int(steps[at]), "share": float(rest.mean()), "before_share": usual_share,
+            }  # fmt: skip
+            if share[at - 1] <= t.OTHER_ENDINGS / 4:
+                return [Evidence(code="endings_change", values=values, points=t.DECISIVE + t.MEDIUM)]
+            return [Evidence(code="endings_shift", values=values, points=t.MEDIUM)]
+    return []
+
+
+def ending_step(rollouts: Rollouts) -> int | None:
+    """The first step from which responses end otherwise than in the first fifth of a run; None where there is none."""
+    steps = np.unique(rollouts.step)
+    fifth = len(steps) // 5
+    if fifth < _FEWEST_STEPS:
+        return None
+    steps, share = _other_endings(rollouts, rollouts.until(int(steps[fifth - 1])))
+    for at in range(fifth, len(steps) - _FEWEST_STEPS):
+        if np.median(share[:at]) <= t.OTHER_ENDINGS / 4 and share[at : at + _FEWEST_STEPS].min() >= t.OTHER_ENDINGS:
+            return int(steps[at])
+    return None
+
+
+def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """[n] steps, and [n] the share of responses that end with tokens with which few did before, shorter than some before."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.length < before.length.max())
     steps, place = np.unique(rollouts.step, return_inverse=True)
-    share = np.bincount(place, is_other) / np.bincount(place)
-    near = np.flatnonzero((steps >= first) & (steps <= max(facts.fall.interval[1], facts.fall.fallen)))
-    for at in near:
-        rest = share[at : at + _FEWEST_STEPS]
-        if share[at - 1] <= t.OTHER_ENDINGS / 4 and rest.min() >= t.OTHER_ENDINGS:
-            values = {
-                "step": int(steps[at]),
-                "share": float(rest.mean()),
-                "before_share": float(share[max(at - 10, 0) : at].mean()),
-            }
-            return [Evidence(code="endings_change", values=values, points=t.DECISIVE + t.MEDIUM)]
-    return []
+    return steps, np.bincount(place, is_other) / np.bincount(place)
 
 
 def _cut(facts: Facts) -> list[Evidence]:

@@ -1,0 +1,796 @@
+"""The first difference of a run from its control: recorded runs that are changed in one thing, and every bound on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tim_trace.analysis.attribution import control as control_module
+from tim_trace.analysis.attribution import divergence
+from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.attribution import Difference
+from tim_trace.analysis.attribution.divergence import Divergence, first_divergence
+from tim_trace.analysis.attribution.rollouts import Rollouts
+from tim_trace.analysis.attribution.suspect import Suspect
+from tim_trace.analysis.comparison.sequences import MovedTokens, SharedTokens, moved_tokens, shared_tokens
+from tim_trace.analysis.trace.database import opened
+from tim_trace.tracer.recorder import Recorder
+
+STEPS, GROUPS, GROUP, CHANGED = 14, 4, 5, 8
+ROWS = GROUPS * GROUP
+PER_TOKEN_DECAY = 0.8
+
+
+@dataclass
+class Columns:
+    """What a run records of a step."""
+
+    step: int
+    prompts: list
+    ids: list
+    mask: list
+    group: list
+    rewards: np.ndarray | None
+    advantages: list
+    rollout: list
+    train: list
+    reference: list
+
+    def score(self, *names, weights=None):
+        """Logprobs of passes under the weights of a step."""
+        for name in names or ("rollout", "train", "reference"):
+            under = 0.0 if name == "reference" else self.step if weights is None else weights
+            setattr(self, name, [logprobs(*one, under) for one in zip(self.prompts, self.ids, strict=True)])
+
+
+def logprobs(prompt, ids, weights):
+    """Of each token by those up to it and the weights."""
+    seen = np.cumsum(np.square(ids)) + 31 * prompt[0]
+    usual = 0.3 + (7 * seen % 23) / 23
+    return -usual * (1 + 0.03 * weights * np.sin(seen + 0.3 * weights))
+
+
+def earned(ids):
+    return np.array([(sum(row) * 7 % 11) / 10 for row in ids])
+
+
+def centred(rewards):
+    by_group = np.asarray(rewards).reshape(GROUPS, GROUP)
+    return list((by_group - by_group.mean(1, keepdims=True)).ravel())
+
+
+def per_token(advantages, ids):
+    """Advantages that shrink token by token."""
+    return [
+        [one * PER_TOKEN_DECAY**place for place in range(len(row))] for one, row in zip(advantages, ids, strict=True)
+    ]
+
+
+def lengths(columns):
+    return np.array([len(row) for row in columns.ids], float)
+
+
+def columns_of(step):
+    """What the control has at a step."""
+    chance = np.random.default_rng(step)
+    ids = [[int(token) for token in chance.integers(1, 40, int(num))] for num in chance.integers(3, 9, ROWS)]
+    columns = Columns(
+        step=step,
+        prompts=[[100 + step * GROUPS + row // GROUP] for row in range(ROWS)],
+        ids=ids,
+        mask=[[1] * len(row) for row in ids],
+        group=[str(row // GROUP) for row in range(ROWS)],
+        rewards=earned(ids),
+        advantages=centred(earned(ids)),
+        rollout=[],
+        train=[],
+        reference=[],
+    )
+    columns.score()
+    return columns
+
+
+def record(path, *changes, since=CHANGED, steps=STEPS):
+    """A run; from a step on each change alters what is recorded."""
+    with Recorder(path, force=True) as recorder:
+        for step in range(1, steps + 1):
+            columns = columns_of(step)
+            for change in changes:
+                if step >= since:
+                    change(columns)
+            record_step(recorder, columns)
+    return path
+
+
+def record_step(recorder, columns):
+    batch = recorder.add_sequences(
+        step=columns.step,
+        prompt_ids=columns.prompts,
+        response_ids=columns.ids,
+        response_mask=columns.mask,
+        group_ids=columns.group,
+        policy_version=columns.step - 1,
+        **({} if columns.rewards is None else {"reward": columns.rewards}),
+        advantage=columns.advantages,
+    )
+    for name in ("rollout", "train", "reference"):
+        scores = [np.asarray(one, float).tolist() for one in getattr(columns, name)]
+        recorder.add_scores(name, batch, logprobs=scores, policy_version=columns.step - 1)
+
+
+# --- what is changed, and what of it is told ---------------------------------------------------------------------------
+
+
+def asks_other_prompts(columns):
+    columns.prompts = [[one[0] + 50] for one in columns.prompts]
+    columns.score()
+
+
+def asks_one_other_prompt(columns):
+    columns.prompts[:GROUP] = [[99]] * GROUP
+    columns.score()
+
+
+def cuts_off(columns):
+    columns.ids = [row[:4] for row in columns.ids]
+    columns.mask = [row[:4] for row in columns.mask]
+    columns.score()
+
+
+def samples_otherwise(columns):
+    columns.ids = [[*row[:2], row[2] + 1, *row[3:]] for row in columns.ids]
+    columns.score()
+
+
+def tool_answers_otherwise(columns):
+    samples_otherwise(columns)
+    columns.mask = [[1, 1, 0, *row[3:]] for row in columns.mask]
+
+
+def engine_is_another(columns):
+    columns.rollout = [one - 0.02 for one in columns.rollout]
+
+
+def engine_keeps_its_weights(columns):
+    columns.score("rollout", weights=CHANGED - 1)
+
+
+def trainer_is_another(columns):
+    columns.train = [one - 0.05 for one in columns.train]
+
+
+def trainer_is_hardly_another(columns):
+    columns.train = [one - 0.005 for one in columns.train]
+
+
+def scores_other_rows(columns):
+    for num in range(3, 9):
+        alike = [row for row, ids in enumerate(columns.ids) if len(ids) == num]
+        scored = [columns.train[row] for row in alike]
+        for place, row in enumerate(alike):
+            columns.train[row] = scored[place - 1]
+
+
+def flips_rewards(columns):
+    columns.rewards = np.where(np.arange(ROWS) % 3 == 0, 1 - columns.rewards, columns.rewards)
+
+
+def loses_rewards(columns):
+    columns.rewards = np.where(np.arange(ROWS) < 3, np.nan, columns.rewards)
+
+
+def permutes_rewards(columns):
+    columns.rewards = np.roll(columns.rewards, 3)
+
+
+def pays_for_length(columns):
+    columns.rewards = columns.rewards + 0.2 * lengths(columns)
+
+
+def pays_for_being_longer_than_the_group(columns):
+    by_group = lengths(columns).reshape(GROUPS, GROUP)
+    columns.rewards = columns.rewards + 0.2 * (by_group - by_group.mean(1, keepdims=True)).ravel()
+
+
+def hands_on_the_last_step_s_rewards(columns):
+    columns.rewards = columns_of(columns.step - 1).rewards
+
+
+def swaps_reference(columns):
+    columns.reference = [one - 0.1 for one in columns.reference]
+
+
+def inverts_advantages(columns):
+    columns.advantages = [-one for one in columns.advantages]
+
+
+def scales_advantages(columns):
+    columns.advantages = [one * 5 for one in columns.advantages]
+
+
+def permutes_advantages(columns):
+    columns.advantages = list(np.roll(columns.advantages, 2))
+
+
+def adds_kl_term(columns):
+    distance = [float((p - q).sum()) for p, q in zip(columns.train, columns.reference, strict=True)]
+    columns.advantages = [one - 0.5 * far for one, far in zip(columns.advantages, distance, strict=True)]
+
+
+def adds_entropy_bonus(columns):
+    columns.advantages = [one - 2.0 * float(p.mean()) for one, p in zip(columns.advantages, columns.train, strict=True)]
+
+
+def updates_otherwise(columns):
+    columns.train = [one * 1.001 for one in columns.train]
+    columns.rollout = [one * 1.001 for one in columns.rollout]
+
+
+CHANGES = {
+    asks_other_prompts: ("prompts_part", {"data"}),
+    asks_one_other_prompt: ("prompts_part", {"data"}),
+    cuts_off: ("responses_cut_off", {"truncation"}),
+    samples_otherwise: ("sampling_parts", {"mismatch", "unknown"}),
+    tool_answers_otherwise: ("tool_parts", {"unknown"}),
+    engine_is_another: ("engine_parts", {"mismatch", "staleness"}),
+    engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
+    trainer_is_another: ("scoring_parts", {"mismatch"}),
+    scores_other_rows: ("scored_rows_part", {"pairing"}),
+    flips_rewards: ("rewards_part", {"reward"}),
+    loses_rewards: ("rewards_part", {"reward"}),
+    permutes_rewards: ("rewards_permuted_part", {"pairing"}),
+    pays_for_length: ("rewards_by_length_part", {"length"}),
+    pays_for_being_longer_than_the_group: ("rewards_by_length_part", {"length"}),
+    hands_on_the_last_step_s_rewards: ("rewards_of_last_step_part", {"pairing"}),
+    swaps_reference: ("reference_parts", {"reference"}),
+    inverts_advantages: ("advantages_part", {"advantages"}),
+    scales_advantages: ("advantages_part", {"advantages"}),
+    permutes_advantages: ("advantages_permuted_part", {"pairing"}),
+    adds_kl_term: ("advantages_by_distance_part", {"reference"}),
+    adds_entropy_bonus: ("advantages_by_surprise_part", {"entropy"}),
+}
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory):
+    """Open already, so that what is read of it is read once."""
+    return opened(record(tmp_path_factory.mktemp("first") / "control"))
+
+
+def first_difference(found):
+    """Code, step and suspects of what differs first."""
+    first = found.difference_codes[0]
+    suspects = {each.suspect for each in found.difference_codes if each.code == first.code}
+    return first.code, first.values["step"], suspects
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_changed_in_a_run_is_its_first_difference(tmp_path, control, change):
+    code, suspects = CHANGES[change]
+    found = attribute(record(tmp_path / "run", change), control=control)
+    assert first_difference(found) == (code, CHANGED, suspects)
+    assert found.difference_codes[0].values.get("num_sequences", ROWS) == ROWS
+
+
+@pytest.mark.parametrize("change", [updates_otherwise, trainer_is_hardly_another])
+def test_an_update_that_leaves_other_weights_is_of_the_step_before(tmp_path, control, change):
+    code, step, suspects = first_difference(attribute(record(tmp_path / "run", change), control=control))
+    assert (code, step) == ("update_parts", CHANGED - 1)
+    assert suspects == {"unknown", "optimizer", "entropy", "reference"}
+
+
+def test_what_comes_later_than_the_first_difference_is_not_it(tmp_path, control):
+    def later(columns):
+        if columns.step > CHANGED:
+            asks_other_prompts(columns)
+
+    found = attribute(record(tmp_path / "run", permutes_rewards, later), control=control)
+    assert first_difference(found) == ("rewards_permuted_part", CHANGED, {"pairing"})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(asks_other_prompts, permutes_rewards), (engine_is_another, permutes_rewards), (permutes_rewards, swaps_reference),
+     (swaps_reference, inverts_advantages)],
+    ids=lambda change: change.__name__,
+)  # fmt: skip
+def test_of_one_step_what_comes_first_in_it_is_told(tmp_path, control, first, second):
+    found = attribute(record(tmp_path / "run", second, first), control=control)
+    assert first_difference(found) == (CHANGES[first][0], CHANGED, CHANGES[first][1])
+
+
+def without_rewards(columns):
+    columns.rewards = None
+
+
+def with_advantages_by_token(columns):
+    columns.advantages = per_token(columns.advantages, columns.ids)
+
+
+@pytest.fixture(scope="module")
+def without_rewards_recorded(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("unseen") / "control", without_rewards, since=1)
+
+
+def test_advantages_that_differ_where_no_reward_was_recorded_may_be_those_of_another_one(
+    tmp_path, without_rewards_recorded
+):
+    run = tmp_path / "run"
+    with Recorder(run) as recorder:
+        for step in range(1, STEPS + 1):
+            columns = columns_of(step)
+            without_rewards(columns)
+            if step >= CHANGED:
+                inverts_advantages(columns)
+                columns.advantages[0] += 0.25
+            record_step(recorder, columns)
+    found = attribute(run, control=without_rewards_recorded)
+    assert first_difference(found) == ("advantages_or_rewards_part", CHANGED, {"advantages", "reward", "length"})
+
+
+def test_advantages_by_token_lie_in_other_rows_where_the_first_ones_do(tmp_path):
+    control = record(tmp_path / "control", with_advantages_by_token, since=1)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, STEPS + 1):
+            columns = columns_of(step)
+            if step >= CHANGED:
+                permutes_advantages(columns)
+            with_advantages_by_token(columns)
+            record_step(recorder, columns)
+    found = attribute(tmp_path / "run", control=control)
+    assert first_difference(found) == ("advantages_permuted_part", CHANGED, {"pairing"})
+
+
+def test_runs_that_rounding_drives_apart_have_no_decisive_difference(tmp_path, control):
+    def drift(columns):
+        for name in ("rollout", "train"):
+            setattr(columns, name, [one - 1e-8 * 2.0**columns.step for one in getattr(columns, name)])
+
+    found = attribute(record(tmp_path / "run", drift, since=1), control=control)
+    assert not [each for each in found.difference_codes if each.code.endswith(("_part", "_parts", "_cut_off"))]
+    sudden = attribute(record(tmp_path / "sudden", drift), control=control)
+    assert first_difference(sudden)[:2] == ("update_parts", CHANGED - 1)
+
+
+def test_a_run_beside_itself_differs_in_nothing(control):
+    found = attribute(control, control=control)
+    assert found.difference_codes == ()
+
+
+# --- the bounds, just under and just over ------------------------------------------------------------------------------
+
+
+def rows(step=1, n=10, **columns):
+    """The sequences of a step, of which each has a prompt, a response and a mean logprob of its own."""
+    place = np.arange(n, dtype=float)
+    usual = {
+        "step": np.full(n, step), "prompt": 1000 * step + np.arange(n), "response": 1000 * step + np.arange(n),
+        "whole": 1000 * step + np.arange(n), "group": np.arange(n) // 5, "reward": place % 4, "advantage": place % 4 - 1.5,
+        "first_advantage": place % 4 - 1.5, "length": 10.0 + place, "likelihood": -1 - place / 100,
+        "sampled": -1 - place / 100, "reference": -1 - place**2 / 1000, "ending": np.zeros(n, int), "opening": np.arange(n),
+        "opening_trained": np.zeros(n), "opening_sampled": np.zeros(n),
+    }  # fmt: skip
+    return Rollouts(**usual | columns)
+
+
+def joined(*steps):
+    names = Rollouts.__dataclass_fields__
+    return Rollouts(**{name: np.concatenate([getattr(one, name) for one in steps]) for name in names})
+
+
+def run_of(*steps, **series):
+    """Facts with the sequences of some steps, and series."""
+    rollouts = joined(*steps)
+    numbers = np.unique(rollouts.step)
+    empty = np.full(len(numbers), np.nan)
+    return SimpleNamespace(
+        rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None,
+        values=lambda name: np.asarray(series[name], float) if name in series else empty,
+    )  # fmt: skip
+
+
+def first_code(run, control):
+    found = first_divergence(run, control)
+    return None if found is None else found.code
+
+
+def parts(monkeypatch, *, apart=None, num_cut=0, num_in_tool=0):
+    """Say what tokens of two runs share, without traces."""
+    tokens = SharedTokens(apart={"train": 0.0} if apart is None else apart, num_cut=num_cut, num_in_tool=num_in_tool)
+    monkeypatch.setattr(divergence, "shared_tokens", lambda *given: tokens)
+
+
+def others(num, n=10):
+    """Hashes of which so many are not the control's."""
+    return 1000 + np.arange(n) + np.where(np.arange(n) < num, 500, 0)
+
+
+def moved(by, num=10, n=10):
+    """Mean logprobs of which so many are apart from the control's."""
+    return -1 - np.arange(n) / 100 + np.where(np.arange(n) < num, by, 0.0)
+
+
+@pytest.mark.parametrize(("num_shared", "code"), [(3, "prompts_part"), (4, "update_parts")])
+def test_four_sequences_of_shared_prompts_tell_whether_weights_are_the_same(num_shared, code):
+    other = np.where(np.arange(10) < num_shared, 1000, 5000) + np.arange(10)
+    run = run_of(rows(prompt=other, whole=other, likelihood=moved(0.1), sampled=moved(0.1)))
+    assert first_code(run, run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("apart", "code"), [(0.95e-5, None), (1.05e-5, "update_parts")])
+def test_weights_differ_from_a_hundred_thousandth_of_a_nat_on(apart, code):
+    assert first_code(run_of(rows(likelihood=moved(apart), sampled=moved(apart))), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("apart", "code"), [(0.95e-5, None), (1.05e-5, "reference_parts")])
+def test_a_reference_differs_from_a_hundred_thousandth_of_a_nat_on(apart, code):
+    assert first_code(run_of(rows(reference=rows().reference - apart)), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(
+    ("num_before", "apart", "code"), [(4, 1.05e-9, None), (5, 0.95e-9, None), (5, 1.05e-9, "update_parts")]
+)
+def test_after_five_steps_of_the_same_bits_any_difference_is_one(num_before, apart, code):
+    same = [rows(step) for step in range(1, num_before + 1)]
+    last = num_before + 1
+    run = run_of(*same, rows(last, likelihood=moved(apart), sampled=moved(apart)))
+    assert first_code(run, run_of(*same, rows(last))) == code
+
+
+@pytest.mark.parametrize(("apart", "is_sudden"), [(0.95e-9, True), (1.05e-9, False)])
+def test_runs_that_were_apart_the_step_before_did_not_part_at_once(apart, is_sudden):
+    run = run_of(rows(1, likelihood=moved(apart)), rows(2, likelihood=moved(0.1), sampled=moved(0.1)))
+    found = first_divergence(run, run_of(rows(1), rows(2)))
+    assert (found.code, found.step, found.num_before, found.is_sudden) == ("update_parts", 1, 1, is_sudden)
+
+
+@pytest.mark.parametrize(
+    ("apart", "lag", "code"), [(0.009, 0, "update_parts"), (0.011, 0, "scoring_parts"), (0.011, 1, "update_parts")]
+)
+def test_a_trainer_that_scores_otherwise_by_little_or_behind_its_engine_was_updated_otherwise(apart, lag, code):
+    run = run_of(rows(likelihood=moved(apart)), version_lag=[lag])
+    assert first_code(run, run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("num_of_other_rows", "code"), [(39, "scoring_parts"), (40, "scored_rows_part")])
+def test_logprobs_are_of_other_rows_where_four_of_ten_are(num_of_other_rows, code):
+    place = np.arange(100)
+    scored = np.where(place < num_of_other_rows, -1 - (place + 1) / 100, -5 - place / 100)
+    assert first_code(run_of(rows(n=100, likelihood=scored)), run_of(rows(n=100))) == code
+
+
+@pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scored_rows_part")])
+def test_fewer_than_four_logprobs_tell_nothing_of_rows(num, code):
+    place = np.arange(10)
+    scored = np.where(place < num, -1 - (place + 5) / 100, -1 - place / 100)
+    assert first_code(run_of(rows(likelihood=scored)), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("num_cut", "code"), [(79, "sampling_parts"), (80, "responses_cut_off")])
+def test_responses_are_cut_off_where_eight_of_ten_end_early(monkeypatch, num_cut, code):
+    parts(monkeypatch, num_cut=num_cut)
+    assert first_code(run_of(rows(n=100, whole=others(100, 100))), run_of(rows(n=100))) == code
+
+
+@pytest.mark.parametrize(("num_in_tool", "code"), [(5, "sampling_parts"), (6, "tool_parts")])
+def test_a_tool_differs_where_most_responses_part_in_what_it_says(monkeypatch, num_in_tool, code):
+    parts(monkeypatch, num_in_tool=num_in_tool)
+    assert first_code(run_of(rows(whole=others(10))), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("of_run", "code"), [(0.29, "update_parts"), (0.31, "engine_parts")])
+def test_responses_that_part_at_their_first_token_are_told_by_the_mismatch(monkeypatch, of_run, code):
+    parts(monkeypatch, apart={})
+    run, control = run_of(rows(whole=others(10)), mean_abs_d=[of_run]), run_of(rows(), mean_abs_d=[0.1])
+    assert first_code(run, control) == code
+
+
+@pytest.mark.parametrize(("of_run", "code"), [(0.029, "update_parts"), (0.031, "engine_parts")])
+def test_a_mismatch_of_rounding_alone_is_no_less_than_a_hundredth_of_a_nat(monkeypatch, of_run, code):
+    parts(monkeypatch, apart={})
+    run, control = run_of(rows(whole=others(10)), mean_abs_d=[of_run]), run_of(rows(), mean_abs_d=[1e-6])
+    assert first_code(run, control) == code
+
+
+@pytest.mark.parametrize(("passes", "code"), [
+    ({"train": 0.1, "rollout": 0.1}, "update_parts"), ({"train": 0.1}, "scoring_parts"), ({"rollout": 0.1}, "engine_parts"),
+    ({"train": 0.0}, "sampling_parts"),
+])  # fmt: skip
+def test_where_responses_part_the_tokens_before_tell_of_the_weights(monkeypatch, passes, code):
+    parts(monkeypatch, apart=passes)
+    assert first_code(run_of(rows(whole=others(10))), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("num", "is_decisive"), [(19, False), (20, True)])
+def test_a_fifth_of_the_responses_part_at_once(monkeypatch, num, is_decisive):
+    parts(monkeypatch)
+    run = run_of(rows(n=100, whole=others(num, 100)))
+    found = first_divergence(run, run_of(rows(n=100)))
+    assert found.code == "sampling_parts"
+    assert (control_module._decisive(run, found) is found) == is_decisive
+
+
+@pytest.mark.parametrize(("step", "is_decisive"), [(65, True), (66, False)])
+def test_what_differs_first_after_a_good_part_was_lost_made_no_fall(step, is_decisive):
+    found = Divergence(code="rewards_part", step=step, num_before=9)
+    fell = SimpleNamespace(fall=SimpleNamespace(interval=(57, 63), fallen=65))
+    assert (control_module._decisive(fell, found) is found) == is_decisive
+    assert control_module._decisive(SimpleNamespace(fall=None), found) is found
+    assert control_module._decisive(fell, replace(found, step=1, is_sudden=False)) is None
+
+
+@pytest.mark.parametrize(("explained", "way", "code"), [
+    (0.79, 1.0, "rewards_part"), (0.81, 1.0, "rewards_by_length_part"), (0.81, 0.0, "rewards_part"),
+])  # fmt: skip
+def test_rewards_are_a_matter_of_length_where_it_explains_four_fifths_of_what_they_differ_by(
+    monkeypatch, explained, way, code
+):
+    monkeypatch.setattr(divergence, "explained_by_length", lambda run, control: (explained, way))
+    monkeypatch.setattr(divergence, "pays_length_otherwise", lambda run, control: 0.0)
+    assert first_code(run_of(rows(reward=rows().reward + 1)), run_of(rows())) == code
+
+
+@pytest.mark.parametrize(("num", "code"), [(49, "rewards_part"), (50, "rewards_by_length_part")])
+def test_rewards_that_pay_length_otherwise_do_so_for_half_of_the_responses(monkeypatch, num, code):
+    monkeypatch.setattr(divergence, "explained_by_length", lambda run, control: (0.0, 0.0))
+    monkeypatch.setattr(divergence, "pays_length_otherwise", lambda run, control: 0.9)
+    paid = rows(n=100).reward + np.where(np.arange(100) < num, 10.0, 0.0)
+    assert first_code(run_of(rows(n=100, reward=paid)), run_of(rows(n=100))) == code
+
+
+def orthogonal(*columns, n=40):
+    """Columns that have nothing to do with each other, of mean 0 and size 1."""
+    return np.linalg.qr(np.stack([np.ones(n), *columns], 1))[0][:, 1:].T * np.sqrt(n)
+
+
+@pytest.mark.parametrize(("likelihood", "reference", "term"), [
+    (1, 0, "advantages_by_distance_part"), (0, 1, "advantages_by_distance_part"), (1, 1, "advantages_by_surprise_part"),
+])  # fmt: skip
+@pytest.mark.parametrize(("share", "is_term"), [(0.74, False), (0.76, True)])
+def test_what_advantages_differ_by_is_a_term_where_three_quarters_go_with_it(
+    likelihood, reference, term, share, is_term
+):
+    usual, quantity, rest = orthogonal(*np.random.default_rng(0).normal(size=(3, 40)))
+    control = rows(
+        n=40, advantage=usual, length=np.ones(40), likelihood=likelihood * quantity, sampled=quantity, reference=reference * quantity,
+    )  # fmt: skip
+    other = 2 * usual + share * quantity + np.sqrt(1 - share**2) * rest
+    code = first_code(run_of(replace(control, advantage=other, first_advantage=other)), run_of(control))
+    assert code == (term if is_term else "advantages_part")
+
+
+@pytest.mark.parametrize(("apart", "code"), [(0.9e-6, None), (1.1e-6, "advantages_part")])
+def test_advantages_differ_beyond_a_millionth(apart, code):
+    run = rows(advantage=rows().advantage + apart, first_advantage=rows().advantage + apart + 1.0)
+    assert first_code(run_of(run), run_of(rows())) == code
+
+
+# --- an update that differs --------------------------------------------------------------------------------------------
+
+PARTED = Divergence(code="update_parts", step=2, num_before=2, values={"apart": 0.01})
+"""The update of step 2."""
+
+
+def of_update(monkeypatch=None, *, apart=0.01, steps=6, reference=None, moved_by=None, **series):
+    """Suspect -> code -> points of an update of step 2; each series is that of the run over the control's, which is 1."""
+    if moved_by is not None:
+        monkeypatch.setattr(control_module, "moved_tokens", lambda *given: moved_by)
+    empty = np.full(10, np.nan)
+    of_run, of_control = ([rows(step, reference=empty) for step in range(1, steps + 1)] for _ in range(2))
+    if reference is not None:
+        of_run, of_control = (
+            [rows(step, reference=rows().likelihood - (away if step > 2 else 0.0)) for step in range(1, steps + 1)]
+            for away in (reference, 0.0)
+        )
+    facts = run_of(*of_run, **{name: np.r_[1, value, np.ones(steps - 2)] for name, value in series.items()})
+    control = run_of(*of_control, **{name: np.ones(steps) for name in series})
+    if moved_by is None and reference is not None:
+        monkeypatch.setattr(control_module, "_by_distance", lambda *given: iter(()))
+    found = {}
+    for suspect, evidence in control_module._of_update(facts, control, replace(PARTED, values={"apart": apart})):
+        found.setdefault(suspect, {})[evidence.code] = evidence.points
+    return found
+
+
+def test_what_updates_that_differ_are_worth_before_more_is_known():
+    found = {code: evidence for code, evidence in of_update(apart=0.2).items()}
+    assert found == {
+        "optimizer": {"update_differs": 2.0}, "entropy": {"update_differs": 1.5}, "reference": {"update_differs": 1.1},
+        "advantages": {"update_differs": 1.0},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("factor", "codes"), [(1 + 0.95e-5, {"gradient_is_equal"}), (1 + 1.05e-5, set())])
+def test_gradients_that_were_logged_alike_are_no_other_loss(factor, codes):
+    found = of_update(grad_norm=factor)
+    assert set(found["entropy"]) - {"update_differs"} == set(found["reference"]) - {"update_differs"} == codes
+    assert ("gradient_differs" in found["optimizer"]) == (not codes)
+    assert found["optimizer"].get("gradient_differs", -1.5) == -1.5
+    assert found["entropy"].get("gradient_is_equal", -7.0) == -7.0
+
+
+@pytest.mark.parametrize(("apart", "is_told"), [(0.9e-4, False), (1.1e-4, True)])
+def test_a_gradient_that_is_equal_tells_of_an_update_that_shows_in_it(apart, is_told):
+    found = of_update(grad_norm=1.0, apart=apart)
+    assert ("gradient_is_equal" in found["entropy"]) == is_told
+    assert "gradient_differs" not in found["optimizer"]
+
+
+@pytest.mark.parametrize(("factor", "grows"), [(2.9, False), (3.1, True)])
+def test_a_gradient_grows_threefold_by_no_entropy_bonus(monkeypatch, factor, grows):
+    found = of_update(monkeypatch, grad_norm=factor, reference=0.0)
+    assert found["entropy"].get("gradient_grows") == (-2.5 if grows else None)
+    assert found["reference"].get("gradient_grows") == (2.5 if grows else None)
+    assert "gradient_grows" not in of_update(grad_norm=factor)["reference"]
+
+
+@pytest.mark.parametrize(("gradient", "update", "is_other"), [
+    (1.0, 2.9, False), (1.0, 3.1, True), (2.0, 5.8, False), (2.0, 6.2, True), (0.5, 2.9, False), (2.6, 0.9, False), (2.8, 0.9, True),
+    (2.9, 1.0, False), (3.1, 1.0, True),
+])  # fmt: skip
+def test_an_update_is_the_optimizer_s_from_three_times_what_its_gradient_explains(gradient, update, is_other):
+    found = of_update(grad_norm=gradient, update_to_weight=update)
+    assert found["optimizer"].get("update_is_other") == (7.0 if is_other else None)
+
+
+@pytest.mark.parametrize(("moment", "is_other"), [(1.29, False), (1.31, True), (0.71, False), (0.69, True)])
+def test_a_second_moment_that_is_three_tenths_another_one_is_the_optimizer_s(moment, is_other):
+    assert of_update(adam_second_moment=moment)["optimizer"].get("update_is_other") == (7.0 if is_other else None)
+
+
+@pytest.mark.parametrize(("update", "is_equal"), [(1 + 0.95e-5, True), (1 + 1.05e-5, False)])
+def test_an_update_of_the_same_size_from_the_same_gradient_is_not_the_optimizer_s(update, is_equal):
+    found = of_update(grad_norm=1.0, update_to_weight=update)
+    assert found["optimizer"].get("update_is_equal") == (-4.0 if is_equal else None)
+    assert found.get("unknown", {}).get("update_is_equal") == (4.0 if is_equal else None)
+
+
+@pytest.mark.parametrize(("apart", "jumps"), [(0.39, False), (0.41, True), (float("nan"), True)])
+def test_weights_that_jump_were_replaced(apart, jumps):
+    found = of_update(apart=apart)
+    assert [found[code].get("weights_jump") for code in ("entropy", "reference")] == (
+        [-4.0] * 2 if jumps else [None] * 2
+    )
+    assert found.get("unknown", {}).get("weights_jump") == (1.5 if jumps else None)
+
+
+@pytest.mark.parametrize(("apart", "is_asked"), [(0.099, True), (0.101, False)])
+def test_an_entropy_is_asked_of_updates_that_are_far_from_a_jump(monkeypatch, apart, is_asked):
+    higher = Difference(suspect="entropy", code="entropy_higher", values={})
+    monkeypatch.setattr(control_module, "_entropy", lambda *given: iter([higher]))
+    assert of_update(apart=apart)["entropy"].get("entropy_parts_first") == (2.5 if is_asked else None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "code"), [(3.9, None), (4.1, "loss_is_higher"), (-1.9, None), (-2.1, "loss_is_lower")]
+)
+def test_a_loss_moves_by_three_times_its_usual_size(monkeypatch, loss, code):
+    found, without = of_update(monkeypatch, loss=loss, reference=0.0), of_update(loss=loss)
+    up = code == "loss_is_higher"
+    told = {name: {key: points for key, points in found.get(name, {}).items() if key.startswith("loss")} for name in (
+        "entropy", "reference", "unknown")}  # fmt: skip
+    assert told == {
+        "entropy": {code: -2.5 if up else 2.5} if code else {}, "reference": {code: 2.5} if up else {},
+        "unknown": {code: -2.5} if code and not up else {},
+    }  # fmt: skip
+    assert "loss_is_higher" not in without["reference"]
+
+
+@pytest.mark.parametrize(("farther", "leaves"), [(0.19, False), (0.21, True)])
+def test_no_term_of_the_loss_leads_away_from_the_reference_at_once(monkeypatch, farther, leaves):
+    found = of_update(monkeypatch, reference=farther)
+    assert [found[code].get("leaves_reference") for code in ("entropy", "reference")] == (
+        [-2.5] * 2 if leaves else [None] * 2
+    )
+
+
+def moved_by(by_distance, *, num=60, by_logprob=0.0):
+    """Tokens that an update moved by how far they were from the reference, to a correlation."""
+    distance, logprob, rest = orthogonal(*np.random.default_rng(1).normal(size=(3, num)), n=num)
+    left = np.sqrt(1 - by_distance**2 - by_logprob**2)
+    return MovedTokens(by_distance * distance + by_logprob * logprob + left * rest, logprob, distance)
+
+
+@pytest.mark.parametrize(("tokens", "is_told"), [
+    (moved_by(0.29), False), (moved_by(0.31), True), (moved_by(-0.31), True), (moved_by(0.94), True), (moved_by(0.96), False),
+    (moved_by(0.5, num=49), False), (moved_by(0.5, num=50), True), (moved_by(0.5, by_logprob=0.49), True),
+    (moved_by(0.5, by_logprob=-0.51), False),
+])  # fmt: skip
+def test_tokens_move_by_their_distance_where_a_kl_term_differs(monkeypatch, tokens, is_told):
+    found = of_update(monkeypatch, reference=0.0, moved_by=tokens)
+    assert found["reference"].get("moved_by_distance") == (2.5 if is_told else None)
+
+
+def test_without_a_reference_or_a_later_step_nothing_is_said_of_distances(monkeypatch):
+    told = moved_by(0.5)
+    assert "moved_by_distance" not in of_update(monkeypatch, moved_by=told)["reference"]
+    assert "moved_by_distance" not in of_update(monkeypatch, reference=0.0, moved_by=told, steps=2)["reference"]
+
+
+@pytest.mark.parametrize(("parted", "of_others"), [
+    (Divergence(code="rewards_part", step=40, num_before=39, values={"num_sequences": 10, "num_equal": 10}), [-7.0]), (None, []),
+])  # fmt: skip
+def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatch, parted, of_others):
+    fall = SimpleNamespace(share=0.6, interval=(57, 63), fallen=65)
+    run, control = (run_of(rows()) for _ in range(2))
+    run.fall = fall
+    suspects = tuple(Suspect(code=code, evidence=(), next="") for code in ("reward", "data", "unknown"))
+    monkeypatch.setattr(control_module, "first_divergence", lambda *given: parted)
+    monkeypatch.setattr(control_module, "_differences", lambda *given: iter([
+        Difference(suspect="reward", code="something", values={})
+    ]))  # fmt: skip
+    found = {
+        one.code: [each.points for each in one.evidence]
+        for one in control_module.compare(run, control, suspects).suspects
+    }
+    assert found == {"reward": [7.0], "data": of_others, "unknown": of_others}
+
+
+# --- the tokens that two runs share ------------------------------------------------------------------------------------
+
+IDS = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
+PROMPTS = [[100], [101], [102]]
+
+
+def trace_of(path, ids=IDS, *, prompts=PROMPTS, mask=None, **passes):
+    """An open trace of one step of three sequences; passes give logprobs, rollout a usual one."""
+    with Recorder(path) as recorder:
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=prompts, response_ids=ids, response_mask=mask or [[1] * len(row) for row in ids]
+        )
+        for name, given in ({"rollout": [[-1.0] * len(row) for row in ids]} | passes).items():
+            recorder.add_scores(name, batch, logprobs=given)
+    return opened(path)
+
+
+def every(value, ids=IDS):
+    return [[value] * len(row) for row in ids]
+
+
+def test_of_tokens_that_two_runs_share_the_mean_difference_is_told(tmp_path):
+    other = [[1, 2, 9, 4], [5, 6, 7], [8, 9]]
+    one = trace_of(tmp_path / "one", other, train=[[-1.5, -1.0, -9.0, -9.0], [-1.0] * 3, [-1.0, -1.25]])
+    two = trace_of(tmp_path / "two", train=every(-1.0))
+    found = shared_tokens(one, two, 1, ["train", "rollout", "reference"])
+    assert found.apart == pytest.approx({"train": (0.5 + 0.25) / 7, "rollout": 0.0})
+    assert (found.num_cut, found.num_in_tool) == (0, 0)
+
+
+@pytest.mark.parametrize(("ids", "num_cut"), [
+    ([[1, 2, 3], [5, 6, 7], [8]], 2), ([[1, 2, 9], [5, 6, 7], [8]], 1), ([[1, 2, 3, 4, 5], [5, 6, 7], [8, 9]], 0),
+])  # fmt: skip
+def test_responses_are_cut_that_end_where_the_control_s_go_on(tmp_path, ids, num_cut):
+    found = shared_tokens(trace_of(tmp_path / "one", ids), trace_of(tmp_path / "two"), 1, ["rollout"])
+    assert found.num_cut == num_cut
+
+
+def test_responses_part_in_a_tool_where_the_mask_leaves_the_token_out(tmp_path):
+    ids, mask = [[1, 2, 9, 4], [5, 9, 7], [8, 9]], [[1, 1, 0, 1], [0, 1, 0], [0, 0]]
+    found = shared_tokens(trace_of(tmp_path / "one", ids, mask=mask), trace_of(tmp_path / "two"), 1, ["rollout"])
+    assert found.num_in_tool == 1
+
+
+def test_no_token_is_shared_by_responses_that_part_at_once_or_of_other_prompts(tmp_path):
+    two = trace_of(tmp_path / "two")
+    at_once = trace_of(tmp_path / "one", [[9, 2, 3, 4], [9, 6, 7], [9, 9]])
+    elsewhere = trace_of(tmp_path / "other", prompts=[[200], [201], [202]])
+    assert [shared_tokens(run, two, 1, ["rollout"]).apart for run in (at_once, elsewhere)] == [{}, {}]
+
+
+def test_what_tokens_moved_by_lies_beside_what_they_were(tmp_path):
+    one = trace_of(tmp_path / "one", [[1, 2, 9, 4], [5, 6, 7], [9, 9]], train=[[-0.5] * 4, [-1.0] * 3, [-7.0] * 2])
+    two = trace_of(tmp_path / "two", train=every(-1.0), reference=every(-1.25))
+    found = moved_tokens(one, two, 1, "train", "reference")
+    assert found.moved.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert found.logprob.tolist() == [-1.0] * 5
+    assert found.distance.tolist() == [0.25] * 5
+
+
+def test_without_a_reference_the_distance_is_not_known(tmp_path):
+    two = trace_of(tmp_path / "two", train=every(-1.0))
+    found = moved_tokens(trace_of(tmp_path / "one", train=every(-0.5)), two, 1, "train", "reference")
+    assert found.moved.tolist() == [0.5] * 9
+    assert np.isnan(found.distance).all()
+    assert not len(moved_tokens(two, trace_of(tmp_path / "none"), 1, "train", "reference").moved)
