@@ -107,7 +107,8 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
-        suspects=suspects, is_intervention=shares and len(codes) == 1, differences=differences, notes=notes,
+        suspects=suspects, is_intervention=shares and (len(codes) == 1 or (parted is not None and parted.code != UPDATE)),
+        differences=differences, notes=notes,
         parted=parted,
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # What an environment does with other prompts is other, too; weights that differ chose the prompts.
         if beside.share < 1 and (
-            code in ("", CUT, SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)
+            code in ("", SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
             code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:

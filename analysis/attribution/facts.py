@@ -227,6 +227,8 @@ class Facts:
     def sorted_in_groups(self) -> tuple[float, float] | None:
         """The share of groups since the fall whose rewards lie sorted, and that before; None where it is not most, or was before."""
         since, by_chance = sorted_share(self.since_fall)
+        if self.fall is not None and not since >= t.SORTED:  # where its onset is hardly known
+            since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
         if self.fall is None or not since >= t.SORTED or not by_chance <= t.SORTED_BY_CHANCE:
             return None
         before, _ = sorted_share(self.rollouts.until(min(self.breaks, self.fall.interval[0]) - 1))

@@ -18,18 +18,18 @@ WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 was seen row by row and has no other explanation."""
 
 _PRIORS = {
-    "mismatch": 0.0,
-    "staleness": -0.5,
-    "optimizer": -1.0,
-    "reward": -1.0,
-    "pairing": -0.5,
-    "entropy": -1.0,
-    "length": -1.0,
-    "data": -0.5,
-    "truncation": -1.0,
-    "reference": -1.5,
-    "advantages": -0.5,
-    "unknown": 1.7,
+    "mismatch": -0.4,
+    "staleness": 0.8,
+    "optimizer": -0.9,
+    "reward": -1.9,
+    "pairing": -0.4,
+    "entropy": -0.9,
+    "length": -0.4,
+    "data": 0.7,
+    "truncation": 0.3,
+    "reference": -0.6,
+    "advantages": 0.9,
+    "unknown": 2.6,
 }
 """Before any evidence, with what is missing where nothing of a suspect is seen: about what 201 falls of six laboratories had."""
 
