@@ -94,9 +94,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # What an environment does with other prompts is other, too; weights that differ chose the prompts.
-        if beside.share < 1 and (
-            code in ("", SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)
-        ):
+        if beside.share < 1 and (code in ("", SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)):
             code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
             at = int(shared[number - 1]) if code == UPDATE and number else step

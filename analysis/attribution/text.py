@@ -440,7 +440,9 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
 
 
 def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
-    return found and asdict(found) | {"suspects": [_suspect_json(each) for each in found.suspects]}
+    if found is None:
+        return None
+    return asdict(found) | {"suspects": [_suspect_json(each) for each in found.suspects]}
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:

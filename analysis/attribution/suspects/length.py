@@ -79,10 +79,11 @@ def _pays(facts: Facts) -> list[Evidence]:
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}
-    evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)]
-    if facts.pays_length <= t.LENGTH_PAYS:
+    is_clear = facts.pays_length > t.LENGTH_PAYS
+    evidence = [Evidence(code="length_pays", values=values, points=t.DECISIVE)] if is_clear else []
+    if not is_clear or (facts.hides and _first_move(facts, t.LENGTH_MOVES) is not None):
         code = "length_pays_while_hidden" if facts.pays_length > 0 else "length_costs_while_hidden"
-        evidence = [Evidence(code=code, values=values, points=t.STRONG)]
+        evidence.append(Evidence(code=code, values=values, points=t.STRONG))
     if found is not None and found.is_of_one_length and not facts.rewards_lie_off:
         # Responses of one length cannot tell a reward that pays length from another: the points are those of any other.
         evidence.append(Evidence(code="rewards_changed", values=found.values, points=of_changed(found)))
