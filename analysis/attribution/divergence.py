@@ -162,7 +162,7 @@ def _of_other_rows(beside: _Step, least: float) -> float:
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
         return 0.0
-    return float(is_near(own[other], beside.b.likelihood, least).mean())
+    return float(is_near(own[other], beside.b.likelihood, max(least, t.WEIGHTS_DIFFER)).mean())
 
 
 def _apart_at(facts: Facts, step: int) -> float:
@@ -186,7 +186,8 @@ def _of_rewards(
     last = earlier.at_step(int(earlier.step[-1])).reward if len(earlier.step) else np.empty(0)
     if len(last) == len(a.reward) and np.ptp(last) > 0 and np.allclose(a.reward, last, equal_nan=True):
         return OF_LAST_STEP, values
-    if np.allclose(np.sort(a.reward), np.sort(b.reward), equal_nan=True):
+    is_inverted = np.allclose(a.reward, np.nanmax(b.reward) + np.nanmin(b.reward) - b.reward, equal_nan=True)
+    if np.allclose(np.sort(a.reward), np.sort(b.reward), equal_nan=True) and not is_inverted and _are_mixed(b, differs):
         return PERMUTED, values
     since = facts.rollouts.since(step)
     explained, direction = explained_by_length(since, control.rollouts)
@@ -196,6 +197,16 @@ def _of_rewards(
     return (BY_LENGTH, values | {"correlation": by_length}) if by_length else (REWARDS, values)
 
 
+def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
+    """Whether as many rows have another reward as an order by chance gives within groups; a few that change places are others."""
+    by_chance = [
+        1
+        - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
+        for group in np.unique(b.group)
+    ]
+    return float(differs.mean()) >= t.MIXED * float(np.mean(by_chance))
+
+
 def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) -> tuple[str, dict[str, Measured]]:
     a, b = beside.a, beside.b
     if referred > t.WEIGHTS_DIFFER:
@@ -203,6 +214,8 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
+    if np.allclose(a.advantage, -b.advantage, equal_nan=True):
+        return ADVANTAGES, values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return ADVANTAGES_PERMUTED, values
     if not np.isfinite(a.reward).any():

@@ -360,9 +360,8 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
     A baseline and a division by the group's spread leave the correlation of rewards and advantages at 1 in each group.
     """
-    x, y = (centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y, group = x[known], y[known], rollouts.group[known]
+    x, y, known = _in_groups(rollouts, first, second)
+    group = rollouts.group[known]
     xy, xx, yy = (np.bincount(group, product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
     num = int(spread.sum())
@@ -378,12 +377,19 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     )
 
 
+def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two columns where both are known, less their means within groups; and [N] bool: where that is."""
+    columns = [getattr(rollouts, name) for name in (first, second)]
+    known = np.isfinite(columns[0]) & np.isfinite(columns[1])
+    x, y = (centred(column[known], rollouts.group[known]) for column in columns)
+    return x, y, known
+
+
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
     """[n] steps in which some group has a spread of both columns, and [n] their correlation within the groups of the step."""
-    x, y = (centred(getattr(rollouts, name), rollouts.group) for name in (first, second))
-    known = np.isfinite(x) & np.isfinite(y)
+    x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
-    xy, xx, yy = (np.bincount(of_step, product[known], len(steps)) for product in (x * y, x**2, y**2))
+    xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
     return steps[spread], xy[spread] / np.sqrt(xx[spread] * yy[spread])
 

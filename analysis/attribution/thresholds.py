@@ -254,6 +254,8 @@ LENGTH_IS_ALL = 0.98
 """The same where only some responses earn something else: almost nothing else may explain it."""
 LENGTH_EXPLAINS_WITHIN = 0.85
 """The same within steps, or of a bonus that grows steadily: there nothing else scatters, and few values of a reward reach 0.8."""
+MIXED = 0.5
+"""Share of the rows that an order of its groups by chance gives other rewards, from which a step's rewards were mixed."""
 MANY_SHARED = 0.3
 """Share of a step's prompts that both runs must ask for anything but their weights to be compared."""
 FEWEST_SHARED = 4

@@ -193,7 +193,7 @@ def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
     noisy = attribute(record(tmp_path / "noise", Story(reward=FALLING, noise=level(0.6))))
     certain = attribute(record(tmp_path / "entropy", Story(reward=sliding, entropy=lambda step: max(0.9**step, 0.2))))
     assert evidence_of(noisy, "reward")["rewards_noisy_before"] == 0.0
-    assert evidence_of(certain, "entropy")["entropy_in_range"] == -1.5
+    assert evidence_of(certain, "entropy")["entropy_in_range"] < -1
     assert (noisy.cause, certain.cause) == (None, None)
 
 

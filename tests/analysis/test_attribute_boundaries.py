@@ -1804,7 +1804,9 @@ def test_beside_a_control_neither_is_it(policy, size_before, differs):
 
 @pytest.mark.parametrize(("size", "points"), [(0.999, STRONG + 2.5), (1.0, CERTAIN)])
 def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
-    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)), is_still=False)) == {"declared_lag": points}
+    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)), is_still=False)) == {
+        "declared_lag": points
+    }
 
 
 @pytest.mark.parametrize(

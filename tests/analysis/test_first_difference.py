@@ -1,4 +1,4 @@
-"""The first difference of a run from its control: recorded runs that are changed in one thing, and every bound on both sides."""
+"""The first difference of a run from its control: runs that are changed in one thing, and every bound on both sides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Difference
 from tim_trace.analysis.attribution.divergence import Divergence, first_divergence
-from tim_trace.analysis.attribution.rollouts import Rollouts
+from tim_trace.analysis.attribution.rollouts import Rollouts, relation
 from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.comparison.sequences import MovedTokens, SharedTokens, moved_tokens, shared_tokens
 from tim_trace.analysis.trace.database import opened
@@ -37,6 +37,8 @@ class Columns:
     rollout: list
     train: list
     reference: list
+    behind: int = 0
+    """Updates by which the weights that sampled are said to be behind."""
 
     def score(self, *names, weights=None):
         """Logprobs of passes under the weights of a step."""
@@ -111,16 +113,17 @@ def record_step(recorder, columns):
         response_ids=columns.ids,
         response_mask=columns.mask,
         group_ids=columns.group,
-        policy_version=columns.step - 1,
+        policy_version=columns.step - 1 - columns.behind,
         **({} if columns.rewards is None else {"reward": columns.rewards}),
         advantage=columns.advantages,
     )
     for name in ("rollout", "train", "reference"):
         scores = [np.asarray(one, float).tolist() for one in getattr(columns, name)]
-        recorder.add_scores(name, batch, logprobs=scores, policy_version=columns.step - 1)
+        version = columns.step - 1 - (columns.behind if name == "rollout" else 0)
+        recorder.add_scores(name, batch, logprobs=scores, policy_version=version)
 
 
-# --- what is changed, and what of it is told ---------------------------------------------------------------------------
+# --- what is changed, and what of it is told --------------------------------------------------------------------------
 
 
 def asks_other_prompts(columns):
@@ -155,6 +158,11 @@ def engine_is_another(columns):
 
 def engine_keeps_its_weights(columns):
     columns.score("rollout", weights=CHANGED - 1)
+
+
+def engine_says_that_it_is_behind(columns):
+    engine_keeps_its_weights(columns)
+    columns.behind = 2
 
 
 def trainer_is_another(columns):
@@ -236,6 +244,7 @@ CHANGES = {
     tool_answers_otherwise: ("tool_parts", {"unknown"}),
     engine_is_another: ("engine_parts", {"mismatch", "staleness"}),
     engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
+    engine_says_that_it_is_behind: ("engine_parts", {"staleness"}),
     trainer_is_another: ("scoring_parts", {"mismatch"}),
     scores_other_rows: ("scored_rows_part", {"pairing"}),
     flips_rewards: ("rewards_part", {"reward"}),
@@ -354,12 +363,29 @@ def test_runs_that_rounding_drives_apart_have_no_decisive_difference(tmp_path, c
     assert first_difference(sudden)[:2] == ("update_parts", CHANGED - 1)
 
 
+def test_a_run_beside_a_control_that_recorded_its_rows_in_another_order_does_not_differ(tmp_path, control):
+    def reverse(columns):
+        for name in ("prompts", "ids", "mask", "group", "rewards", "advantages", "rollout", "train", "reference"):
+            setattr(columns, name, getattr(columns, name)[::-1])
+
+    found = attribute(record(tmp_path / "run", reverse), control=control)
+    assert not [each for each in found.difference_codes if each.code.endswith(("_part", "_parts", "_cut_off"))]
+
+
+def test_what_differs_first_would_be_the_cause_of_a_fall_that_nobody_sees(tmp_path, control):
+    found = attribute(record(tmp_path / "run", permutes_advantages), control=control)
+    assert (found.fall, found.cause) == (None, None)
+    assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (CHANGED, "pairing")
+    assert f"from step {CHANGED} on" in found.sentence
+    assert attribute(control, control=control).supposed is None
+
+
 def test_a_run_beside_itself_differs_in_nothing(control):
     found = attribute(control, control=control)
     assert found.difference_codes == ()
 
 
-# --- the bounds, just under and just over ------------------------------------------------------------------------------
+# --- the bounds, just under and just over -----------------------------------------------------------------------------
 
 
 def rows(step=1, n=10, **columns):
@@ -367,9 +393,11 @@ def rows(step=1, n=10, **columns):
     place = np.arange(n, dtype=float)
     usual = {
         "step": np.full(n, step), "prompt": 1000 * step + np.arange(n), "response": 1000 * step + np.arange(n),
-        "whole": 1000 * step + np.arange(n), "group": np.arange(n) // 5, "reward": place % 4, "advantage": place % 4 - 1.5,
+        "whole": 1000 * step + np.arange(n), "group": np.arange(n) // 5, "reward": place % 4,
+        "advantage": place % 4 - 1.5,
         "first_advantage": place % 4 - 1.5, "length": 10.0 + place, "likelihood": -1 - place / 100,
-        "sampled": -1 - place / 100, "reference": -1 - place**2 / 1000, "ending": np.zeros(n, int), "opening": np.arange(n),
+        "sampled": -1 - place / 100, "reference": -1 - place**2 / 1000, "ending": np.zeros(n, int),
+        "opening": np.arange(n),
         "opening_trained": np.zeros(n), "opening_sampled": np.zeros(n),
     }  # fmt: skip
     return Rollouts(**usual | columns)
@@ -417,6 +445,35 @@ def test_four_sequences_of_shared_prompts_tell_whether_weights_are_the_same(num_
     other = np.where(np.arange(10) < num_shared, 1000, 5000) + np.arange(10)
     run = run_of(rows(prompt=other, whole=other, likelihood=moved(0.1), sampled=moved(0.1)))
     assert first_code(run, run_of(rows())) == code
+
+
+def asking_other_prompts(num_shared, **columns):
+    """A run that asks so many of a hundred prompts that its control does, with other columns."""
+    other = np.where(np.arange(100) < num_shared, 1000, 5000) + np.arange(100)
+    return run_of(rows(n=100, prompt=other, whole=other, **columns))
+
+
+@pytest.mark.parametrize(("num_shared", "code"), [(29, "prompts_part"), (30, "rewards_part")])
+def test_where_fewer_than_three_tenths_of_the_prompts_are_shared_these_differ_first(num_shared, code):
+    reward = rows(n=100).reward + np.arange(100) % 3
+    assert first_code(asking_other_prompts(num_shared, reward=reward), run_of(rows(n=100))) == code
+
+
+def test_weights_that_differ_choose_the_prompts():
+    scored = {name: moved(0.1, 100, 100) for name in ("likelihood", "sampled")}
+    assert first_code(asking_other_prompts(10, **scored), run_of(rows(n=100))) == "update_parts"
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [({}, "prompts_part"), ({"num_in_tool": 100}, "prompts_part"), ({"num_cut": 100}, "responses_cut_off")],
+)
+def test_responses_that_part_where_prompts_do_follow_these_unless_they_are_cut(monkeypatch, given, code):
+    parts(monkeypatch, **given)
+    run = asking_other_prompts(90)
+    assert first_code(run, run_of(rows(n=100))) == "prompts_part"
+    run.rollouts.whole[:90] += 90_000
+    assert first_code(run, run_of(rows(n=100))) == code
 
 
 @pytest.mark.parametrize(("apart", "code"), [(0.95e-5, None), (1.05e-5, "update_parts")])
@@ -495,7 +552,8 @@ def test_a_mismatch_of_rounding_alone_is_no_less_than_a_hundredth_of_a_nat(monke
 
 
 @pytest.mark.parametrize(("passes", "code"), [
-    ({"train": 0.1, "rollout": 0.1}, "update_parts"), ({"train": 0.1}, "scoring_parts"), ({"rollout": 0.1}, "engine_parts"),
+    ({"train": 0.1, "rollout": 0.1}, "update_parts"), ({"train": 0.1}, "scoring_parts"),
+    ({"rollout": 0.1}, "engine_parts"),
     ({"train": 0.0}, "sampling_parts"),
 ])  # fmt: skip
 def test_where_responses_part_the_tokens_before_tell_of_the_weights(monkeypatch, passes, code):
@@ -554,11 +612,46 @@ def test_what_advantages_differ_by_is_a_term_where_three_quarters_go_with_it(
 ):
     usual, quantity, rest = orthogonal(*np.random.default_rng(0).normal(size=(3, 40)))
     control = rows(
-        n=40, advantage=usual, length=np.ones(40), likelihood=likelihood * quantity, sampled=quantity, reference=reference * quantity,
+        n=40, group=np.zeros(40, int), advantage=usual, length=np.ones(40), likelihood=likelihood * quantity,
+        sampled=quantity,
+        reference=reference * quantity,
     )  # fmt: skip
     other = 2 * usual + share * quantity + np.sqrt(1 - share**2) * rest
     code = first_code(run_of(replace(control, advantage=other, first_advantage=other)), run_of(control))
     assert code == (term if is_term else "advantages_part")
+
+
+@pytest.mark.parametrize(("num_unknown", "code"), [(32, "advantages_by_distance_part"), (33, "advantages_part")])
+def test_eight_sequences_with_a_reference_tell_a_term(num_unknown, code):
+    chance = np.random.default_rng(0)
+    unknown = np.arange(40) < num_unknown
+    control = rows(
+        n=40, group=np.zeros(40, int), likelihood=chance.normal(size=40),
+        reference=np.where(unknown, np.nan, chance.normal(size=40))
+    )  # fmt: skip
+    other = control.advantage + np.where(unknown, 5.0, control.likelihood - control.reference)
+    run = replace(control, advantage=other, first_advantage=other)
+    assert first_code(run_of(run), run_of(control)) == code
+
+
+def test_what_advantages_differ_by_for_all_of_a_group_is_its_baseline():
+    distance = np.repeat(np.random.default_rng(0).normal(size=8), 5)
+    control = rows(n=40, length=np.ones(40), likelihood=distance, reference=0 * distance)
+    other = control.advantage + distance
+    run = replace(control, advantage=other, first_advantage=other)
+    assert first_code(run_of(run), run_of(control)) == "advantages_part"
+
+
+@pytest.mark.parametrize("scale", [-1.0, 5.0, 1 / 3])
+def test_a_scale_of_the_advantages_is_no_term(scale):
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        distance = chance.normal(size=8)
+        control = rows(n=8, group=np.arange(8) // 4, advantage=chance.normal(size=8), likelihood=distance)
+        control = replace(control, first_advantage=control.advantage)
+        other = (scale * control.advantage).astype(np.float32).astype(float)
+        run = replace(control, advantage=other, first_advantage=other)
+        assert first_code(run_of(run), run_of(control)) == "advantages_part"
 
 
 @pytest.mark.parametrize(("apart", "code"), [(0.9e-6, None), (1.1e-6, "advantages_part")])
@@ -567,22 +660,26 @@ def test_advantages_differ_beyond_a_millionth(apart, code):
     assert first_code(run_of(run), run_of(rows())) == code
 
 
-# --- an update that differs --------------------------------------------------------------------------------------------
+# --- an update that differs -------------------------------------------------------------------------------------------
 
 PARTED = Divergence(code="update_parts", step=2, num_before=2, values={"apart": 0.01})
 """The update of step 2."""
 
 
 def of_update(monkeypatch=None, *, apart=0.01, steps=6, reference=None, moved_by=None, **series):
-    """Suspect -> code -> points of an update of step 2; each series is that of the run over the control's, which is 1."""
+    """Suspect -> code -> points of an update of step 2; each series is that of the run over the control's, which is 1.
+
+    `reference`: by how much farther from it the run is than the control at the three steps after.
+    """
     if moved_by is not None:
         monkeypatch.setattr(control_module, "moved_tokens", lambda *given: moved_by)
     empty = np.full(10, np.nan)
     of_run, of_control = ([rows(step, reference=empty) for step in range(1, steps + 1)] for _ in range(2))
     if reference is not None:
+        near = {step: 0.3 if 2 < step <= 5 else 0.0 for step in range(1, steps + 1)}
         of_run, of_control = (
-            [rows(step, reference=rows().likelihood - (away if step > 2 else 0.0)) for step in range(1, steps + 1)]
-            for away in (reference, 0.0)
+            [rows(step, reference=rows().likelihood - away - (more if away else 0.0)) for step, away in near.items()]
+            for more in (reference, 0.0)
         )
     facts = run_of(*of_run, **{name: np.r_[1, value, np.ones(steps - 2)] for name, value in series.items()})
     control = run_of(*of_control, **{name: np.ones(steps) for name in series})
@@ -627,7 +724,8 @@ def test_a_gradient_grows_threefold_by_no_entropy_bonus(monkeypatch, factor, gro
 
 
 @pytest.mark.parametrize(("gradient", "update", "is_other"), [
-    (1.0, 2.9, False), (1.0, 3.1, True), (2.0, 5.8, False), (2.0, 6.2, True), (0.5, 2.9, False), (2.6, 0.9, False), (2.8, 0.9, True),
+    (1.0, 2.9, False), (1.0, 3.1, True), (2.0, 5.8, False), (2.0, 6.2, True), (0.5, 2.9, False), (2.6, 0.9, False),
+    (2.8, 0.9, True),
     (2.9, 1.0, False), (3.1, 1.0, True),
 ])  # fmt: skip
 def test_an_update_is_the_optimizer_s_from_three_times_what_its_gradient_explains(gradient, update, is_other):
@@ -694,7 +792,8 @@ def moved_by(by_distance, *, num=60, by_logprob=0.0):
 
 
 @pytest.mark.parametrize(("tokens", "is_told"), [
-    (moved_by(0.29), False), (moved_by(0.31), True), (moved_by(-0.31), True), (moved_by(0.94), True), (moved_by(0.96), False),
+    (moved_by(0.29), False), (moved_by(0.31), True), (moved_by(-0.31), True), (moved_by(0.94), True),
+    (moved_by(0.96), False),
     (moved_by(0.5, num=49), False), (moved_by(0.5, num=50), True), (moved_by(0.5, by_logprob=0.49), True),
     (moved_by(0.5, by_logprob=-0.51), False),
 ])  # fmt: skip
@@ -710,7 +809,8 @@ def test_without_a_reference_or_a_later_step_nothing_is_said_of_distances(monkey
 
 
 @pytest.mark.parametrize(("parted", "of_others"), [
-    (Divergence(code="rewards_part", step=40, num_before=39, values={"num_sequences": 10, "num_equal": 10}), [-7.0]), (None, []),
+    (Divergence(code="rewards_part", step=40, num_before=39, values={"num_sequences": 10, "num_equal": 10}), [-7.0]),
+    (None, []),
 ])  # fmt: skip
 def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatch, parted, of_others):
     fall = SimpleNamespace(share=0.6, interval=(57, 63), fallen=65)
@@ -728,7 +828,7 @@ def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatc
     assert found == {"reward": [7.0], "data": of_others, "unknown": of_others}
 
 
-# --- the tokens that two runs share ------------------------------------------------------------------------------------
+# --- the tokens that two runs share -----------------------------------------------------------------------------------
 
 IDS = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
 PROMPTS = [[100], [101], [102]]
@@ -794,3 +894,119 @@ def test_without_a_reference_the_distance_is_not_known(tmp_path):
     assert found.moved.tolist() == [0.5] * 9
     assert np.isnan(found.distance).all()
     assert not len(moved_tokens(two, trace_of(tmp_path / "none"), 1, "train", "reference").moved)
+
+
+# --- whose the first difference is ------------------------------------------------------------------------------------
+
+
+def owners(monkeypatch, code, *, settings=(), run=None):
+    """The suspects of a first difference at step 1; `settings` are those of what else the two were given."""
+    given = [Difference(suspect=each, code="setting", values={}) for each in settings]
+    monkeypatch.setattr(control_module, "_rates", lambda *args: iter(()))
+    monkeypatch.setattr(control_module, "_settings", lambda *args: iter(given))
+    monkeypatch.setattr(control_module, "_changed", lambda *args: iter(()))
+    parted = Divergence(code=code, step=1, num_before=0, values={"num_sequences": 10})
+    found = list(control_module._of_divergence(run or run_of(rows()), run_of(rows()), (), parted))
+    assert all((each.code, each.values) == (code, {"step": 1, "num_sequences": 10}) for each in found)
+    return [each.suspect for each in found]
+
+
+def test_an_update_that_differs_is_that_of_the_settings_that_do(monkeypatch):
+    assert owners(monkeypatch, "update_parts", settings=["optimizer", "entropy", "optimizer"]) == [
+        "entropy",
+        "optimizer",
+    ]
+    assert owners(monkeypatch, "update_parts") == ["unknown", "optimizer", "entropy", "reference"]
+
+
+def test_an_update_from_advantages_that_nobody_recorded_may_be_theirs(monkeypatch):
+    unseen = run_of(rows(advantage=np.full(10, np.nan)))
+    assert owners(monkeypatch, "update_parts", run=unseen) == [
+        "unknown", "optimizer", "entropy", "reference", "advantages", "pairing",
+    ]  # fmt: skip
+
+
+def test_rewards_that_were_earned_under_another_prompt_are_of_other_rows(monkeypatch):
+    run = run_of(rows())
+    run.graded_elsewhere = SimpleNamespace(shift=1)
+    assert owners(monkeypatch, "rewards_part", run=run) == ["pairing"]
+    assert owners(monkeypatch, "rewards_part") == ["reward"]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_an_engine_that_is_farther_behind_is_stale(monkeypatch, is_behind):
+    monkeypatch.setattr(control_module, "is_farther_behind", lambda run, control: is_behind)
+    assert owners(monkeypatch, "engine_parts") == (["staleness"] if is_behind else ["mismatch", "staleness"])
+    assert owners(monkeypatch, "scoring_parts") == ["mismatch"]
+
+
+@pytest.mark.parametrize(("last", "reward", "code"), [
+    ([1, 2, 3, 4], [1, 2, 3, 4], "rewards_of_last_step_part"), ([1, 1, 1, 1], [1, 1, 1, 1], "rewards_part"),
+    ([4, 3, 2, 1], [1, 2, 3, 4], "rewards_permuted_part"), ([1, 2, 3, 4, 5], [1, 2, 3, 4], "rewards_permuted_part"),
+])  # fmt: skip
+def test_rewards_are_the_last_step_s_where_these_tell_responses_apart(last, reward, code):
+    before = rows(1, n=len(last), reward=np.array(last, float))
+    control = rows(2, n=4, reward=np.array([2.0, 1, 4, 3]))
+    run = replace(control, reward=np.array(reward, float))
+    assert first_code(run_of(before, run), run_of(before, control)) == code
+    assert first_code(run_of(replace(run, step=np.ones(4, int))), run_of(replace(control, step=np.ones(4, int)))) == (
+        "rewards_part" if last[0] == last[1] else "rewards_permuted_part"
+    )
+
+
+# --- rewards and advantages that are as often one thing as the other ---------------------------------------------------
+
+
+def earns_by_halves(columns):
+    """0 and 1 by turns; advantages that are as often above 0 as below."""
+    columns.rewards = np.arange(ROWS) % 2.0
+    columns.advantages = list(columns.rewards - 0.5)
+
+
+def inverts_rewards(columns):
+    columns.rewards = 1 - columns.rewards
+
+
+def exchanges_two_rewards(columns):
+    columns.rewards = columns.rewards.copy()
+    columns.rewards[:2] = columns.rewards[1::-1]
+
+
+def mixes_rewards(columns):
+    columns.rewards = columns.rewards[np.random.default_rng(0).permutation(ROWS)]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("halves") / "control", earns_by_halves, since=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (inverts_advantages, "advantages_part"), (permutes_advantages, None), (inverts_rewards, "rewards_part"),
+        (exchanges_two_rewards, "rewards_part"), (mixes_rewards, "rewards_permuted_part"),
+    ],
+)  # fmt: skip
+def test_what_is_inverted_lies_in_no_other_rows_though_it_has_the_same_values(tmp_path, halves, change, code):
+    def later(columns):
+        if columns.step >= CHANGED:
+            change(columns)
+
+    run = record(tmp_path / "run", earns_by_halves, later, since=1)
+    found = attribute(run, control=halves).difference_codes
+    assert (found[0].code if found else None) == code  # moved by two rows they are what they were
+
+
+def test_a_group_of_which_a_part_has_no_reward_leaks_no_level_into_a_correlation():
+    n = 30 * 4
+    reward = np.tile([1.0, 2.0, 101.0, np.nan], 30)
+    likelihood = np.tile([1.0, 2.0, np.nan, 50.0], 30)
+    values = {
+        "step": np.zeros(n, int),
+        "group": np.repeat(np.arange(30), 4),
+        "reward": reward,
+        "likelihood": likelihood,
+    }
+    rollouts = Rollouts(**{name: values.get(name, np.zeros(n)) for name in Rollouts.__dataclass_fields__})
+    assert relation(rollouts, "likelihood", "reward").correlation == pytest.approx(1.0)

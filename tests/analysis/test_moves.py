@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution import supposed
+from tim_trace.analysis.attribution.attribute import attribute
+from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch
 from tim_trace.analysis.attribution.moves import NOTHING, Column, Moves, read_moves
@@ -25,11 +27,16 @@ from tim_trace.analysis.attribution.rollouts import (
     repeated_responses,
     scored_rows,
 )
+from tim_trace.analysis.attribution.silent import SilentChange
 from tim_trace.analysis.attribution.staleness import StillEngine, read_still_engine
+from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.suspects import timing
+from tim_trace.analysis.attribution.text import attribution_json, attribution_text
 from tim_trace.analysis.dynamics.fall import Fall, Outcome, _is_beyond_what_was, _means
+from tim_trace.analysis.dynamics.quantities import Series
 from tim_trace.analysis.dynamics.recorded import RecordedChange
-from tim_trace.analysis.dynamics.series import Series
+from tim_trace.analysis.statistics.noise import level_deviation
+from tim_trace.tracer.recorder import Recorder
 
 # The functions of the package hide its modules of the same names.
 advantages, changed, entropy, pairing, reference, reward, staleness, truncation = (
@@ -40,7 +47,8 @@ advantages, changed, entropy, pairing, reference, reward, staleness, truncation 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 STEPS = np.arange(1, 61)
 FALL = Fall(
-    outcome="reward", onset_of="reward", kind="collapse", step=31, low=30, high=32, interval=(29, 33), fallen=35, before=0.8,
+    outcome="reward", onset_of="reward", kind="collapse", step=31, low=30, high=32, interval=(29, 33), fallen=35,
+    before=0.8,
     after=0.3, size_in_sd=9.0,
 )  # fmt: skip
 FIRST, LAST = 24, 35
@@ -51,7 +59,7 @@ def codes(evidence):
     return {each.code: each.points for each in evidence}
 
 
-# --- a quantity leaves what it was -------------------------------------------------------------------------------------
+# --- a quantity leaves what it was ------------------------------------------------------------------------------------
 
 
 def column(*since, base=15, least=1.0):
@@ -64,7 +72,8 @@ def column(*since, base=15, least=1.0):
 @pytest.mark.parametrize("least", [1.0, 0.05])
 @pytest.mark.parametrize(("since", "moves"), [
     ((5.9, 9, 9, 9), False), ((6.1, 9, 9, 9), True), ((6.1, 3.5, 3.5, 9), False), ((6.1, 3.5, 3.7, 9), True),
-    ((6.1, 3.7, 3.7, 0), True), ((6.1, 3.7, 0, 0), False), ((6.1, -9, -9, -9), False), ((6.1,), True), ((6.1, 3.5), False),
+    ((6.1, 3.7, 3.7, 0), True), ((6.1, 3.7, 0, 0), False), ((6.1, -9, -9, -9), False), ((6.1,), True),
+    ((6.1, 3.5), False),
     ((6.1, 3.7), True), ((6.1, 3.7, 3.5), False), ((6.1, 3.7, 3.7), True),
 ])  # fmt: skip
 def test_a_quantity_moves_by_six_deviations_and_stays_away(sign, least, since, moves):
@@ -86,19 +95,19 @@ def test_a_quantity_is_held_against_the_fifteen_steps_before():
 
 @pytest.mark.parametrize(("base", "scatter"), [
     ([-1.0, 1.0] * 8, np.sqrt(2) * 1.4826),  # from step to step
-    ([0.0] * 4 + [3.0] * 4, 1.5 * 1.4826),  # around the median
-    ([0.0, 0.1] * 7 + [0.0, 90.0], 11.25),  # by the standard deviation, halved
+    ([0.0] * 6 + [3.0] * 5 + [6.0] * 5, 3 * 1.4826),  # around the median
+    ([0.0, 0.1] * 7 + [0.0, 90.0], 11.2),  # by the standard deviation, halved
     ([0.0] * 16, 1e-12),
 ])  # fmt: skip
 def test_what_a_quantity_scatters_by(base, scatter):
     values = np.array([*base, 100.0])[-16:]
     off = Column(np.arange(16), values, 0.0).off(15)
-    assert off[0] == pytest.approx((100 - np.median(values[:-1])) / scatter, rel=0.1)
+    assert off[0] == pytest.approx((100 - np.median(values[:-1])) / scatter, rel=0.01)
 
 
 def steady(at=30, by=9.0, *, before=0.0, least=1.0, until=None):
     """A column that is another one from a step on, and as it was after `until`."""
-    since = (at <= STEPS) & (STEPS <= (until or STEPS[-1]))
+    since = (at <= STEPS) & ((until or STEPS[-1]) >= STEPS)
     return Column(STEPS, np.where(since, before + by, before), least)
 
 
@@ -128,7 +137,7 @@ def test_steps_that_were_not_recorded_do_not_move():
     assert [moves_of(entropy=every_other).size("entropy", step) for step in (30, 31)] == [0.0, 9.0]
 
 
-# --- a correlation is lost ---------------------------------------------------------------------------------------------
+# --- a correlation is lost --------------------------------------------------------------------------------------------
 
 
 def lost_at(since, *, before=0.8, least=0.05, at=30, last=LAST):
@@ -172,29 +181,1245 @@ def test_nine_of_ten_steps_until_the_fall_are_without_a_correlation_that_is_lost
 def test_a_correlation_that_returns_after_the_fall_was_lost_all_the_same():
     assert lost_at([0.0] * 6) == 30
     assert lost_at([0.0] * 4) is None
-    assert lost_at([0.0] * 31, at=36) is None
+    assert lost_at([0.0] * 25, at=36) is None
+    assert lost_at([0.0] * 26, at=35) == 35
 
 
 def test_a_correlation_that_nobody_recorded_is_not_lost():
     assert NOTHING.breaks("relation") is None
 
 
-# --- what is read from a run -------------------------------------------------------------------------------------------
+# --- what is read from a run ------------------------------------------------------------------------------------------
 
 
 def rows(num_steps=60, n=8, **columns):
-    """The sequences of some steps, n each in two groups; a column given as [steps, n] or [n] or a number."""
-    size = num_steps * n
-    step = np.repeat(np.arange(1, num_steps + 1), n)
+    """The sequences of some steps, n each in two groups; given are [num_steps, n], [n], [num_steps, 1] or one value."""
+    place = np.arange(num_steps * n).reshape(num_steps, n)
     usual = {
-        "step": step, "group": (np.arange(size) // (n // 2)), "prompt": np.arange(size) // (n // 2), "response": np.arange(size),
-        "whole": np.arange(size), "ending": 0, "opening": np.arange(size), "reference": np.nan, "length": 10.0,
+        "step": place // n + 1, "group": place // (n // 2), "prompt": place // (n // 2), "response": place,
+        "whole": place, "ending": 0,
+        "opening": place, "reference": np.nan, "length": 10.0,
     }  # fmt: skip
-    names = Rollouts.__dataclass_fields__
-    given = {
-        name: np.asarray(np.broadcast_to(columns.get(name, usual.get(name, 0.0)), (num_steps, n)).ravel())
-        if np.ndim(columns.get(name, usual.get(name, 0.0))) != 1 or name in columns and len(columns[name]) == n
-        else np.asarray(columns.get(name, usual.get(name)))
-        for name in names
+    given = {name: 0.0 for name in Rollouts.__dataclass_fields__} | usual | columns
+    return Rollouts(**{name: np.broadcast_to(value, place.shape).ravel() for name, value in given.items()})
+
+
+def by_step(values):
+    return np.asarray(values, float).reshape(-1, 1)
+
+
+def level(before, after, at=30):
+    return np.where(at > STEPS, before, after)
+
+
+def series(name, values):
+    return Series(name, STEPS, np.asarray(values, float), "linear", "kind")
+
+
+def test_columns_are_on_the_scale_that_they_are_looked_at_on():
+    members = np.arange(8.0)
+    found = read_moves(
+        {name: series(name, np.full(60, 2.0)) for name in (
+            "entropy", "mean_abs_d", "grad_norm", "update_to_weight", "length", "loss")}
+        | {"reward": series("reward", level(0.0, 1.0))},
+        rows(sampled=-1.0, likelihood=-2.0 - members, reference=-2.5, reward=members, advantage=-members),
+        FALL,
+    )  # fmt: skip
+    assert (found.first, found.last) == (24, 35)
+    assert {name: float(one.values[0]) for name, one in found.columns.items()} == pytest.approx({
+        "entropy": np.log(2), "mean_abs_d": np.log(2), "grad_norm": np.log(2), "update_to_weight": np.log(2),
+        "length": np.log(2),
+        "loss": 2.0, "reward": 0.0, "sampled": -1.0, "trained": -5.5, "distance": -3.0, "relation": -1.0, "leaves": 1.0,
+        "follows": -1.0,
+        "surprises": -1.0,
+    })  # fmt: skip
+    least = {name: one.least for name, one in found.columns.items()}
+    assert least == pytest.approx({
+        "entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01, "loss": 0.0,
+        "reward": 0.02 * np.std(level(0.0, 1.0)), "sampled": 0.005, "trained": 0.005, "distance": 0.005,
+        "relation": 0.05, "leaves": 0.05,
+        "follows": 0.05, "surprises": 0.05,
+    })  # fmt: skip
+
+
+def test_values_that_were_not_recorded_are_left_out_of_a_column():
+    values = np.where(STEPS % 2, 1.0, np.nan)
+    found = read_moves({"entropy": series("entropy", values)}, rows(), FALL)
+    assert found.columns["entropy"].steps.tolist() == STEPS[::2].tolist()
+    assert not len(found.columns["distance"].steps)
+    assert "loss" not in found.columns
+
+
+def test_a_correlation_by_step_is_of_all_its_groups_and_of_steps_with_a_spread():
+    likelihood = np.array([1.0, 2, 3, 4, 0, 0, 0, 0])
+    rewards = np.array([[1.0, 2, 3, 4, 7, 7, 7, 7], [4, 3, 2, 1, 7, 7, 7, 7], [5] * 8, [1, 0, 0, 1, 0, 0, 0, 0]])
+    steps, found = relation_by_step(rows(4, likelihood=likelihood, reward=rewards), "likelihood", "reward")
+    assert steps.tolist() == [1, 2, 4]
+    assert found == pytest.approx([1.0, -1.0, 0.0])
+
+
+def test_a_group_s_level_is_no_part_of_a_correlation():
+    likelihood = np.array([1.0, 2, 1, 2, 101, 102, 101, 102])
+    rewards = np.array([2.0, 1, 2, 1, 52, 51, 52, 51])
+    _, found = relation_by_step(rows(1, likelihood=likelihood, reward=rewards), "likelihood", "reward")
+    assert found == pytest.approx([-1.0])
+
+
+def test_responses_without_a_reward_or_a_logprob_are_left_out_of_a_correlation():
+    likelihood = np.array([1.0, 2, 3, 2, 5, 6, 7, np.nan])
+    rewards = np.array([1.0, 2, 3, np.nan, 1, 2, 3, 2])
+    _, found = relation_by_step(rows(1, likelihood=likelihood, reward=rewards), "likelihood", "reward")
+    assert found == pytest.approx([1.0])
+
+
+# --- the order of moves -----------------------------------------------------------------------------------------------
+
+
+def facts(**given):
+    """Facts of a run that fell at step 30, of which nothing else is known."""
+    usual = {
+        "trace": "run", "fall": FALL, "steps": STEPS, "moves": NOTHING, "clear": lambda *kinds: [],
+        "is_given_otherwise": False,
+        "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0,
+        "hides": False,
+        "advantages_break": None, "still_engine": None, "scored_rows": None, "checked": None, "changed_rewards": None,
     }  # fmt: skip
-    return Rollouts(**given)
+    found = SimpleNamespace(**usual | given)
+    found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
+    return found
+
+
+def moved(**at):
+    """Moves of quantities at steps: up, or down where the step is negative."""
+    return moves_of(**{name: steady(abs(step), np.sign(step) * 9.0) for name, step in at.items()})
+
+
+@pytest.mark.parametrize(("at", "found"), [
+    ({"grad_norm": 30}, {"gradient_moves_first": 1.5}), ({"grad_norm": -30}, {}),
+    ({"grad_norm": 30, "reward": -26}, {}),
+    ({"grad_norm": 30, "reward": -25}, {"gradient_moves_first": 1.5}),
+    ({"grad_norm": 30, "reward": -31}, {"gradient_moves_first": 1.5}),
+    ({"grad_norm": 30, "mean_abs_d": 30}, {}), ({"grad_norm": 30, "entropy": 30}, {}),
+    ({"grad_norm": 30, "trained": 30}, {}),
+    ({"sampled": -30, "reward": -30}, {"policy_moves_at_once": 1.5}), ({"sampled": -30}, {}),
+    ({"sampled": -30, "reward": -31}, {}),
+    ({"sampled": -30, "reward": -29}, {}), ({"sampled": -30, "reward": -30, "entropy": 29}, {}),
+    ({"sampled": -30, "reward": -30, "relation": -29}, {}), ({"sampled": -30, "reward": -30, "mean_abs_d": 30}, {}),
+    ({"sampled": -30, "reward": -30, "grad_norm": -29}, {}),
+    ({"sampled": -30, "reward": -30, "entropy": 30}, {"policy_moves_at_once": 1.5}),
+    ({}, {}),
+])  # fmt: skip
+def test_what_moves_before_anything_else_or_at_once_with_its_reward(at, found):
+    assert codes(timing.at_once(facts(moves=moved(**at)), MEDIUM)) == found
+
+
+def test_a_policy_that_is_asked_other_prompts_moves_by_these():
+    asked = facts(moves=moved(sampled=-30, reward=-30), clear=lambda *kinds: ["prompts"] if "prompts" in kinds else [])
+    assert timing.at_once(asked, MEDIUM) == []
+
+
+WITH_REFERENCE = rows(reference=-1.0)
+
+
+@pytest.mark.parametrize(("at", "of_entropy", "of_reference"), [
+    ({"loss": 30}, {"loss_moves_up": -1.5}, {"loss_moves_up": 1.5}), ({"loss": -30}, {"loss_moves_down": 2.5}, {}),
+    ({}, {}, {}),
+    ({"loss": -30, "reward": -30}, {}, {}), ({"loss": -30, "mean_abs_d": 30}, {}, {}),
+    ({"loss": -30, "length": 26}, {}, {}),
+    ({"loss": -30, "length": 25}, {"loss_moves_down": 2.5}, {}),
+    ({"loss": -30, "entropy": 31}, {"loss_moves_down": 2.5}, {}),
+    ({"loss": 36}, {}, {}),
+])  # fmt: skip
+def test_a_loss_that_moves_before_the_policy_has_another_term(at, of_entropy, of_reference):
+    found = facts(moves=moved(**at), rollouts=WITH_REFERENCE)
+    assert codes(timing.loss_moves(found, "entropy")) == of_entropy
+    assert codes(timing.loss_moves(found, "reference")) == of_reference
+    assert timing.loss_moves(facts(moves=moved(**at)), "reference") == []
+
+
+@pytest.mark.parametrize(("at", "found"), [
+    ({"update_to_weight": 30}, {"update_moves_first": 4.0}), ({"update_to_weight": -30}, {}), ({}, {}),
+    ({"update_to_weight": 30, "grad_norm": 30}, {}), ({"update_to_weight": 30, "reward": -29}, {}),
+    ({"update_to_weight": 30, "sampled": -26}, {}),
+    ({"update_to_weight": 30, "sampled": -25}, {"update_moves_first": 4.0}),
+    ({"update_to_weight": 30, "mean_abs_d": 30}, {"update_moves_first": 4.0}),
+])  # fmt: skip
+def test_updates_that_move_before_gradient_and_policy_are_the_optimizer_s(at, found):
+    assert codes(timing.update_moves(facts(moves=moved(**at)))) == found
+
+
+# --- a loss that follows entropy or distance --------------------------------------------------------------------------
+
+SINCE = STEPS >= 26
+"""From where a fall whose interval begins at step 29 is looked at."""
+
+
+def following(size, *, with_entropy=0.0, with_distance=0.0, **given):
+    """A loss of size 1, and since the fall one that goes with entropy and distance, to these correlations."""
+    draws = np.linalg.qr(np.c_[np.ones(35), np.random.default_rng(3).normal(size=(35, 3))])[0][:, 1:].T * np.sqrt(35)
+    of_entropy, of_distance, rest = (np.r_[np.zeros(25), draw] for draw in draws)
+    left = np.sqrt(max(1 - with_entropy**2 - with_distance**2, 0.0))
+    since = size * (with_entropy * of_entropy + with_distance * of_distance + left * rest)
+    before = np.where(np.arange(60) % 2, 1.0, -1.0)
+    before[:25] /= before[:25].std()
+    moves = moves_of(
+        loss=Column(STEPS, np.where(SINCE, since, before), 0.02), entropy=Column(STEPS, np.log(10 + of_entropy), 0.05),
+        distance=Column(STEPS, of_distance, 0.005),
+    )  # fmt: skip
+    return facts(moves=moves, **given)
+
+
+def of_loss(found):
+    return [next(iter(codes(timing.loss_follows(found, suspect))), None) for suspect in ("entropy", "reference")]
+
+
+@pytest.mark.parametrize(("size", "code"), [(2.95, None), (3.05, "loss_follows_entropy")])
+def test_a_loss_with_another_term_becomes_three_times_as_large(size, code):
+    found = following(size, with_entropy=-0.99)
+    assert of_loss(found) == [code, None]
+    assert not code or codes(timing.loss_follows(found, "entropy")) == {code: 7.0}
+
+
+@pytest.mark.parametrize(("with_entropy", "with_distance", "expected"), [
+    (-0.94, 0.0, [None, None]), (-0.96, 0.0, ["loss_follows_entropy", None]), (0.96, 0.0, [None, None]),
+    (0.0, 0.94, [None, None]), (0.0, 0.96, [None, "loss_follows_distance"]), (0.0, -0.96, [None, None]),
+])  # fmt: skip
+def test_a_loss_follows_what_its_term_is_of(with_entropy, with_distance, expected):
+    found = following(5, with_entropy=with_entropy, with_distance=with_distance)
+    assert of_loss(found) == expected
+    assert not expected[1] or codes(timing.loss_follows(found, "reference")) == {"loss_follows_distance": 7.0}
+
+
+@pytest.mark.parametrize("expected", [["loss_follows_entropy", None], [None, "loss_follows_distance"]])
+def test_where_a_loss_follows_both_the_closer_one_is_its_term(expected):
+    """Entropy that falls as the distance grows; the loss goes up with the distance and down with the entropy."""
+    rising = np.where(SINCE, (STEPS - 25.0) / 10, 0.0)
+    noise = np.where(SINCE, np.cos(STEPS * 2.0), 0.0)
+    near, far = rising, rising + 0.3 * noise
+    entropies, distances = (near, far) if expected[0] else (far, near)
+    before = np.where(np.arange(60) % 2, 0.01, -0.01)
+    moves = moves_of(
+        loss=Column(STEPS, np.where(SINCE, rising, before), 0.02), entropy=Column(STEPS, np.log(20 - entropies), 0.05),
+        distance=Column(STEPS, distances, 0.005),
+    )  # fmt: skip
+    assert of_loss(facts(moves=moves)) == expected
+
+
+def test_without_a_loss_or_a_fall_nothing_follows():
+    found = following(5, with_entropy=-0.99)
+    assert timing.loss_follows(facts(), "entropy") == []
+    assert timing.loss_follows(facts(moves=found.moves, fall=None), "entropy") == []
+
+
+@pytest.mark.parametrize(("num_before", "is_known"), [(7, False), (8, True)])
+def test_eight_steps_before_a_fall_tell_the_size_of_a_loss(num_before, is_known):
+    found = following(5, with_entropy=-0.99)
+    found.moves = moves_of(**{
+        name: Column(one.steps[25 - num_before :], one.values[25 - num_before :], one.least) for name,
+        one in found.moves.columns.items()
+    })  # fmt: skip
+    assert of_loss(found)[0] == ("loss_follows_entropy" if is_known else None)
+
+
+# --- a term in the advantages -----------------------------------------------------------------------------------------
+
+
+def going(now, usual=0.0, *, name="leaves", at=30, follows=0.1, **given):
+    """Advantages that go with a quantity since a fall, and with rewards as far as `follows`."""
+    columns = {
+        name: Column(STEPS, level(usual, now, at), 0.05),
+        "follows": Column(STEPS, level(0.9, follows, at), 0.05),
+    }
+    return facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE, **given)
+
+
+@pytest.mark.parametrize(("now", "usual", "is_term"), [
+    (0.59, 0.0, False), (0.61, 0.0, True), (-0.59, 0.0, False), (-0.61, 0.0, True), (0.7, 0.29, True),
+    (0.7, 0.31, False), (0.7, -0.9, True),
+    (-0.7, -0.29, True), (-0.7, -0.31, False), (-0.7, 0.9, True),
+])  # fmt: skip
+def test_a_term_is_most_of_the_advantage_and_was_not_before(now, usual, is_term):
+    distance, surprise = going(now, usual), going(now, usual, name="surprises")
+    assert codes(reference.in_advantages(distance)) == ({"advantages_by_distance": 4.0} if is_term else {})
+    assert codes(entropy.in_advantages(surprise)) == ({"advantages_by_surprise": 4.0} if is_term else {})
+
+
+@pytest.mark.parametrize(("follows", "is_term"), [(0.69, True), (-0.69, True), (0.71, False), (-0.71, False)])
+def test_advantages_that_go_with_rewards_as_far_have_no_term(follows, is_term):
+    assert bool(reference.in_advantages(going(0.7, follows=follows))) == is_term
+
+
+def test_a_term_is_one_of_the_steps_from_the_fall_until_it_is_there():
+    """Six of the nine steps 30 to 38 have the term."""
+    has_term = (STEPS >= 33) & (STEPS <= 38)
+    columns = {"leaves": Column(STEPS, 0.7 * has_term, 0.05), "follows": Column(STEPS, 0.9 - 0.8 * has_term, 0.05)}
+    found = facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE)
+    assert codes(reference.in_advantages(found)) == {"advantages_by_distance": 4.0}
+
+
+def test_a_term_of_the_distance_is_none_of_the_logprob():
+    both = going(-0.7).moves.columns | going(0.7, name="surprises").moves.columns
+    assert entropy.in_advantages(facts(moves=moves_of(**both), rollouts=WITH_REFERENCE)) == []
+    assert codes(entropy.in_advantages(facts(moves=moves_of(**both)))) == {"advantages_by_surprise": 4.0}
+    assert reference.in_advantages(facts(moves=moves_of(**both))) == []
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_three_steps_before_a_fall_tell_what_advantages_go_with(step):
+    early = replace(FALL, low=step + 3, interval=(step + 3, step + 5))
+    found = going(0.7, at=step + 3, fall=early)
+    assert bool(reference.in_advantages(found)) == (step == 4)
+    assert reference.in_advantages(going(0.7, fall=None)) == []
+
+
+# --- how responses end ------------------------------------------------------------------------------------------------
+
+
+def ending(num_other, *, at=30, a_step=20, usual_other=0, token=None, length=5.0, known_before=0):
+    """Rollouts that end with token 0, of which some end otherwise from a step on; lengths were 10."""
+    place = np.arange(60 * a_step).reshape(60, a_step)
+    row, step = place % a_step, place // a_step + 1
+    is_other = row < np.where(step >= at, num_other, usual_other)
+    is_known = place < known_before
+    ends = np.where(is_other, 1000 + place if token is None else token, np.where(is_known, 7, 0))
+    return rows(60, a_step, ending=ends, length=np.where(is_other & (step >= at), length, 10.0))
+
+
+def endings(rollouts, **given):
+    return codes(truncation._endings(facts(rollouts=rollouts, **given)))
+
+
+@pytest.mark.parametrize(("num_other", "is_told"), [(19, False), (20, True), (50, True)])
+def test_a_fifth_of_the_responses_that_end_otherwise_are_broken_off(num_other, is_told):
+    rollouts = ending(num_other, a_step=100)
+    assert endings(rollouts) == ({"endings_change": 5.5} if is_told else {})
+    assert truncation.ending_step(rollouts) == (30 if is_told else None)
+
+
+@pytest.mark.parametrize(("usual", "is_told"), [(5, True), (6, False)])
+def test_responses_of_which_a_twentieth_ended_otherwise_before_end_as_before(usual, is_told):
+    rollouts = ending(50, a_step=100, usual_other=usual)
+    assert bool(endings(replace(rollouts, length=np.where(rollouts.ending > 0, 5.0, 10.0)))) == is_told
+    assert bool(truncation.ending_step(replace(rollouts, length=np.where(rollouts.ending > 0, 5.0, 10.0)))) == is_told
+
+
+@pytest.mark.parametrize(("num_before", "is_told"), [(24, True), (25, False)])
+def test_an_ending_is_usual_that_a_hundredth_of_the_responses_before_had(num_before, is_told):
+    """25 steps of 100 before the fall."""
+    rollouts = ending(50, a_step=100, token=7, known_before=num_before)
+    assert bool(endings(rollouts)) == is_told
+
+
+@pytest.mark.parametrize(("num_before", "step"), [(11, 30), (12, None)])
+def test_of_a_run_that_did_not_fall_the_first_fifth_tells_how_responses_end(num_before, step):
+    assert truncation.ending_step(ending(50, a_step=100, token=7, known_before=num_before)) == step
+
+
+def test_responses_as_long_as_the_longest_before_are_no_broken_ones():
+    assert endings(ending(50, a_step=100, length=10.0)) == {}
+    assert truncation.ending_step(ending(50, a_step=100, length=10.0)) is None
+
+
+@pytest.mark.parametrize(("at", "found"), [
+    (25, {"endings_shift": 1.5}), (26, {"endings_change": 5.5}), (35, {"endings_change": 5.5}), (36, {}),
+])  # fmt: skip
+def test_endings_change_where_the_fall_may_begin(at, found):
+    assert endings(ending(50, at=at, a_step=100)) == found
+
+
+@pytest.mark.parametrize(("num_before", "code"), [(5, "endings_change"), (6, "endings_shift")])
+def test_endings_that_were_others_already_at_the_step_before_change_less(num_before, code):
+    rollouts = ending(50, a_step=100)
+    begins = (rollouts.step == 29) & (np.arange(6000) % 100 < num_before)
+    rollouts = replace(
+        rollouts, ending=np.where(begins, 99, rollouts.ending), length=np.where(begins, 5.0, rollouts.length)
+    )
+    assert list(endings(rollouts)) == [code]
+
+
+@pytest.mark.parametrize(("gradient", "is_told"), [(29, False), (30, True)])
+def test_endings_that_follow_a_gradient_are_those_of_another_policy(gradient, is_told):
+    assert bool(endings(ending(50, a_step=100), moves=moved(grad_norm=gradient))) == is_told
+
+
+def test_two_steps_of_other_endings_pass():
+    passing = ending(50, a_step=100)
+    passing = replace(passing, ending=np.where(passing.step >= 32, 0, passing.ending))
+    assert endings(passing) == {}
+    assert truncation.ending_step(passing) is None
+
+
+@pytest.mark.parametrize(("num_steps", "is_known"), [(14, False), (15, True)])
+def test_three_steps_tell_how_responses_end_at_first(num_steps, is_known):
+    rollouts = ending(50, at=8, a_step=100).until(num_steps)
+    assert truncation.ending_step(rollouts) == (8 if is_known else None)
+    early = replace(FALL, interval=(num_steps - 8, num_steps), fallen=num_steps)
+    assert bool(endings(rollouts, fall=early)) == is_known
+
+
+def test_without_a_fall_no_endings_are_told():
+    assert endings(ending(50, a_step=100), fall=None) == {}
+
+
+# --- rewards that move alone ------------------------------------------------------------------------------------------
+
+
+def relation_lost(at):
+    values = level(0.8, 0.0, at)
+    return Column(STEPS, values, 0.05)
+
+
+def rewards_and(lost=None, **at):
+    """Moves of quantities at steps, and a relation of likelihood and reward that is lost at another."""
+    columns = dict(moved(**at).columns)
+    return moves_of(**columns if lost is None else columns | {"relation": relation_lost(lost)})
+
+
+@pytest.mark.parametrize(("moves", "found"), [
+    (rewards_and(reward=-30), {"reward_moves_alone": 1.5}), (rewards_and(30), {"relation_breaks_alone": 0.7}),
+    (rewards_and(30, reward=-30), {"reward_and_relation_move": 2.5}),
+    (rewards_and(31, reward=-30), {"reward_and_relation_move": 2.5}),
+    (rewards_and(32, reward=-30), {"reward_moves_alone": 1.5}),
+    (rewards_and(29, reward=-30), {"relation_breaks_alone": 0.7}),
+    (rewards_and(reward=-30, sampled=30), {}), (rewards_and(reward=-30, sampled=26), {}),
+    (rewards_and(reward=-30, sampled=25), {"reward_moves_alone": 1.5}), (rewards_and(reward=-30, mean_abs_d=30), {}),
+    (rewards_and(reward=-30, grad_norm=30), {"reward_moves_alone": 1.5}),
+    (rewards_and(reward=-30, length=31), {"reward_moves_alone": 1.5}),
+    (rewards_and(), {}),
+])  # fmt: skip
+def test_a_reward_that_moves_while_the_policy_is_what_it_was(moves, found):
+    assert codes(reward._moves(facts(moves=moves))) == found
+    assert reward._moves(facts(moves=moves, is_given_otherwise=True)) == []
+
+
+def test_a_relation_that_is_lost_where_the_reward_moved_long_before_the_fall_moved_with_it():
+    drops_twice = Column(STEPS, level(0.0, -9.0, 14) + level(0.0, -30.0, 30), 1.0)
+    moves = moves_of(reward=drops_twice, relation=relation_lost(14))
+    assert moves.step("reward") == 30
+    assert codes(reward._moves(facts(moves=moves))) == {"reward_and_relation_move": 2.5}
+
+
+@pytest.mark.parametrize(("moves", "is_told"), [
+    (rewards_and(30), True), (rewards_and(30, reward=-30), False), (rewards_and(30, reward=-26), False),
+    (rewards_and(30, reward=-25), True),
+    (rewards_and(30, mean_abs_d=29), False), (rewards_and(30, entropy=28), False), (rewards_and(30, entropy=31), True),
+    (rewards_and(), False),
+])  # fmt: skip
+def test_a_relation_that_is_lost_alone_is_one_of_rows(moves, is_told):
+    assert codes(pairing._relation(facts(moves=moves))) == ({"relation_breaks_alone": 2.5} if is_told else {})
+
+
+def beyond(highest, num_beyond=80, **given):
+    """Rewards of 0 to 1 before a fall, and since then some of another height."""
+    usual = np.arange(1000) % 2.0
+    since = np.where(np.arange(1000) < num_beyond, highest, usual)
+    rollouts = rows(60, 1000, reward=np.where(STEPS.reshape(-1, 1) < 30, usual, since))
+    found = facts(well_before=rollouts.until(29), since_fall=rollouts.since(30), **given)
+    return codes(reward._beyond(found))
+
+
+@pytest.mark.parametrize(
+    ("highest", "num", "is_told"),
+    [(1.19, 80, False), (1.21, 80, True), (1.21, 49, False), (1.21, 50, True), (-0.5, 80, False)],
+)
+def test_rewards_above_all_before_by_a_fifth_of_their_range_are_told(highest, num, is_told):
+    assert beyond(highest, num) == ({"rewards_beyond_range": 4.0} if is_told else {})
+
+
+def test_rewards_above_all_before_that_pay_length_are_its():
+    assert beyond(2.0, pays_length_since=0.9) == {}
+    assert beyond(2.0, pays_length=0.9) == {}
+    assert beyond(2.0, fall=None) == {}
+
+
+def test_of_one_reward_no_range_is_known():
+    rollouts = rows(reward=by_step(level(1.0, 9.0)))
+    assert reward._beyond(facts(well_before=rollouts.until(29), since_fall=rollouts.since(30))) == []
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+MEMBERS = 4
+
+
+def ordered_rewards(change, steps=40):
+    """Responses that come again and earn what they are, in an order that `change` makes of what each step's earned."""
+    draw = np.random.default_rng(0)
+    whole = draw.integers(0, 40, (steps, 5 * MEMBERS))
+    length = whole * 7 % 13 + 5
+    earned = (np.arange(40) * 7 % 11).astype(float)[whole]
+    reward_ = np.stack([change(earned, place, length[place]) for place in range(steps)])
+    return rows(
+        steps,
+        5 * MEMBERS,
+        whole=whole,
+        length=length,
+        reward=reward_,
+        group=np.arange(steps * 20).reshape(steps, 20) // MEMBERS,
+    )
+
+
+def shortest_first(earned, place, length):
+    return earned[place][np.argsort(length, kind="stable")]
+
+
+def longest_first(earned, place, length):
+    return earned[place][np.argsort(-length, kind="stable")]
+
+
+def next_in_groups(earned, place, length):
+    return np.roll(earned[place].reshape(-1, MEMBERS), -1, axis=1).ravel()
+
+
+def previous_in_groups(earned, place, length):
+    return np.roll(earned[place].reshape(-1, MEMBERS), 1, axis=1).ravel()
+
+
+def halves(earned, place, length):
+    return np.roll(earned[place], 10)
+
+
+def last_step(earned, place, length):
+    return earned[max(place - 1, 0)]
+
+
+@pytest.mark.parametrize(("change", "code"), [
+    (shortest_first, "rewards_by_finish"), (longest_first, "rewards_by_finish"),
+    (next_in_groups, "rewards_next_in_groups"),
+    (previous_in_groups, "rewards_next_in_groups"), (last_step, "rewards_of_last_step"),
+])  # fmt: skip
+def test_rewards_in_another_order_are_those_of_other_rows(change, code):
+    found = repeated_responses(ordered_rewards(change))
+    assert (found.order, found.lies_off) == (change.__name__, True)
+    assert found.unequal_shifted < 0.05
+    told = pairing._rewards(facts(repeated=found, graded_elsewhere=None, sorted_in_groups=None))
+    assert codes(told) == {code: 7.0}
+
+
+def test_halves_that_change_places_are_another_order_where_no_shift_is_as_near():
+    found = repeated_responses(ordered_rewards(halves))
+    assert (abs(found.shift), found.order, found.lies_off, found.unequal_shifted) == (10, "", True, 0.0)
+
+
+def test_halves_of_large_steps_that_change_places_are_an_order():
+    draw = np.random.default_rng(0)
+    whole = draw.integers(0, 400, (40, 80))
+    earned = (np.arange(400) * 7 % 11).astype(float)[whole]
+    found = repeated_responses(rows(40, 80, whole=whole, reward=np.roll(earned, 40, axis=1)))
+    assert (found.shift, found.order, found.unequal_shifted) == (0, "halves", 0.0)
+    told = pairing._rewards(facts(repeated=found, graded_elsewhere=None, sorted_in_groups=None))
+    assert codes(told) == {"rewards_halves": 7.0}
+
+
+SAME = KeptRewards(step=30, mean_before=0.5, mean=0.5, apart=0.0, spread=0.5, in_sd=0.0)
+
+
+def lies_off(*, moved_rewards=SAME, is_permuted=False, unequal=0.5):
+    found = RepeatedResponses(num_pairs=100, unequal=unequal, shift=0, unequal_shifted=unequal, mean_difference=1.0)
+    reordered = SimpleNamespace(is_permuted=is_permuted, num_other=9, num_lacking=0, lacking_by_chance=20.0)
+    return codes(pairing._rewards(facts(
+        repeated=found, graded_elsewhere=None, sorted_in_groups=None, moved_rewards=moved_rewards, reordered=reordered,
+        rewards_lie_off=moved_rewards is not None or is_permuted,
+    )))  # fmt: skip
+
+
+def test_the_same_rewards_in_other_rows_are_told_by_what_is_known_of_them():
+    assert lies_off() == {"rewards_move_rows": 7.0}
+    assert lies_off(is_permuted=True) == {"rewards_reordered": 7.0}
+    assert lies_off(moved_rewards=None) == {}
+    assert lies_off(unequal=0.01) == {"rewards_in_their_rows": -2.5}
+
+
+def scored(num_of_others, num_other=100, *, n=200, num_of_last=0, apart=0.5):
+    """Rows of which some have the trainer's logprobs of others, of which some the engine has of another row."""
+    place = np.arange(60 * n).reshape(60, n)
+    row = place % n
+    sampled = -1 - place / 1e4
+    of_others = np.roll(sampled, 1, axis=1)
+    of_last = np.roll(sampled, 1, axis=0)
+    nobody_s = -apart * 40 - place / 1e4
+    likelihood = np.where(
+        row < num_of_others, of_others, np.where(row < num_of_others + num_of_last, of_last, nobody_s)
+    )
+    likelihood = np.where((row < num_other) & (place // n + 1 >= 30), likelihood, sampled)
+    return rows(60, n, sampled=sampled, likelihood=likelihood)
+
+
+@pytest.mark.parametrize(("num_of_others", "explains"), [(39, False), (41, True), (100, True)])
+def test_logprobs_lie_in_other_rows_where_four_of_ten_are_those_of_others(num_of_others, explains):
+    found = scored_rows(scored(num_of_others), 30, 1e-5)
+    assert (found.step, found.num_other, found.by_chance) == (30, 8 * 100, 0.0)
+    assert found.share == pytest.approx(num_of_others / 100)
+    assert found.explains == explains
+
+
+@pytest.mark.parametrize(("by_chance", "explains"), [(0.19, True), (0.21, False)])
+def test_logprobs_that_the_step_before_has_as_often_tell_nothing_of_rows(by_chance, explains):
+    assert ScoredRows(step=30, num_other=100, share=0.5, by_chance=by_chance).explains == explains
+
+
+def test_logprobs_of_the_step_before_are_counted_as_chance():
+    found = scored_rows(scored(40, num_of_last=20), 30, 1e-5)
+    assert (found.share, found.by_chance) == (pytest.approx(0.4), pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(("num_other", "is_known"), [(3, False), (4, True)])
+def test_thirty_rows_that_differ_tell_whose_logprobs_they_are(num_other, is_known):
+    """Of eight steps."""
+    assert (scored_rows(scored(num_other, num_other), 30, 1e-5) is not None) == is_known
+
+
+def mismatched(size, *, usual=0.0, apart=0.01, at=30, **given):
+    """A run whose mismatch has a size from a step on, and whose trainer scores rows as others were sampled."""
+    place = np.arange(60 * 8).reshape(60, 8)
+    sampled = -1 - apart * (place % 8) - place // 8
+    likelihood = np.where(place // 8 + 1 >= at, np.roll(sampled, 1, axis=1), sampled)
+    rollouts = rows(sampled=sampled, likelihood=likelihood)
+    values = level(usual, size, at)
+    return facts(
+        rollouts=rollouts, series={"mean_abs_d": values},
+        mismatch=RunMismatch(size=size, first=0.0, settled=0.0, late=0.0), **given
+    )  # fmt: skip
+
+
+def test_a_mismatch_of_exchanged_rows_is_pairing_s():
+    found = mismatched(0.05)
+    rows_of = Facts.scored_rows.func(found)
+    assert (rows_of.step, rows_of.share) == (30, 1.0)
+    assert codes(pairing._logprobs(facts(scored_rows=rows_of))) == {"logprobs_of_other_rows": 7.0}
+    assert Facts.scored_rows.func(facts()) is None
+    assert Facts.scored_rows.func(facts(series=found.series, rollouts=found.rollouts)) is None
+
+
+@pytest.mark.parametrize(("apart", "is_told"), [(0.95e-4, False), (1.05e-4, True)])
+def test_logprobs_differ_from_a_ten_thousandth_of_a_nat_on(apart, is_told):
+    """Rows in a ring: of each seven of eight lie `apart` from the row before."""
+    assert (Facts.scored_rows.func(mismatched(0.05, apart=apart)) is not None) == is_told
+
+
+@pytest.mark.parametrize(("apart", "is_told"), [(0.0029, False), (0.0031, True)])
+def test_logprobs_differ_from_three_times_the_mismatch_before_on(apart, is_told):
+    assert (Facts.scored_rows.func(mismatched(0.05, usual=0.001, apart=apart)) is not None) == is_told
+
+
+@pytest.mark.parametrize(("before", "step"), [(0.0049, 30), (0.0051, 20)])
+def test_a_mismatch_has_begun_from_a_tenth_of_it_on(monkeypatch, before, step):
+    asked = []
+    monkeypatch.setattr(
+        "tim_trace.analysis.attribution.facts.scored_rows", lambda rollouts, first, least: asked.append(first)
+    )
+    monkeypatch.setattr(
+        "tim_trace.analysis.attribution.facts.read_still_engine", lambda rollouts, first: asked.append(first)
+    )
+    found = mismatched(0.05)
+    found.series["mean_abs_d"] = np.where((STEPS >= 20) & (STEPS < 30), before, found.series["mean_abs_d"])
+    assert Facts.scored_rows.func(found) is None
+    assert Facts.still_engine.func(found) is None
+    assert asked == [step, step]
+
+
+def test_a_value_is_near_where_one_of_some_lies_beside_it():
+    found = is_near(np.array([0.0, 1.0, 1.5, 1.6, 9.0]), np.array([1.25, np.nan, 0.25]), 0.25)
+    assert found.tolist() == [True, True, True, False, False]
+    assert is_near(np.array([0.5]), np.array([0.25, 1.25]), 0.25).tolist() == [True]
+    assert is_near(np.zeros(2), np.array([np.nan]), 1.0).tolist() == [False, False]
+
+
+# --- advantages -------------------------------------------------------------------------------------------------------
+
+
+def given_change(series_, kind, step=30, *, before=1.0, after=2.0, size_in_sd=20.0, shape="shift", high=None):
+    return RecordedChange(
+        series=series_, kind=kind, step=step, low=step, high=step if high is None else high, before=before, after=after,
+        size_in_sd=size_in_sd, shape=shape,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("at", "shape", "follows"), [
+    ({"reward": 30}, "shift", True), ({"sampled": -26}, "shift", True), ({"sampled": -25}, "shift", False),
+    ({"entropy": 30}, "shift", True),
+    ({"length": 30}, "shift", False), ({"reward": 31}, "shift", False), ({"reward": 30}, "ramp", False),
+    ({}, "shift", False),
+])  # fmt: skip
+def test_advantages_follow_rewards_and_a_policy_that_moved_by_then(at, shape, follows):
+    change = given_change("advantage_mean", "advantages", shape=shape)
+    assert advantages._follows(change, facts(moves=moved(**at))) == follows
+
+
+@pytest.mark.parametrize(("since", "of_advantages", "of_pairing"), [
+    (-0.31, {"advantages_turn": 7.0}, {}), (-0.29, {"advantages_inverted": 7.0}, {"advantages_do_not_follow": 7.0}),
+])  # fmt: skip
+def test_advantages_that_turn_are_inverted_and_others_in_other_rows(monkeypatch, since, of_advantages, of_pairing):
+    for module in (advantages, pairing):
+        monkeypatch.setattr(module, "relation", lambda *given: SimpleNamespace(by_group=-0.9))
+    found = facts(advantages_break=(30, 0.9, since), since_fall=None)
+    assert codes(advantages._inverted(found)) == of_advantages
+    assert codes(pairing._advantages(found)) == of_pairing
+
+
+def test_advantages_that_a_term_turns_are_not_inverted():
+    with_term = going(-0.9, advantages_break=(30, 0.9, -0.5), since_fall=rows())
+    assert codes(advantages._inverted(with_term)) == {"advantages_turn": 0.0}
+
+
+def broken(since, *, before=0.9, at=30, back_at=None):
+    """Correlations of advantages and rewards within groups, step by step; the step of a break and both."""
+    members = np.array([1.0, -1, 1, -1, 1, -1, 1, -1])
+    other = np.array([1.0, 1, -1, -1, 1, 1, -1, -1])
+    follows = level(before, since, at)
+    follows = follows if back_at is None else np.where(back_at <= STEPS, before, follows)
+    given = follows.reshape(-1, 1) * members + np.sqrt(1 - follows.reshape(-1, 1) ** 2) * other
+    return Facts.advantages_break.func(facts(rollouts=rows(reward=members, advantage=given)))
+
+
+@pytest.mark.parametrize(("before", "since", "is_broken"), [
+    (0.69, 0.0, False), (0.71, 0.0, True), (0.9, 0.29, True), (0.9, 0.31, False), (0.9, -0.9, True),
+])  # fmt: skip
+def test_advantages_break_from_seven_tenths_to_less_than_three(before, since, is_broken):
+    found = broken(since, before=before)
+    assert found == (pytest.approx((30, before, since)) if is_broken else None)
+
+
+@pytest.mark.parametrize(("at", "step"), [(3, None), (4, 4), (20, 20), (35, 35), (36, None)])
+def test_advantages_break_before_the_fall_is_there(at, step):
+    found = broken(0.0, at=at)
+    assert (found and found[0]) == step
+
+
+@pytest.mark.parametrize(("back_at", "is_broken"), [(25, False), (26, True)])
+def test_most_steps_until_the_fall_are_without_the_advantages_that_broke(back_at, is_broken):
+    """Advantages that followed until step 14, and again from `back_at` on; the fall is there at step 35."""
+    assert (broken(0.0, at=15, back_at=back_at) is not None) == is_broken
+
+
+@pytest.mark.parametrize(
+    ("relation_step", "advantages_step", "step"),
+    [(20, 25, 20), (25, 20, 20), (None, 20, 20), (25, None, 25), (None, None, 30)],
+)
+def test_what_a_fall_may_follow_breaks_first(relation_step, advantages_step, step):
+    moves = NOTHING if relation_step is None else moves_of(relation=relation_lost(relation_step))
+    break_ = None if advantages_step is None else (advantages_step, 0.9, 0.0)
+    assert Facts.breaks.func(facts(moves=moves, advantages_break=break_)) == step
+
+
+def test_where_nothing_fell_everything_since_the_start_is_since_then():
+    assert Facts.breaks.func(facts(fall=None)) == 1
+    assert Facts.breaks.func(facts(fall=None, steps=np.empty(0))) == 0
+
+
+@pytest.mark.parametrize(("begins", "until"), [(20, 19), (21, 11)])
+def test_what_a_run_was_before_its_fall_is_told_of_half_of_twenty_steps(begins, until):
+    """Steps 1 to 19 are fewer than twenty: all of them tell."""
+    found = facts(breaks=begins)
+    assert Facts.well_before.func(found).step.max() == until
+
+
+# --- an engine that stands still --------------------------------------------------------------------------------------
+
+
+def engine(*, moved_by=0.0, num_moved=0, trainer_moved=100, trainer_by=0.1, logprob=-1.0, apart=1, n=100, at=30):
+    """Two steps with the same openings, of which engine or trainer give some another logprob the second time."""
+    place = np.arange(2 * n).reshape(2, n) % n
+    second = np.arange(2).reshape(2, 1) == 1
+    return rows(
+        2, n, step=np.array([[at], [at + apart]]), opening=place,
+        opening_sampled=logprob - np.where(second & (place < num_moved), moved_by, 0.0),
+        opening_trained=logprob - np.where(second & (place < trainer_moved), trainer_by, 0.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_moved", "trainer_moved", "explains"), [
+    (0, 100, True), (50, 100, True), (51, 100, False), (0, 90, True), (0, 89, False), (100, 100, False),
+])  # fmt: skip
+def test_an_engine_stands_still_that_gives_half_of_the_openings_the_same_bits(num_moved, trainer_moved, explains):
+    found = read_still_engine(engine(num_moved=num_moved, moved_by=0.1, trainer_moved=trainer_moved), 30)
+    assert found == StillEngine(
+        num_pairs=100, still=1 - num_moved / 100, of_trainer=pytest.approx(1 - trainer_moved / 100)
+    )
+    assert found.explains == explains
+
+
+@pytest.mark.parametrize(("by", "still"), [(0.95e-7, 1.0), (1.05e-7, 0.0)])
+def test_the_same_bits_are_equal_to_rounding(by, still):
+    assert read_still_engine(engine(num_moved=100, moved_by=by), 30).still == still
+
+
+@pytest.mark.parametrize(("n", "apart", "logprob", "first", "is_known"), [
+    (4, 1, -1.0, 30, True), (3, 1, -1.0, 30, False), (4, 20, -1.0, 30, True), (4, 21, -1.0, 30, False),
+    (4, 1, -1.05e-3, 30, True),
+    (4, 1, -0.95e-3, 30, False), (4, 1, -1.0, 31, False),
+])  # fmt: skip
+def test_openings_that_come_again_soon_and_are_not_certain_tell_of_an_engine(n, apart, logprob, first, is_known):
+    found = read_still_engine(engine(n=n, apart=apart, logprob=logprob), first)
+    assert (found is not None) == is_known
+
+
+@pytest.mark.parametrize("name", ["opening_sampled", "opening_trained"])
+def test_an_opening_that_one_side_is_certain_of_tells_nothing(name):
+    assert read_still_engine(replace(engine(), **{name: np.full(200, -1e-4)}), 30) is None
+
+
+def test_an_opening_that_comes_often_tells_by_each_next_time():
+    """Of steps 10, 30, 31, 40 and 61 it is 30 and 31, and 31 and 40; the engine got new weights at step 40."""
+    steps = by_step([10, 30, 31, 40, 61]).astype(int)
+    found = read_still_engine(
+        rows(
+            5,
+            4,
+            step=steps,
+            opening=np.arange(4),
+            opening_sampled=by_step([-1.0, -2, -2, -3, -3]),
+            opening_trained=by_step([-1.0, -2, -3, -4, -4]),
+        ),
+        30,
+    )
+    assert found == StillEngine(num_pairs=8, still=0.5, of_trainer=0.0)
+
+
+@pytest.mark.parametrize(("size", "points"), [(0.2, 9.5), (0.02, 5.5)])
+def test_an_engine_that_stands_still_is_stale_whatever_is_declared(size, points):
+    run = RunMismatch(size=size, first=0.0, settled=0.0, late=0.0)
+    still = StillEngine(num_pairs=100, still=0.9, of_trainer=0.0)
+    found = facts(still_engine=still, mismatch=run, series={"version_lag": np.zeros(60)})
+    assert codes(staleness._still(found)) == {"engine_stands_still": points}
+    assert codes(staleness._declared(found, is_still=True)) == {"declared_fresh_and_still": 0.0}
+    assert codes(staleness._declared(found, is_still=False)) == {"declared_fresh": -7.0}
+    assert staleness._still(facts(still_engine=still)) == []
+    assert staleness._still(facts(still_engine=replace(still, still=0.4), mismatch=run)) == []
+
+
+@pytest.mark.parametrize(("still", "verdict"), [(0.1, {"engine_moves_on": -2.5}), (0.11, {})])
+def test_an_engine_that_hardly_gives_any_opening_the_same_bits_moves_on(still, verdict):
+    run = RunMismatch(size=0.2, first=0.0, settled=0.0, late=0.2)
+    engine_ = StillEngine(num_pairs=100, still=still, of_trainer=0.0)
+    found = facts(still_engine=engine_, mismatch=run, stale_weights=None, grows_from_nothing=False)
+    assert codes(staleness._measured(found)) == verdict
+
+
+# --- a mismatch that grows from nothing -------------------------------------------------------------------------------
+
+
+def grows(first, second=None, *, num_later=20):
+    """A mismatch that first moves at step 30, and is 1 some updates later."""
+    values = np.r_[
+        np.full(29, 0.001), first, first if second is None else second, np.linspace(0.5, 1, 6), np.ones(num_later)
+    ]
+    values = np.r_[values, np.full(60 - len(values), np.nan)][:60]
+    found = facts(series={"mean_abs_d": values}, moves=moved(mean_abs_d=30))
+    return Facts.grows_from_nothing.func(found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_grown"), [(0.24, None, True), (0.26, None, False), (0.05, 0.44, True), (0.05, 0.46, False)]
+)
+def test_a_mismatch_grows_from_a_quarter_of_what_it_is_eight_updates_later(first, second, is_grown):
+    assert grows(first, second) == is_grown
+
+
+def test_a_mismatch_that_does_not_move_or_ends_before_does_not_grow():
+    assert not Facts.grows_from_nothing.func(facts())
+    assert not grows(0.01, num_later=0)
+    assert grows(0.01, num_later=1)
+
+
+def test_a_mismatch_that_grows_by_updates_speaks_for_weights_that_stay():
+    run = RunMismatch(size=0.2, first=0.0, settled=0.0, late=0.2)
+    found = facts(mismatch=run, stale_weights=None, grows_from_nothing=True, moves=moved(mean_abs_d=30))
+    (told,) = staleness._measured(found)
+    assert (told.code, told.points, told.values["step"]) == ("mismatch_grows_by_updates", 5.0, 30)
+
+
+# --- the same rewards in other rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "are_same"), [
+    ({}, True), ({"apart": 0.15}, True), ({"apart": 0.151}, False), ({"in_sd": 2.5, "mean": 0.9}, True),
+    ({"in_sd": 2.6, "mean": 0.9}, False),
+    ({"in_sd": -2.6, "mean": 0.1}, False), ({"in_sd": 9.0, "mean": 0.574}, True),
+    ({"in_sd": 9.0, "mean": 0.576}, False),
+    ({"in_sd": -9.0, "mean": 0.426}, True), ({"in_sd": -9.0, "mean": 0.424}, False),
+])  # fmt: skip
+def test_the_same_rewards_are_given_where_neither_spread_nor_mean_differs(given, are_same):
+    assert replace(SAME, **given).are_same == are_same
+
+
+def test_rewards_are_compared_over_eight_steps_on_either_side():
+    members = np.array([0.0, 0, 1, 1])
+    rewards = by_step(np.where(STEPS < 22, 50.0, np.where(STEPS >= 38, -50.0, np.where(STEPS >= 30, 0.5, STEPS % 2))))
+    found = kept_rewards(rows(60, 4, reward=members + rewards), 30)
+    assert (found.step, found.mean_before, found.mean) == (30, 1.0, 1.0)
+    assert found.apart == pytest.approx(0.25)
+    assert found.in_sd == 0.0
+    assert found.spread == pytest.approx(np.std([*[0, 0, 1, 1, 1, 1, 2, 2] * 4, *[0.5, 0.5, 1.5, 1.5] * 8]))
+
+
+def test_means_of_steps_lie_apart_by_so_many_standard_errors():
+    of_steps = np.where(STEPS < 30, STEPS % 2, STEPS % 2 + 3.0)
+    found = kept_rewards(rows(60, 4, reward=by_step(of_steps)), 30)
+    assert found.in_sd == pytest.approx(3.0 / np.sqrt(2 * (8 / 28) / 8))
+
+
+@pytest.mark.parametrize(("step", "is_known"), [(3, False), (4, True), (58, True), (59, False)])
+def test_three_steps_on_either_side_tell_which_rewards_are_given(step, is_known):
+    assert (kept_rewards(rows(60, 4, reward=np.arange(4.0)), step) is not None) == is_known
+
+
+def moved_rewards(rewards=None, *, unequal=0.5, **at):
+    members = np.arange(8.0)
+    found = facts(
+        rollouts=rows(reward=members if rewards is None else rewards), moves=rewards_and(30, **at),
+        repeated=RepeatedResponses(
+            num_pairs=100, unequal=unequal, shift=0, unequal_shifted=unequal, mean_difference=1.0
+        ),
+    )  # fmt: skip
+    return Facts.moved_rewards.func(found)
+
+
+def test_the_same_rewards_lie_in_other_rows_where_the_relation_alone_is_lost():
+    assert moved_rewards().step == 30
+    assert moved_rewards(entropy=28) is None
+    assert moved_rewards(mean_abs_d=30) is None
+    assert moved_rewards(reward=30) is not None
+    assert moved_rewards(np.arange(8.0) + by_step(level(0.0, 5.0))) is None
+    assert Facts.moved_rewards.func(facts()) is None
+
+
+@pytest.mark.parametrize(("unequal", "is_told"), [(0.05, False), (0.051, True)])
+def test_responses_that_earn_what_they_did_lie_in_their_rows(unequal, is_told):
+    assert (moved_rewards(unequal=unequal) is not None) == is_told
+
+
+# --- rewards that pay for length --------------------------------------------------------------------------------------
+
+LENGTHS = np.repeat(np.arange(8.0), 10)
+
+
+def explained(difference, length=LENGTHS, *, base=None, group=None):
+    """Share of what one step's responses earn otherwise that their lengths explain."""
+    base = np.zeros(len(length)) if base is None else base
+    group = np.zeros(len(length), int) if group is None else group
+    control = rows(1, len(length), reward=base, length=length, group=group)
+    return explained_by_length(replace(control, reward=base + difference), control)
+
+
+def noisy(signal, share):
+    """Values of which a share of the variance goes with a signal, and the rest with nothing."""
+    rest = np.tile(np.resize([1.0, -1.0], 10), 8)
+    return np.sqrt(share) * (signal - signal.mean()) / signal.std() + np.sqrt(1 - share) * rest
+
+
+@pytest.mark.parametrize("share", [0.6, 0.79, 0.81, 1.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("paid", [LENGTHS, LENGTHS**3, 1.0 * (LENGTHS > 3)])
+def test_what_goes_up_or_down_with_length_is_explained_by_it(paid, sign, share):
+    found, direction = explained(sign * noisy(paid, share))
+    assert (found, direction) == (pytest.approx(share), sign)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_what_goes_away_from_one_length_is_explained_by_it(sign):
+    assert explained(sign * np.abs(LENGTHS - 3))[0] == pytest.approx(1.0)
+    assert explained(sign * np.abs(LENGTHS[:40] - 2), LENGTHS[:40])[0] < 1.0
+
+
+def test_five_lengths_tell_what_goes_away_from_one():
+    of_five, of_four = LENGTHS[:50], LENGTHS[:40]
+    assert explained(np.abs(of_five - 2), of_five)[0] == pytest.approx(1.0)
+    assert explained(np.abs(of_four - 1.5), of_four)[0] == pytest.approx(1 / 3)
+
+
+def test_what_goes_to_and_fro_with_length_is_not_explained_by_it():
+    assert explained(LENGTHS % 2)[0] < 0.5
+
+
+def test_what_is_paid_beside_the_group_s_mean_is_a_matter_of_length():
+    group = np.arange(80) // 8
+    usual = np.array([0, 9, 3, 14, 7, 0, 3, 9, 7, 14])[group]
+    length = usual + np.tile([-3.0, -3, -1, -1, 1, 1, 3, 3], 10)
+    found, direction = explained(np.tile([-1.0, -1, -1, -1, 1, 1, 1, 1], 10), length, group=group)
+    assert (found, direction) == (pytest.approx(1.0), 1.0)
+    by_place, _ = explained(np.tile([-1.0, -1, -1, -1, 1, 1, 1, 1], 10), length)
+    assert by_place < 0.7
+
+
+def alike(of_level, of_length):
+    """What right and wrong responses earn otherwise, and beyond that by their length."""
+    base = np.tile(np.resize([0.0, 1.0], 10), 8)
+    return explained(of_level * (base - 0.5) * 2 + of_length * (LENGTHS - LENGTHS.mean()) / LENGTHS.std(), base=base)
+
+
+@pytest.mark.parametrize(("rest", "found"), [(0.099, 0.099), (0.101, 1.0)])
+def test_among_responses_that_earned_alike_a_tenth_of_the_difference_is_asked_of_length(rest, found):
+    assert alike(np.sqrt(1 - rest), np.sqrt(rest)) == (pytest.approx(found), 1.0)
+
+
+def test_where_nothing_differs_or_lengths_are_one_length_explains_nothing():
+    few = np.zeros(80)
+    few[:4] = 1.0
+    five = np.where(np.arange(80) < 5, 1.0, 0.0)
+    assert explained(np.zeros(80)) == (0.0, 0.0)
+    assert explained(few) == (0.0, 0.0)
+    assert explained(five)[0] > 0
+    assert explained(LENGTHS, np.full(80, 5.0)) == (0.0, 0.0)
+    assert explained(np.arange(8.0), np.repeat([1.0, 2.0], 4)) == (0.0, 0.0)
+    assert explained(np.arange(10.0), np.repeat([1.0, 2.0], 5))[0] > 0
+    assert explained(np.full(80, 1.0)) == (0.0, 0.0)
+
+
+def paid_since(monkeypatch, *, explained_=(0.0, 0.0), by_length=0.0, share=1.0, otherwise=0.0):
+    module = "tim_trace.analysis.attribution.facts"
+    asked = []
+    monkeypatch.setattr(
+        f"{module}.explained_by_length", lambda since, before: asked.append((since, before)) or explained_
+    )
+    monkeypatch.setattr(f"{module}.pays_length_otherwise", lambda since, before: otherwise)
+    found = ChangedResponses(
+        step=30, num_responses=100, share=share, share_before=0.0, length_correlation=by_length, is_of_one_length=False,
+        low=28, high=32
+    )  # fmt: skip
+    paid = Facts.pays_length_since.func(facts(changed_rewards=found))
+    ((since, before),) = asked
+    assert (since.step.min(), before.step.max()) == (32, 27)
+    return paid
+
+
+@pytest.mark.parametrize(("given", "paid"), [
+    ({"explained_": (0.79, 1.0)}, 0.0), ({"explained_": (0.81, 1.0)}, 0.9), ({"explained_": (0.81, -1.0)}, -0.9),
+    ({"explained_": (0.81, 0.0)}, 0.0), ({"by_length": 0.79}, 0.0), ({"by_length": 0.81}, 0.81),
+    ({"by_length": -0.81}, -0.81),
+    ({"by_length": 0.81, "share": 0.89}, 0.0), ({"by_length": 0.81, "share": 0.91}, 0.81),
+    ({"by_length": 0.979, "share": 0.89}, 0.0),
+    ({"by_length": 0.981, "share": 0.89}, 0.981), ({"otherwise": 0.7, "share": 0.91}, 0.7),
+    ({"otherwise": 0.7, "share": 0.89}, 0.0),
+])  # fmt: skip
+def test_equal_responses_that_earn_something_else_by_their_length(monkeypatch, given, paid):
+    assert paid_since(monkeypatch, **given) == pytest.approx(paid)
+
+
+def test_where_nothing_earns_something_else_no_length_is_paid():
+    assert Facts.pays_length_since.func(facts()) == 0.0
+
+
+# --- what was changed long before a fall ------------------------------------------------------------------------------
+
+
+def earlier(monkeypatch, *changes, near=()):
+    monkeypatch.setattr("tim_trace.analysis.attribution.facts.read_recorded", lambda *given: changes)
+    found = Facts.earlier.func(facts(near=near, database=None, pair=None))
+    return [(change.series, change.step) for change in found]
+
+
+@pytest.mark.parametrize(("given", "is_told"), [
+    ({}, True), ({"size_in_sd": 9.9}, False), ({"size_in_sd": -10.1}, True), ({"size_in_sd": None}, True),
+    ({"shape": "ramp"}, False),
+    ({"step": 7}, False), ({"step": 8}, True), ({"high": 29}, True), ({"high": 30}, False),
+    ({"kind": "optimizer"}, False),
+    ({"kind": "reference"}, True), ({"kind": "setting"}, True), ({"kind": "sampling"}, True),
+])  # fmt: skip
+def test_what_a_run_was_given_otherwise_for_certain_long_before_a_fall(monkeypatch, given, is_told):
+    change = given_change(**{"series_": "prompt_length", "kind": "prompts", "step": 15} | given)
+    assert earlier(monkeypatch, change) == ([("prompt_length", change.step)] if is_told else [])
+    assert earlier(monkeypatch, change, near=(change,)) == []
+
+
+def test_the_latest_change_of_a_series_counts_and_has_to_be_sure(monkeypatch):
+    one, two = (given_change("prompt_length", "prompts", step) for step in (12, 20))
+    assert earlier(monkeypatch, one, two) == [("prompt_length", 20)]
+    assert earlier(monkeypatch, one, replace(two, size_in_sd=5.0)) == []
+    assert Facts.earlier.func(facts(fall=None)) == ()
+
+
+def test_what_was_changed_long_before_a_fall_counts_less_than_what_came_with_it():
+    change = given_change("prompt_length", "prompts", 15)
+    assert changed.worth(facts(is_near=lambda change: False), change) == 3.5
+    assert changed.worth(facts(is_near=lambda change: True), replace(change, low=30, high=30)) == 7.0
+
+
+# --- a fall that nobody sees ------------------------------------------------------------------------------------------
+
+
+def steps_of(monkeypatch, *changes, ending_=None, **given):
+    monkeypatch.setattr(supposed, "read_recorded", lambda *args: changes)
+    monkeypatch.setattr(supposed, "ending_step", lambda rollouts: ending_)
+    return list(supposed.broken_steps(facts(database=None, pair=None, fall=None, **given)))
+
+
+@pytest.mark.parametrize(("change", "is_told"), [
+    (given_change("prompt_length", "prompts"), True), (given_change("temperature", "sampling"), True),
+    (given_change("advantage_scale", "advantages"), True), (given_change("clip", "setting", size_in_sd=None), True),
+    (given_change("dtype", "contract", size_in_sd=None), True), (given_change("entropy", "entropy"), False),
+    (given_change("grad_norm", "optimizer"), False), (given_change("prompt_length", "prompts", size_in_sd=9.9), False),
+    (given_change("prompt_length", "prompts", size_in_sd=-10.1), True),
+    (given_change("prompt_length", "prompts", shape="ramp"), False),
+    (given_change("mean_abs_d", "mismatch", after=0.0099), False),
+    (given_change("mean_abs_d", "mismatch", after=0.0101), True),
+    (given_change("max_abs_d", "mismatch", after=0.5), False),
+])  # fmt: skip
+def test_a_fall_is_supposed_where_a_run_was_given_something_else(monkeypatch, change, is_told):
+    assert steps_of(monkeypatch, change) == ([30] if is_told else [])
+
+
+def test_a_fall_is_supposed_where_responses_rewards_or_lags_become_others(monkeypatch):
+    of_reward = SimpleNamespace(step=40)
+    assert steps_of(monkeypatch, ending_=20, changed_rewards=of_reward) == [20, 40]
+    lag = np.where(STEPS < 33, 0.0, np.where(STEPS < 50, 1.0, 4.0))
+    assert steps_of(monkeypatch, series={"version_lag": lag}) == [33]
+    assert steps_of(monkeypatch, series={"version_lag": 0.9 * lag}) == [50]
+    assert steps_of(monkeypatch, series={"version_lag": np.ones(60)}) == []
+
+
+def outcome(values):
+    return Outcome(name="reward", steps=np.arange(len(values)), values=np.asarray(values, float), is_evaluation=False)
+
+
+def test_a_supposed_fall_has_its_onset_at_the_step():
+    read = Facts(
+        trace="run", series={"mean_abs_d": series("mean_abs_d", level(0.0, 0.5))},
+        outcomes=SimpleNamespace(judged=outcome([0.0])), fall=None,
+        mismatch=None, checked=None, database=None, pair=("train", "rollout"), settings={}, notes=(),
+    )  # fmt: skip
+    found = supposed.supposed_at(read, 30)
+    assert (found.fall.step, found.fall.low, found.fall.high, found.fall.interval, found.fall.fallen) == (
+        30,
+        30,
+        31,
+        (29, 31),
+        33,
+    )
+    assert (found.fall.outcome, found.mismatch.size) == ("reward", 0.5)
+
+
+# --- a fall beyond the noise of what was before it --------------------------------------------------------------------
+
+
+def is_beyond(values, least=0.01):
+    values = np.asarray(values, float)
+    width = max(3, len(values) // 10)
+    means = _means(values, width)
+    best = int(np.argmax(means[: len(means) - width + 1]))
+    return _is_beyond_what_was(outcome(values), means, best, width, least)
+
+
+def steady_then(lost, *, num_before, num=100, swing=0.02):
+    """Values that scatter around 1, of which the last ten are the best, and then have lost so many of their errors."""
+    until = 1 + swing * np.random.default_rng(5).normal(size=num_before)
+    until[-10:] += 1.0
+    return np.r_[until, np.full(num - num_before, until[-10:].mean() - lost * level_deviation(until) / np.sqrt(10))]
+
+
+CHOSEN = np.sqrt(2 * np.log(10))
+"""Errors by which the best of ten windows lies above the mean of all."""
+
+
+@pytest.mark.parametrize(("num_before", "errors"), [(39, 2 * (6 + CHOSEN)), (40, 6 + CHOSEN), (60, 6 + CHOSEN)])
+@pytest.mark.parametrize(("factor", "falls"), [(0.99, False), (1.01, True)])
+def test_a_fall_is_six_errors_beyond_the_noise_of_what_was_before_it(num_before, errors, factor, falls):
+    assert is_beyond(steady_then(factor * errors, num_before=num_before)) == falls
+
+
+@pytest.mark.parametrize(("num_before", "is_known"), [(19, False), (20, True)])
+def test_two_windows_tell_the_noise_before_a_fall(num_before, is_known):
+    assert is_beyond(steady_then(100, num_before=num_before)) == is_known
+
+
+@pytest.mark.parametrize(("least", "falls"), [(0.49, True), (0.51, False)])
+def test_a_fall_beyond_noise_loses_enough(least, falls):
+    assert is_beyond(dipping(0), least) == falls
+
+
+def dipping(num_back, *, at=65):
+    """Values of 1 that are 0.5 from the fiftieth on; some of them are 1 again."""
+    values = np.r_[1 + 1e-6 * np.cos(np.arange(50) * 2.0), np.full(50, 0.5)]
+    values[at : at + num_back] = 0.9999
+    return values
+
+
+@pytest.mark.parametrize(("num_back", "falls"), [(0, True), (7, True), (8, False)])
+def test_nine_of_ten_windows_since_a_fall_beyond_noise_have_lost_it(num_back, falls):
+    """Of 45 windows of ten values 4 are back where seven values are, and 5 where eight are."""
+    assert is_beyond(dipping(num_back)) == falls
+
+
+@pytest.mark.parametrize(("lost", "falls"), [(0.34, False), (0.36, True)])
+def test_a_window_since_a_fall_is_low_that_has_lost_a_good_part(lost, falls):
+    """Six of 45 windows have lost a share of the fall."""
+    values = dipping(0)
+    values[65:80] = 1 - lost * 0.5
+    assert is_beyond(values) == falls
+
+
+@pytest.mark.parametrize(("num_back", "falls"), [(0, True), (19, False)])
+def test_the_last_fifth_has_lost_what_the_last_tenth_has(num_back, falls):
+    assert is_beyond(dipping(num_back, at=71), 0.3) == falls
+
+
+# --- what would be the cause all the same -----------------------------------------------------------------------------
+
+
+def attribution(probability, *, code="truncation", **given):
+    first, second = (Suspect(code=each, evidence=(), probability=share, next="") for each, share in (
+        (code, probability), ("data", 1 - probability)))  # fmt: skip
+    change = SilentChange(suspects=(first, second), step=30, low=30, high=30)
+    usual = {
+        "trace": "run", "control": None, "kind": "observation", "num_steps": 60, "outcome": "reward", "fall": None,
+        "onsets": (),
+        "changes": (), "suspects": (), "supposed": change,
+    }  # fmt: skip
+    return Attribution(**usual | given)
+
+
+@pytest.mark.parametrize(
+    ("probability", "code", "is_told"),
+    [(0.5, "truncation", False), (0.51, "truncation", True), (0.9, "unknown", False)],
+)
+def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is_told):
+    found = attribution(probability, code=code)
+    assert (found.supposed_cause is found.supposed) == is_told
+    assert ("Should an evaluation say" in found.sentence) == is_told
+    assert found.sentence.startswith("No fall: reward did not go down for good beyond its noise")
+    assert found.cause is None
+
+
+def test_a_supposed_cause_is_told_with_its_step_and_probability():
+    found = attribution(0.73)
+    title = found.supposed.suspects[0].title
+    expected = f"does worse all the same, then most probably by {title} (73%), from step 30 on."
+    assert found.sentence.endswith(expected)
+    assert title in attribution_text(found)
+    assert attribution_json(found)["supposed"]["step"] == 30
+    assert attribution(0.73, supposed=None).supposed_cause is None
+
+
+def record(path, tokens_of):
+    """A run of 40 steps that earns the same all along; `tokens_of` gives the ids of a response."""
+    with Recorder(path) as recorder:
+        for step in range(1, 41):
+            chance = np.random.default_rng(step)
+            kind = chance.integers(10, 30, 16)
+            ids = [tokens_of(step, row, int(token)) for row, token in enumerate(kind)]
+            rewards = (kind % 2).astype(float)
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[100 + step % 5 * 4 + row // 4] for row in range(16)], response_ids=ids,
+                group_ids=[str(row // 4) for row in range(16)], policy_version=step - 1, reward=rewards,
+                advantage=rewards - np.repeat(rewards.reshape(4, 4).mean(1), 4),
+            )  # fmt: skip
+            logprobs = [[-0.5 - 0.1 * (sum(row) * 7 % 5)] * len(row) for row in ids]
+            for name in ("rollout", "train"):
+                recorder.add_scores(name, batch, logprobs=logprobs, policy_version=step - 1)
+    return path
+
+
+def test_responses_that_are_broken_off_are_told_where_no_reward_shows_it(tmp_path):
+    def broken_off(step, row, token):
+        return [token, 5, 6, 7, 8, 2] if step < 20 or row % 3 else [token, 5, 30 + row]
+
+    found = attribute(record(tmp_path / "run", broken_off))
+    assert (found.fall, found.cause) == (None, None)
+    assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (20, "truncation")
+    assert "Should an evaluation say" in found.sentence
+
+
+def test_of_a_run_in_which_nothing_was_changed_nothing_is_supposed(tmp_path):
+    found = attribute(record(tmp_path / "run", lambda step, row, token: [token, 5, 6, 7, 8, 2]))
+    assert (found.fall, found.silent, found.supposed) == (None, None, None)
+    assert "Should an evaluation say" not in found.sentence

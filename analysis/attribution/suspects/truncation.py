@@ -67,7 +67,7 @@ def ending_step(rollouts: Rollouts) -> int | None:
     if fifth < _FEWEST_STEPS:
         return None
     steps, share = _other_endings(rollouts, rollouts.until(int(steps[fifth - 1])))
-    for at in range(fifth, len(steps) - _FEWEST_STEPS):
+    for at in range(fifth, len(steps) - _FEWEST_STEPS + 1):
         if np.median(share[:at]) <= t.OTHER_ENDINGS / 4 and share[at : at + _FEWEST_STEPS].min() >= t.OTHER_ENDINGS:
             return int(steps[at])
     return None
