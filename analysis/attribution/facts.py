@@ -118,7 +118,8 @@ class Facts:
             is_late = change.step > first + t.LEARNED * len(self.steps)
             if is_late and change.high < self.fall.low and change.kind in (*GIVEN, REFERENCE):
                 latest[change.series] = change
-                if not is_sure or change.shape == "ramp" or (change.series, change.step) in near:
+                is_slow = change.shape == "ramp" and change.kind != SETTING
+                if not is_sure or is_slow or (change.series, change.step) in near:
                     del latest[change.series]
         return tuple(latest.values())
 
@@ -272,6 +273,18 @@ class Facts:
         if found.share < t.ALMOST_ALL:
             return 0.0
         return pays_length_otherwise(since, before)
+
+    @cached_property
+    def reward_moved(self) -> float:
+        """Standard deviation of what equal responses earn otherwise since a step, over that of all rewards before; 0 where nothing is known."""
+        found = self.changed_rewards
+        if found is None:
+            return 0.0
+        since, before = self.rollouts.since(found.high), self.rollouts.until(found.low - 1)
+        _, at, of = np.intersect1d(since.whole, before.whole, return_indices=True)
+        other, usual = since.reward[at] - before.reward[of], before.reward
+        other, usual = other[np.isfinite(other)], usual[np.isfinite(usual)]
+        return float(other.std() / max(float(usual.std()), 1e-12)) if len(other) and len(usual) else 0.0
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:

@@ -115,6 +115,16 @@ class Rollouts:
         return np.asarray((self.likelihood - self.reference) * self.length)
 
     @property
+    def reward_size(self) -> np.ndarray:
+        """[N] by how much the reward is off its group's mean."""
+        return np.abs(centred(self.reward, self.group))
+
+    @property
+    def advantage_size(self) -> np.ndarray:
+        """[N] the advantage without its sign."""
+        return np.abs(self.advantage)
+
+    @property
     def information(self) -> np.ndarray:
         """[N] -logprob of the whole response, nats."""
         return np.asarray(-self.likelihood * self.length)

@@ -64,7 +64,12 @@ def _suspect(code: str, evidence: Evidence) -> Suspect:
 def _reward(facts: Facts) -> SilentChange | None:
     """The same responses earn another reward, the same one each time."""
     found = facts.new_reward
-    if found is None or facts.rewards_lie_off or (found.is_rescaled and not facts.pays_length_since):
+    if (
+        found is None
+        or facts.rewards_lie_off
+        or facts.reward_moved < t.REWARD_MOVED
+        or (found.is_rescaled and not facts.pays_length_since)
+    ):
         return None
     if facts.pays_length_since:
         values = {"correlation": facts.pays_length_since, "step": found.step, "num_responses": found.num_responses}

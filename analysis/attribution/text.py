@@ -125,6 +125,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "advantages_inverted": "within groups advantages go down where rewards go up (correlation {correlation:.2f})",
         "advantages_turn": "from step {step} on advantages go down within groups where rewards go up (correlation {correlation:.2f}, "
         "{correlation_before:.2f} before)",
+        "advantages_of_other_sign": "within groups advantages do not follow rewards (correlation {correlation:.2f}), and have the size that rewards make "
+        "them: part of them has another sign",
         "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the fall, {before_share:.0%} were before",
         "advantages_changed": "{series} goes from {from_value:.3g} to {to_value:.3g} at step {step} ({low} to {high}), more than rewards "
         "make it",
@@ -240,6 +242,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "before the fall",
         "entropy_lost": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: the policy becomes more "
         "certain while it does worse",
+        "entropy_collapses": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it is lost with the fall, before the "
+        "policy had learned to be certain",
         "entropy_explodes": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it explodes with "
         "the fall",
         "entropy_rises_with_fall": "entropy goes from {first:.3g} over {at_fall:.3g} at the onset to {last:.3g} nats: it rises "

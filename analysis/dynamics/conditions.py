@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -185,7 +186,8 @@ def _of_metrics(database: Database) -> Iterator[Series]:
         if name.startswith(HYPERPARAMETER):
             held = np.arange(max(int(at[0]), 1), last + 1)
             filled = value[np.searchsorted(at, held, side="right") - 1]
-            kind = SETTING if is_held(filled) else LOGGED
+            is_set = is_held(filled) or (begins_held(filled) and not _is_learning_rate(str(name)))
+            kind = SETTING if is_set else LOGGED
             yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
         elif is_held(value):
             yield Series(name, at, value, LINEAR, SETTING, f"logged as {name}")
@@ -199,6 +201,30 @@ def is_held(values: np.ndarray) -> bool:
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])
     return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
+
+
+def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
+    """First and last place of each stretch in which a setting stays what it is: at least four values, and a tenth of them all."""
+    firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
+    lasts = np.r_[firsts[1:] - 1, len(values) - 1]
+    least = max(_HELD, len(values) // 10)
+    return [
+        (first, last)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+        if last - first + 1 >= least or (is_held(values) and last - first + 1 >= 1)
+    ]
+
+
+def begins_held(values: np.ndarray) -> bool:
+    """Whether a setting stays what it is at first, and begins to move later, as a ramp or a controller that runs away makes it."""
+    parts = held_parts(values)
+    return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
+
+
+def _is_learning_rate(name: str) -> bool:
+    """Whether a setting is what schedules move as a matter of course."""
+    words = re.split(r"[/.]", name.lower())
+    return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-import numpy as np
 import pyarrow as pa
 
 from ...schemas.steps import ALL_STEPS
@@ -15,7 +14,17 @@ from ..trace.cache import cached
 from ..trace.database import Database
 from ..trace.source import Pair, Source
 from .changes import ChangePoint, change_points
-from .conditions import ADVANTAGES, LOGGED, PROMPTS, SAMPLING, SETTING, is_held, read_conditions, text_settings
+from .conditions import (
+    ADVANTAGES,
+    LOGGED,
+    PROMPTS,
+    SAMPLING,
+    SETTING,
+    held_parts,
+    is_held,
+    read_conditions,
+    text_settings,
+)
 from .fall import Fall, is_evaluation
 from .quantities import ENTROPY, LENGTH, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 from .series import read_series
@@ -130,12 +139,17 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    values = series.values
-    places = np.flatnonzero(values[1:] != values[:-1]) + 1
-    return [
-        _made(series.name, series.kind, int(series.steps[place]), float(values[place - 1]), float(values[place]))
-        for place in places
-    ]
+    """Each change of a setting at its step; one that takes many steps, as a ramp or a controller makes it, from the first to the last of them."""
+    values, steps = series.values, series.steps
+    parts = held_parts(values)
+    if parts and parts[-1][1] < len(values) - 1:
+        parts.append((len(values) - 1, len(values) - 1))  # it still moves when the run ends
+    made = []
+    for (_, last), (first, _) in pairwise(parts):
+        change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
+        is_ramp = first > last + 1
+        made.append(replace(change, high=int(steps[first]), shape="ramp") if is_ramp else change)
+    return made
 
 
 def _made(name: str, kind: str, step: int, before: float | str, after: float | str) -> RecordedChange:

@@ -132,7 +132,7 @@ def facts(**given):
         "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
         "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None, "moves": NOTHING, "breaks": FALL.low,
         "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0,
-        "advantages_break": None, "grows_from_nothing": False, "scored_rows": None,
+        "advantages_break": None, "grows_from_nothing": False, "scored_rows": None, "reward_moved": 1.0,
     }  # fmt: skip
     return Stub(**empty | given)
 

@@ -28,7 +28,7 @@ def advantages(facts: Facts) -> Suspect:
     return Suspect(
         code="advantages",
         evidence=(
-            *(one_sided(facts) or _inverted(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
+            *(one_sided(facts) or _inverted(facts) or _turned(facts) or _changed(facts)), *settings(facts, "advantages"), *holds(facts, -t.STRONG),
             t.prior("advantages"),
         ),
         next=COMPUTE_ADVANTAGES,
@@ -63,6 +63,23 @@ def _inverted(facts: Facts) -> list[Evidence]:
     if math.isnan(correlation) or correlation > t.INVERTED_ADVANTAGES:
         return []
     return [Evidence(code="advantages_inverted", values={"correlation": correlation}, points=t.CERTAIN)]
+
+
+def of_other_sign(facts: Facts) -> bool:
+    """Whether advantages that do not follow rewards have the size that these make them: some have another sign."""
+    since = facts.since_fall
+    if facts.advantages_break is not None:
+        since = facts.rollouts.since(facts.advantages_break[0])
+    follows = relation(since, "reward", "advantage").by_group
+    return follows < t.ADVANTAGE_AGREES and relation(since, "reward_size", "advantage_size").by_group >= t.SAME_SIZE
+
+
+def _turned(facts: Facts) -> list[Evidence]:
+    """Advantages of the rows' own size and, in part of them, of another sign."""
+    if not of_other_sign(facts):
+        return []
+    correlation = relation(facts.since_fall, "reward", "advantage").by_group
+    return [Evidence(code="advantages_of_other_sign", values={"correlation": correlation}, points=t.CERTAIN)]
 
 
 def _changed(facts: Facts) -> list[Evidence]:

@@ -38,6 +38,8 @@ def worth(facts: Facts, change: RecordedChange) -> float:
         return t.DECISIVE
     if not facts.is_near(change):
         return t.EARLIER
+    if change.shape == "ramp":  # from where on it is too much cannot be told
+        return t.DECISIVE
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
         return t.DECISIVE

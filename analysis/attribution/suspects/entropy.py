@@ -66,8 +66,25 @@ def _moves(facts: Facts) -> list[Evidence]:
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
     rises_with_fall = any(order(facts, change) != AFTER for change in rises(facts, "entropy"))
-    code, points = _climbs(facts, steps, values) or _judged(first, at_fall, last, rises_with_fall=rises_with_fall)
+    known_way = _climbs(facts, steps, values) or _collapses(facts, steps, values)
+    code, points = known_way or _judged(first, at_fall, last, rises_with_fall=rises_with_fall)
     return [Evidence(code=code, values={"first": first, "at_fall": at_fall, "last": last}, points=points)]
+
+
+def _collapses(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
+    """Code and points of an entropy that is lost from where the fall may begin on, of a policy that had not learned to be certain."""
+    width = max(len(values) // 20, 3)
+    first, before, last = float(np.median(values[:3])), _before(facts, steps, values), float(np.median(values[-width:]))
+    is_lost = before >= t.ENTROPY_UNLEARNED * first and last < t.ENTROPY_GONE * before
+    return ("entropy_collapses", t.DECISIVE) if is_lost else None
+
+
+def _before(facts: Facts, steps: np.ndarray, values: np.ndarray) -> float:
+    """The entropy just before the fall may begin; the first one where that is at once."""
+    assert facts.fall is not None
+    width = max(len(values) // 20, 3)
+    begins = int(np.searchsorted(steps, facts.fall.interval[0]))
+    return float(np.median(values[max(begins - 2 * width, 0) : begins] if begins >= 3 else values[:3]))
 
 
 def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, float] | None:
@@ -75,7 +92,7 @@ def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, f
     assert facts.fall is not None
     width = max(len(values) // 20, 3)
     begins = int(np.searchsorted(steps, facts.fall.interval[0]))
-    before = float(np.median(values[max(begins - 2 * width, 0) : begins] if begins >= 3 else values[:3]))
+    before = _before(facts, steps, values)
     since = values[begins:]
     if len(since) < 3 or not before > 0:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from .. import thresholds as t
 from ..evidence import Evidence
@@ -11,7 +12,7 @@ from ..moves import POLICY
 from ..next_steps import COMPARE_ROWS
 from ..rollouts import relation
 from ..suspect import Suspect
-from .advantages import moves_mean
+from .advantages import moves_mean, of_other_sign
 from .entropy import in_advantages as by_surprise
 from .reference import in_advantages as by_distance
 
@@ -33,7 +34,10 @@ _OF_ORDER = {
 
 def pairing(facts: Facts) -> Suspect:
     """The evidence for data that is paired wrongly."""
-    evidence = [*_rewards(facts), *_relation(facts), *_advantages(facts), *_logprobs(facts)]
+    of_rewards, of_advantages = _rewards(facts), _advantages(facts)
+    if any(each.points > 0 for each in of_advantages):  # where advantages lie off, rewards may lie where they should
+        of_rewards = [replace(each, points=max(each.points, 0.0)) for each in of_rewards]
+    evidence = [*of_rewards, *_relation(facts), *of_advantages, *_logprobs(facts)]
     return Suspect(
         code="pairing",
         evidence=(*evidence, t.prior("pairing")),
@@ -96,6 +100,8 @@ def _advantages(facts: Facts) -> list[Evidence]:
         correlation = facts.advantages_break[2]
     least = t.ADVANTAGE_FOLLOWS if facts.rollouts.is_alone else t.ADVANTAGE_AGREES
     if math.isnan(correlation) or correlation >= least or correlation <= t.INVERTED_ADVANTAGES:
+        return []
+    if of_other_sign(facts):
         return []
     # What a critic leaves of a reward need not follow it, once the policy is another one. Other rows leave the mean what it is.
     is_of_term = by_distance(facts) or by_surprise(facts)

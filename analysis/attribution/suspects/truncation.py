@@ -86,7 +86,14 @@ def _cut(facts: Facts) -> list[Evidence]:
     """Lengths that responses had before and none has any more, and responses that end where they are cut."""
     if facts.fall is None:
         return []
-    first, last = facts.fall.interval
+    # A limit that was set long before is looked at where that was.
+    set_at = [(change.low - 1, change.high) for change in facts.settings_of("truncation")]
+    found = [evidence for interval in (facts.fall.interval, *set_at) for evidence in _cut_at(facts, *interval)]
+    return [next((each for each in found if each.points > 0), found[0])] if found else []
+
+
+def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
+    """The same before and since an interval."""
     width = max(len(facts.steps) // 10, 5)
     before = facts.rollouts.until(first).since(first - 2 * width).length
     since = facts.rollouts.since(last + 1).until(last + 2 * width).length
