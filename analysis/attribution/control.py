@@ -76,7 +76,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     """
     shares = shares_prompts(facts, control)
     notes = () if shares else (Statement(code="other_prompts"),)
-    parted = _decisive(facts, first_divergence(facts, control)) if shares else None
+    parted = _decisive(facts, control, first_divergence(facts, control)) if shares else None
     first = tuple(_of_divergence(facts, control, suspects, parted)) if parted else ()
     told = {(each.suspect, each.code) for each in first}
     rest = tuple(
@@ -107,17 +107,22 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
     else:
         notes = (*notes, Statement(code="no_difference"))
     return ControlComparison(
-        suspects=suspects, is_intervention=shares and (len(codes) == 1 or (parted is not None and parted.code != UPDATE)),
+        suspects=suspects, is_intervention=shares and len(codes) == 1,
         differences=differences, notes=notes,
         parted=parted,
     )  # fmt: skip
 
 
-def _decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
+def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Divergence | None:
     """The first difference, where it can be what made the fall: it comes no later, and the runs did not drift apart by rounding."""
     if parted is None or not parted.is_sudden:
         return None
     if facts.fall is not None and parted.step > max(facts.fall.interval[1], facts.fall.fallen):
+        return None
+    is_far = float(parted.values.get("apart", 0.0)) >= t.MATERIAL_MISMATCH
+    if parted.code in (ENGINE, SCORING) and not is_far and not _is_material(facts, control):
+        return None
+    if parted.code == SAMPLING and parted.num_before == 0:  # other random numbers
         return None
     others = int(parted.values.get("num_sequences", 0)) - int(parted.values.get("num_equal", 0))
     is_few = parted.code == SAMPLING and others < t.MANY_PART * int(parted.values["num_sequences"])
@@ -151,15 +156,20 @@ def _of_divergence(
 ) -> Iterator[Difference]:
     """What differs first, once for each suspect that it may belong to."""
     codes = _SUSPECTS_OF.get(parted.code, ())
-    if parted.code == ENGINE:
-        codes = ("staleness",) if is_farther_behind(facts, control) else codes
+    if parted.code == ENGINE and is_farther_behind(facts, control):
+        codes = ("staleness",)
+    elif parted.code == ENGINE and parted.num_before == 0:  # no weights can be behind yet
+        codes = ("mismatch",)
     if parted.code == REWARDS and facts.graded_elsewhere is not None:
         codes = ("pairing",)
+    changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
+    given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
     if parted.code == UPDATE:
-        changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
-        given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
-        codes = tuple(sorted(given)) or ("unknown", "optimizer", "entropy", "reference", *unseen)
+        codes = ("unknown", "optimizer", "entropy", "reference", *unseen)
+    # What somebody set otherwise acts by the update, or by the sampling; beside anything else it is a second difference.
+    own = () if given and parted.code in (UPDATE, SAMPLING) else codes
+    codes = (*own, *sorted(given - set(own)))
     for code in codes:
         yield Difference(suspect=code, code=parted.code, values={"step": parted.step, **parted.values})
 
@@ -390,7 +400,7 @@ def _mismatches(
     One that comes after the step at which the two got other gradients from the same data is what followed.
     """
     run, other = facts.mismatch, control.mismatch
-    if run is None or other is None or run.size < t.MATERIAL_MISMATCH or run.size < t.MISMATCH_DIFFERS * other.size:
+    if run is None or other is None or not _is_material(facts, control):
         return
     explained = next((suspect.code for suspect in suspects if suspect.code in ("mismatch", "staleness")), "mismatch")
     if is_of_other_rows(facts):
@@ -406,6 +416,16 @@ def _mismatches(
     if parted is not None and not _is_apart_by(facts, control, parted):
         return
     yield _difference(explained, "mismatch", run.size, other.size)
+
+
+def _is_material(facts: Facts, control: Facts) -> bool:
+    """Whether the run's mismatch is beyond what rounding makes, and beyond the control's."""
+    run, other = facts.mismatch, control.mismatch
+    return (
+        run is not None
+        and run.size >= t.MATERIAL_MISMATCH
+        and (other is None or run.size >= t.MISMATCH_DIFFERS * other.size)
+    )
 
 
 def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+SET = "setting_changed"
+"""Evidence that has one factor for all suspects: few falls have it of each."""
+
 FACTORS: dict[str, float] = {
     "advantages.advantages_changed": 1.6,
     "advantages.advantages_steady": 1.8,

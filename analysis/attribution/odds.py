@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .factors import FACTORS
+from .factors import FACTORS, SET
 from .suspect import Suspect
 from .thresholds import WORTH
 
@@ -20,9 +20,14 @@ def ranked(suspects: Sequence[Suspect]) -> tuple[Suspect, ...]:
     return tuple(sorted(judged, key=lambda suspect: -suspect.probability))
 
 
+def kind_of(suspect: str, code: str) -> str:
+    """The key of FACTORS for evidence of a suspect; a setting that somebody changed counts alike for all of them."""
+    return code if code == SET else f"{suspect}.{code}"
+
+
 def weighed(suspect: Suspect) -> Suspect:
     """A suspect whose evidence has the points that falls of other laboratories say, FACTORS times those of the rules."""
-    factors = [FACTORS.get(f"{suspect.code}.{evidence.code}", 1.0) for evidence in suspect.evidence]
+    factors = [FACTORS.get(kind_of(suspect.code, evidence.code), 1.0) for evidence in suspect.evidence]
     evidence = [
         replace(each, points=factor * each.points) for each, factor in zip(suspect.evidence, factors, strict=True)
     ]

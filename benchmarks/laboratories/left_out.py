@@ -27,6 +27,8 @@ import numpy as np
 from scipy.optimize import minimize
 from tim_trace.analysis import attribute
 from tim_trace.analysis.attribution.factors import FACTORS
+from tim_trace.analysis.attribution.odds import kind_of
+from tim_trace.analysis.attribution.suspect import SUSPECTS
 from tim_trace.analysis.attribution.thresholds import WORTH
 
 FELL, HELD = 0.9, 0.95
@@ -66,7 +68,7 @@ class Answer:
         used = {} if self.is_silent else factors
         points = {
             name: WORTH
-            * (used.get(name, 0.0) + sum(used.get(f"{name}.{code}", 1.0) * each for code, each in found.items()))
+            * (used.get(name, 0.0) + sum(used.get(kind_of(name, code), 1.0) * each for code, each in found.items()))
             for name, found in (self.evidence or {}).items()
         }
         highest = max(points.values())
@@ -130,8 +132,8 @@ def fitted(folders):
         for suspect, kinds in each.evidence.items():
             for code, points in kinds.items():
                 if points and each.is_alone:
-                    places[f"{suspect}.{code}"].add(place)
-                    falls[f"{suspect}.{code}"] += 1
+                    places[kind_of(suspect, code)].add(place)
+                    falls[kind_of(suspect, code)] += 1
     kinds = sorted(kind for kind in falls if falls[kind] >= FEWEST_FALLS and len(places[kind]) >= FEWEST_FOLDERS)
     if not kinds:
         return {}
@@ -143,7 +145,7 @@ def fitted(folders):
         table, rest = np.zeros((len(suspects), len(kinds))), np.zeros(len(suspects))
         for row, suspect in enumerate(suspects):
             for code, points in each.evidence[suspect].items():
-                if (number := column.get(f"{suspect}.{code}")) is None:
+                if (number := column.get(kind_of(suspect, code))) is None:
                     rest[row] += points
                 else:
                     table[row, number] += points
@@ -178,6 +180,14 @@ def said(answer, factors):
     return ("open" if code == "unknown" or probability <= 0.5 else code), probability
 
 
+def comes_first(answer, factors):
+    """Whether the true suspect is the first of the list, named or not."""
+    if answer.evidence is None:
+        return False
+    code, _ = max(answer.probabilities(factors).items(), key=lambda item: item[1])
+    return code == answer.cause
+
+
 def report(title, found, factors):
     """Print one laboratory's figures and return its named answers with their probabilities."""
     rows = [(each, *said(each, factors)) for each in found]
@@ -187,6 +197,7 @@ def report(title, found, factors):
     confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
     print(
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
+        f"{sum(comes_first(e, factors) for e, *_ in suspects)} first in the list, "
         f"{sum((e.is_silent or e.is_supposed) and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
         f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"
@@ -219,7 +230,7 @@ def main():
     of_folders = {folder: found[False][folder][0] + found[True][folder][0] for folder in given.folder}
     if given.factors:
         for kind, factor in fitted(list(of_folders.values())).items():
-            if "." not in kind:
+            if kind in SUSPECTS:
                 print(f"what {kind} begins with: {factor:+.1f}")
             elif round(factor, 1) != 1.0:
                 print(f'    "{kind}": {factor:.1f},')

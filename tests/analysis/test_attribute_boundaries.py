@@ -497,6 +497,7 @@ def related(monkeypatch, module, *, by_group=0.5, negative=0.0):
 )  # fmt: skip
 def test_advantages_follow_rewards_from_a_correlation_on(monkeypatch, is_alone, correlation, codes_):
     related(monkeypatch, pairing, by_group=correlation)
+    related(monkeypatch, advantages, by_group=correlation)
     given = facts()
     given.rollouts.is_alone = is_alone
     assert codes(pairing._advantages(given)) == dict.fromkeys(codes_, STRONG if is_alone else CERTAIN)
@@ -2025,6 +2026,19 @@ def test_rewards_in_no_order_or_their_own_are_in_none(change):
     assert not found.lies_off
 
 
+def test_rewards_that_are_sorted_well_after_an_onset_that_is_hardly_known_are_pairing():
+    def by_size(rewards):
+        return np.sort(rewards.reshape(-1, MEMBERS), 1).ravel()
+
+    rollouts = ordered_rewards(by_size, since=60, steps=100)
+    given = facts(rollouts=rollouts, since_fall=rollouts.since(31), breaks=31)
+    assert Facts.sorted_in_groups.func(given)[0] == 1.0
+    assert (
+        Facts.sorted_in_groups.func(facts(rollouts=rollouts, since_fall=rollouts.since(31), breaks=31, fall=None))
+        is None
+    )
+
+
 @pytest.mark.parametrize(("sign", "since", "told"), [(-1, 60, True), (1, 60, True), (-1, 20, False)])
 def test_rewards_that_are_sorted_within_groups_since_a_fall_are_pairing(sign, since, told):
     def by_size(rewards):
@@ -2072,6 +2086,7 @@ def test_where_an_onset_is_hardly_known_rewards_are_also_held_against_each_other
 @pytest.mark.parametrize(("moved", "points"), [(0.499, CERTAIN), (0.501, WEAK)])
 def test_advantages_whose_mean_moves_are_not_those_of_other_rows(monkeypatch, moved, points):
     related(monkeypatch, pairing, by_group=0.0)
+    related(monkeypatch, advantages, by_group=0.0)
     run = rows_of_steps()
     shifted = np.tile([-1.0, 1.0], 500) + np.where(run.step >= 59, moved, 0.0)
     columns = {name: getattr(run, name) for name in Rollouts.__dataclass_fields__} | {
@@ -2081,3 +2096,73 @@ def test_advantages_whose_mean_moves_are_not_those_of_other_rows(monkeypatch, mo
     near = (given_change("advantage_mean", "advantages", 0.0, moved, size_in_sd=5.0),)
     given = facts(near=near, rollouts=Rollouts(**columns))
     assert codes(pairing._advantages(given)) == {"advantages_do_not_follow": points}
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "collapses"),
+    [(0.71, 0.07, True), (0.69, 0.06, False), (0.71, 0.072, False), (1.0, 0.099, True), (1.0, 0.101, False)],
+)
+def test_an_entropy_that_is_lost_before_anything_is_learned_is_punished(before, last, collapses):
+    values = np.where(STEPS < 10, 1.0, np.where(STEPS < 57, before, last))
+    found = codes(entropy._moves(facts(series={"entropy": values})))
+    assert (found.get("entropy_collapses") == DECISIVE) == collapses
+
+
+@pytest.mark.parametrize(
+    ("follows", "size", "is_sign"), [(0.69, 0.901, True), (0.71, 0.901, False), (0.69, 0.899, False), (-0.2, 1.0, True)]
+)
+def test_advantages_of_their_rows_own_size_have_another_sign(monkeypatch, follows, size, is_sign):
+    def known(rollouts, first, second):
+        by_group = size if first == "reward_size" else follows
+        return Relation(correlation=by_group, by_group=by_group, num_groups=99, negative=0.0)
+
+    for module in (advantages, pairing):
+        monkeypatch.setattr(module, "relation", known)
+    assert codes(advantages._turned(facts())) == ({"advantages_of_other_sign": CERTAIN} if is_sign else {})
+    of_pairing = {} if is_sign or follows > 0.7 else {"advantages_do_not_follow": CERTAIN}
+    assert codes(pairing._advantages(facts())) == of_pairing
+
+
+def test_rewards_that_lie_where_they_should_say_nothing_against_advantages_that_do_not(monkeypatch):
+    related(monkeypatch, pairing, by_group=0.0)
+    related(monkeypatch, advantages, by_group=0.0)
+    assert codes(pairing.pairing(facts(repeated=repeated(0.0))).evidence)["rewards_in_their_rows"] == 0.0
+    related(monkeypatch, pairing, by_group=1.0)
+    assert codes(pairing.pairing(facts(repeated=repeated(0.0))).evidence)["rewards_in_their_rows"] == -STRONG
+
+
+@pytest.mark.parametrize(("moved", "is_told"), [(0.099, False), (0.101, True)])
+def test_a_reward_that_hardly_moves_goes_on_telling_how_good_a_policy_is(moved, is_told):
+    given = {"new_reward": changed_rewards(0.9), "rollouts": rows_of_steps(), "pays_length_since": 1.0}
+    assert (silent.read_silent(silent_facts(**given, reward_moved=moved)) is not None) == is_told
+
+
+def test_by_how_much_a_reward_is_another_one_is_told_in_its_own_scatter():
+    given = given_twice(lambda rewards: rewards + np.tile([0.0, 0.1], len(rewards) // 2), at=60)
+    found = Facts.reward_moved.func(
+        facts(rollouts=given, changed_rewards=replace(changed_rewards(0.5), low=60, high=60))
+    )
+    assert found == pytest.approx(0.05 / np.std(np.arange(20) / 20), rel=1e-6)
+    assert Facts.reward_moved.func(facts(rollouts=given)) == 0.0
+
+
+@pytest.mark.parametrize(("set_at_step", "code"), [(30, "responses_cut"), (None, "responses_not_cut")])
+def test_a_limit_that_was_set_long_before_is_looked_at_where_it_was(set_at_step, code):
+    run = rows_of_steps()
+    lengths = np.concatenate(
+        [np.arange(10.0, 20.0) if step < 30 else np.r_[np.full(8, 12.0), 10.0, 11.0] for step in STEPS]
+    )
+    rollouts = Rollouts(**columns_of(run) | {"length": lengths})
+    near = () if set_at_step is None else (set_at("max_tokens", set_at_step, 99.0, 12.0),)
+    assert list(codes(truncation._cut(facts(rollouts=rollouts, near=near)))) == [code]
+
+
+def test_lengths_that_are_clearly_paid_and_grow_while_a_fall_is_hidden_count_twice():
+    moved = {"length": [change(40, before=10.0, after=20.0)]}
+    given = {"pays_length": 0.9, "changes": moved}
+    assert codes(length._pays(facts(**given, hides=True))) == {
+        "length_pays": DECISIVE,
+        "length_pays_while_hidden": STRONG,
+    }
+    assert codes(length._pays(facts(**given))) == {"length_pays": DECISIVE}
+    assert codes(length._pays(facts(pays_length=0.9, hides=True))) == {"length_pays": DECISIVE}

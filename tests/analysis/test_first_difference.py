@@ -565,18 +565,20 @@ def test_where_responses_part_the_tokens_before_tell_of_the_weights(monkeypatch,
 def test_a_fifth_of_the_responses_part_at_once(monkeypatch, num, is_decisive):
     parts(monkeypatch)
     run = run_of(rows(n=100, whole=others(num, 100)))
-    found = first_divergence(run, run_of(rows(n=100)))
+    beside = run_of(rows(n=100))
+    found = replace(first_divergence(run, beside), num_before=1)
     assert found.code == "sampling_parts"
-    assert (control_module._decisive(run, found) is found) == is_decisive
+    assert (control_module._decisive(run, beside, found) is found) == is_decisive
+    assert control_module._decisive(run, beside, replace(found, num_before=0)) is None  # other random numbers
 
 
 @pytest.mark.parametrize(("step", "is_decisive"), [(65, True), (66, False)])
 def test_what_differs_first_after_a_good_part_was_lost_made_no_fall(step, is_decisive):
     found = Divergence(code="rewards_part", step=step, num_before=9)
     fell = SimpleNamespace(fall=SimpleNamespace(interval=(57, 63), fallen=65))
-    assert (control_module._decisive(fell, found) is found) == is_decisive
-    assert control_module._decisive(SimpleNamespace(fall=None), found) is found
-    assert control_module._decisive(fell, replace(found, step=1, is_sudden=False)) is None
+    assert (control_module._decisive(fell, fell, found) is found) == is_decisive
+    assert control_module._decisive(SimpleNamespace(fall=None), fell, found) is found
+    assert control_module._decisive(fell, fell, replace(found, step=1, is_sudden=False)) is None
 
 
 @pytest.mark.parametrize(("explained", "way", "code"), [
@@ -818,6 +820,8 @@ def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatc
     run.fall = fall
     suspects = tuple(Suspect(code=code, evidence=(), next="") for code in ("reward", "data", "unknown"))
     monkeypatch.setattr(control_module, "first_divergence", lambda *given: parted)
+    for name in ("_changed", "_rates", "_settings"):
+        monkeypatch.setattr(control_module, name, lambda *given: iter(()))
     monkeypatch.setattr(control_module, "_differences", lambda *given: iter([
         Difference(suspect="reward", code="something", values={})
     ]))  # fmt: skip

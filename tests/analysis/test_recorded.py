@@ -324,6 +324,39 @@ def test_a_setting_that_is_given_again_as_it_was_is_no_change(tmp_path):
     assert not [change for change in read_recorded(Database(again), PAIR) if change.kind == "setting"]
 
 
+def doubling(since, until):
+    return lambda step: 0.01 * 2.0 ** float(np.clip(step - since + 1, 0, until - since + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("kl_coef", doubling(21, 30), ("kl_coef", "setting", "ramp", 21, 30, 0.01, 0.01 * 2**10)),
+        ("kl_coef", doubling(21, 40), ("kl_coef", "setting", "ramp", 21, 40, 0.01, 0.01 * 2**20)),
+        ("kl_coef", doubling(21, 21), ("kl_coef", "setting", "set", 21, 21, 0.01, 0.02)),
+        ("kl_coef", doubling(5, 9), ("kl_coef", "setting", "ramp", 5, 9, 0.01, 0.01 * 2**5)),
+        ("kl_coef", doubling(4, 9), None),  # it moves from the beginning, as a schedule does
+        ("kl_coef", lambda step: 0.01 + 0.001 * (step % 3), None),
+        ("optim.lr", doubling(21, 30), None),
+    ],
+)
+def test_a_setting_that_moves_step_by_step_is_one_change_from_its_first_step_to_its_last(
+    tmp_path, name, value, expected
+):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 41):
+            recorder.add_hyperparameters({name: value(step)}, step=step)
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 4, response_ids=[[2, 3]] * 4, reward=[0.0, 1.0] * 2
+            )
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]] * 4)
+    found = [
+        (c.series, c.kind, c.shape, c.low, c.high, c.before, pytest.approx(c.after))
+        for c in read_recorded(Database(tmp_path / "run"), PAIR) if c.kind == "setting"
+    ]  # fmt: skip
+    assert found == ([] if expected is None else [expected])
+
+
 @pytest.mark.parametrize("right", [always(0.7), from_at(0.9, 0.4), from_at(1.0, 0.4)])
 def test_a_run_in_which_nothing_was_changed_has_no_change_of_what_it_was_given(tmp_path, right):
     calm = record(tmp_path / "run", Plan(right=right))
