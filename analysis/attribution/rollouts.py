@@ -117,12 +117,12 @@ class Rollouts:
     @property
     def reward_size(self) -> np.ndarray:
         """[N] by how much the reward is off its group's mean."""
-        return np.abs(centred(self.reward, self.group))
+        return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
     def advantage_size(self) -> np.ndarray:
         """[N] the advantage without its sign."""
-        return np.abs(self.advantage)
+        return np.asarray(np.abs(self.advantage))
 
     @property
     def information(self) -> np.ndarray:

@@ -149,6 +149,9 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
         return None
     since = step >= first
     share = float(differs[since].mean())
+    usual = max(float(of_control[since].std()), 1e-12)
+    if float((given - of_control)[since].std()) < t.REWARD_MOVED * usual:
+        return None
     chosen = since & differs
     by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
     if share >= t.MOST and abs(by_length) > t.LENGTH_EXPLAINS:

@@ -16,7 +16,7 @@ from tim_trace.analysis.attribution import facts as facts_module
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.drop import Drop
 from tim_trace.analysis.attribution.evidence import Evidence
-from tim_trace.analysis.attribution.factors import FACTORS
+from tim_trace.analysis.attribution.factors import FACTORS, SET
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch, read_run_mismatch
 from tim_trace.analysis.attribution.moves import NOTHING
@@ -174,8 +174,8 @@ def test_points_of_evidence_and_priors():
     named = [thresholds.WEAK, thresholds.MEDIUM, thresholds.STRONG, thresholds.DECISIVE, thresholds.CERTAIN]
     assert [*named, thresholds.CONTROL] == [WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN, 7.0]
     assert {code: thresholds.prior(code).points for code in SUSPECTS} == {
-        "mismatch": 0.0, "staleness": -0.5, "optimizer": -1.0, "reward": -1.0, "pairing": -0.5, "entropy": -1.0,
-        "length": -1.0, "data": -0.5, "truncation": -1.0, "reference": -1.5, "advantages": -0.5, "unknown": 1.7,
+        "mismatch": -1.0, "staleness": 1.2, "optimizer": -0.7, "reward": -1.8, "pairing": 0.1, "entropy": -1.5,
+        "length": -0.6, "data": 0.9, "truncation": 0.3, "reference": -0.8, "advantages": 1.1, "unknown": 2.7,
     }  # fmt: skip
 
 
@@ -441,7 +441,7 @@ TABLE = [
     ("LENGTH_PAYS", _pays, 0.5, ({}, {"length_pays": DECISIVE})),
     ("LENGTH_PAYS", _pays_hidden, 0.25, ({}, {"length_pays_while_hidden": STRONG})),
     ("LENGTH_MOVES", _length_moves, 1.3, (
-        {"length_steady": -STRONG, "prior": -1.0}, {"length_changes": WEAK, "prior": -1.0},
+        {"length_steady": -STRONG, "prior": -0.6}, {"length_changes": WEAK, "prior": -0.6},
     )),
     ("LENGTH_MOVES_PAID", lambda x: list(_length_moves(x, 0.9)), 1.05, (
         ["length_steady", "length_pays", "prior"], ["length_changes", "length_pays", "prior"],
@@ -1489,13 +1489,15 @@ def test_probabilities_are_those_of_the_points():
 def test_evidence_counts_as_falls_say():
     given = {"setting_changed": 4.0, "reward_drops_with_policy": 2.5, "update_bursts": 1.5, "prior": -1.0}
     suspect = Suspect(code="optimizer", evidence=tuple(Evidence(code=code, points=given[code]) for code in given))
-    assert [each.points for each in weighed(suspect).evidence] == pytest.approx([7.6, 1.5, 1.5, -1.0])
-    of_other = Suspect(code="entropy", evidence=(Evidence(code="setting_changed", points=4.0),))
-    assert weighed(of_other).points == 4.0
+    assert [each.points for each in weighed(suspect).evidence] == pytest.approx([8.8, 5.0, 2.25, -1.0])
+    # A setting that somebody changed counts alike for every suspect; what the factors have of another one does not.
+    of_others = [Suspect(code="entropy", evidence=(Evidence(code=code, points=4.0),)) for code in given]
+    assert [weighed(one).points for one in of_others] == pytest.approx([8.8, 4.0, 4.0, 4.0])
 
 
 def test_factors_are_of_evidence_that_there_is_and_never_turn_it():
-    known = {(suspect, code) for suspect, code in (kind.split(".") for kind in FACTORS)}
+    known = {(suspect, code) for suspect, code in (kind.split(".") for kind in FACTORS if kind != SET)}
+    assert SET in EVIDENCE
     assert {suspect for suspect, _ in known} <= set(SUSPECTS)
     assert {code for _, code in known} <= set(EVIDENCE) | {code for codes in EVIDENCE_OF.values() for code in codes}
     assert all(0 <= factor <= 3 for factor in FACTORS.values())
@@ -1770,10 +1772,10 @@ def test_an_entropy_that_parts_first_is_told_from_the_other_terms_of_a_loss(monk
     for name in ("_prompts", "_rewards", "_advantages", "_lags", "_rates", "_settings", "_mismatches", "_changed"):
         monkeypatch.setattr(control, name, lambda *arguments: [])
     suspects = ranked([Suspect(code=each, evidence=(thresholds.prior(each),)) for each in ("unknown", "entropy")])
-    for size, points in ((1.1, 7.0 + MEDIUM - 1.0), (1.0, 7.0 - 1.0)):
+    for size, points in ((1.1, 7.0 + MEDIUM - 1.5), (1.0, 7.0 - 1.5)):
         run, other = facts(series={"entropy": np.full(100, size)}), facts(series={"entropy": np.ones(100)}, fall=None)
         compared = control.compare(run, other, suspects)
-        assert {each.code: each.points for each in compared.suspects} == {"unknown": 8.7, "entropy": points}
+        assert {each.code: each.points for each in compared.suspects} == {"unknown": 9.7, "entropy": points}
 
 
 def columns_of(rollouts):
@@ -2154,7 +2156,7 @@ def test_a_limit_that_was_set_long_before_is_looked_at_where_it_was(set_at_step,
     )
     rollouts = Rollouts(**columns_of(run) | {"length": lengths})
     near = () if set_at_step is None else (set_at("max_tokens", set_at_step, 99.0, 12.0),)
-    assert list(codes(truncation._cut(facts(rollouts=rollouts, near=near)))) == [code]
+    assert list(codes(truncation._cut(facts(rollouts=rollouts, near=near, settings={"max_tokens": 12.0})))) == [code]
 
 
 def test_lengths_that_are_clearly_paid_and_grow_while_a_fall_is_hidden_count_twice():

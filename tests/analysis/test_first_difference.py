@@ -903,13 +903,13 @@ def test_without_a_reference_the_distance_is_not_known(tmp_path):
 # --- whose the first difference is ------------------------------------------------------------------------------------
 
 
-def owners(monkeypatch, code, *, settings=(), run=None):
+def owners(monkeypatch, code, *, settings=(), run=None, num_before=0):
     """The suspects of a first difference at step 1; `settings` are those of what else the two were given."""
     given = [Difference(suspect=each, code="setting", values={}) for each in settings]
     monkeypatch.setattr(control_module, "_rates", lambda *args: iter(()))
     monkeypatch.setattr(control_module, "_settings", lambda *args: iter(given))
     monkeypatch.setattr(control_module, "_changed", lambda *args: iter(()))
-    parted = Divergence(code=code, step=1, num_before=0, values={"num_sequences": 10})
+    parted = Divergence(code=code, step=1, num_before=num_before, values={"num_sequences": 10})
     found = list(control_module._of_divergence(run or run_of(rows()), run_of(rows()), (), parted))
     assert all((each.code, each.values) == (code, {"step": 1, "num_sequences": 10}) for each in found)
     return [each.suspect for each in found]
@@ -940,7 +940,10 @@ def test_rewards_that_were_earned_under_another_prompt_are_of_other_rows(monkeyp
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_an_engine_that_is_farther_behind_is_stale(monkeypatch, is_behind):
     monkeypatch.setattr(control_module, "is_farther_behind", lambda run, control: is_behind)
-    assert owners(monkeypatch, "engine_parts") == (["staleness"] if is_behind else ["mismatch", "staleness"])
+    assert owners(monkeypatch, "engine_parts") == (["staleness"] if is_behind else ["mismatch"])  # at the first step
+    assert owners(monkeypatch, "engine_parts", num_before=1) == (
+        ["staleness"] if is_behind else ["mismatch", "staleness"]
+    )
     assert owners(monkeypatch, "scoring_parts") == ["mismatch"]
 
 
