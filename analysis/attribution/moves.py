@@ -29,7 +29,7 @@ POLICY = ("sampled", "trained", "entropy", "length")
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class Quantity:
     """A quantity by step, on the scale that it is looked at on."""
 
     steps: np.ndarray
@@ -58,7 +58,7 @@ class Column:
 class Moves:
     """When quantities leave what they were."""
 
-    columns: Mapping[str, Column]
+    columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`; `loss`; `sampled` and `trained`: mean logprobs of what
     was sampled to the engine and to the trainer; `distance`: trained less the reference's; `relation`: correlation of likelihood and
     reward within groups, `follows` that of advantage and reward, `leaves` that of advantage and distance, `surprises` that of advantage and
@@ -133,6 +133,6 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
     columns = {}
     for name, (steps, values, least) in found.items():
         known = np.isfinite(values)
-        columns[name] = Column(steps[known], values[known], least)
+        columns[name] = Quantity(steps[known], values[known], least)
     first, last = fall.interval[0] - int(t.AHEAD) - 2, max(fall.interval[1], fall.fallen)
     return Moves(columns=columns, first=first, last=last)

@@ -13,7 +13,7 @@ from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.mismatch import RunMismatch
-from tim_trace.analysis.attribution.moves import NOTHING, Column, Moves, read_moves
+from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity, read_moves
 from tim_trace.analysis.attribution.rollouts import (
     ChangedResponses,
     KeptRewards,
@@ -65,7 +65,7 @@ def codes(evidence):
 def column(*since, base=15, least=1.0):
     """A column that was 0, and then what is given, in units of its least scatter."""
     values = np.r_[np.zeros(base), since]
-    return Column(np.arange(1, len(values) + 1), values * least, least)
+    return Quantity(np.arange(1, len(values) + 1), values * least, least)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -88,7 +88,7 @@ def test_a_quantity_moves_after_four_steps_at_the_earliest(base, is_known):
 
 
 def test_a_quantity_is_held_against_the_fifteen_steps_before():
-    drifting = Column(STEPS, np.r_[np.full(20, -50.0), np.zeros(15), np.full(25, 7.0)], 1.0)
+    drifting = Quantity(STEPS, np.r_[np.full(20, -50.0), np.zeros(15), np.full(25, 7.0)], 1.0)
     assert drifting.moves(35) == 7.0
     assert drifting.moves(34) == 0.0
 
@@ -101,14 +101,14 @@ def test_a_quantity_is_held_against_the_fifteen_steps_before():
 ])  # fmt: skip
 def test_what_a_quantity_scatters_by(base, scatter):
     values = np.array([*base, 100.0])[-16:]
-    off = Column(np.arange(16), values, 0.0).off(15)
+    off = Quantity(np.arange(16), values, 0.0).off(15)
     assert off[0] == pytest.approx((100 - np.median(values[:-1])) / scatter, rel=0.01)
 
 
 def steady(at=30, by=9.0, *, before=0.0, least=1.0, until=None):
     """A column that is another one from a step on, and as it was after `until`."""
     since = (at <= STEPS) & ((until or STEPS[-1]) >= STEPS)
-    return Column(STEPS, np.where(since, before + by, before), least)
+    return Quantity(STEPS, np.where(since, before + by, before), least)
 
 
 def moves_of(first=FIRST, last=LAST, **columns):
@@ -133,7 +133,7 @@ def test_a_move_counts_for_the_four_steps_after_it(asked, moves):
 
 
 def test_steps_that_were_not_recorded_do_not_move():
-    every_other = Column(STEPS[::2], steady(30).values[::2], 1.0)
+    every_other = Quantity(STEPS[::2], steady(30).values[::2], 1.0)
     assert [moves_of(entropy=every_other).size("entropy", step) for step in (30, 31)] == [0.0, 9.0]
 
 
@@ -144,7 +144,7 @@ def lost_at(since, *, before=0.8, least=0.05, at=30, last=LAST):
     """The step at which a correlation that was `before` is lost, of those that follow from step 30 on."""
     values = np.full(60, before)
     values[at - 1 : at - 1 + len(since)] = since
-    return moves_of(last=last, relation=Column(STEPS, values, least)).breaks("relation")
+    return moves_of(last=last, relation=Quantity(STEPS, values, least)).breaks("relation")
 
 
 @pytest.mark.parametrize(("value", "step"), [(0.37, None), (0.35, 30)])
@@ -363,8 +363,8 @@ def following(size, *, with_entropy=0.0, with_distance=0.0, **given):
     before = np.where(np.arange(60) % 2, 1.0, -1.0)
     before[:25] /= before[:25].std()
     moves = moves_of(
-        loss=Column(STEPS, np.where(SINCE, since, before), 0.02), entropy=Column(STEPS, np.log(10 + of_entropy), 0.05),
-        distance=Column(STEPS, of_distance, 0.005),
+        loss=Quantity(STEPS, np.where(SINCE, since, before), 0.02), entropy=Quantity(STEPS, np.log(10 + of_entropy), 0.05),
+        distance=Quantity(STEPS, of_distance, 0.005),
     )  # fmt: skip
     return facts(moves=moves, **given)
 
@@ -399,8 +399,8 @@ def test_where_a_loss_follows_both_the_closer_one_is_its_term(expected):
     entropies, distances = (near, far) if expected[0] else (far, near)
     before = np.where(np.arange(60) % 2, 0.01, -0.01)
     moves = moves_of(
-        loss=Column(STEPS, np.where(SINCE, rising, before), 0.02), entropy=Column(STEPS, np.log(20 - entropies), 0.05),
-        distance=Column(STEPS, distances, 0.005),
+        loss=Quantity(STEPS, np.where(SINCE, rising, before), 0.02), entropy=Quantity(STEPS, np.log(20 - entropies), 0.05),
+        distance=Quantity(STEPS, distances, 0.005),
     )  # fmt: skip
     assert of_loss(facts(moves=moves)) == expected
 
@@ -415,7 +415,7 @@ def test_without_a_loss_or_a_fall_nothing_follows():
 def test_eight_steps_before_a_fall_tell_the_size_of_a_loss(num_before, is_known):
     found = following(5, with_entropy=-0.99)
     found.moves = moves_of(**{
-        name: Column(one.steps[25 - num_before :], one.values[25 - num_before :], one.least) for name,
+        name: Quantity(one.steps[25 - num_before :], one.values[25 - num_before :], one.least) for name,
         one in found.moves.columns.items()
     })  # fmt: skip
     assert of_loss(found)[0] == ("loss_follows_entropy" if is_known else None)
@@ -427,8 +427,8 @@ def test_eight_steps_before_a_fall_tell_the_size_of_a_loss(num_before, is_known)
 def going(now, usual=0.0, *, name="leaves", at=30, follows=0.1, **given):
     """Advantages that go with a quantity since a fall, and with rewards as far as `follows`."""
     columns = {
-        name: Column(STEPS, level(usual, now, at), 0.05),
-        "follows": Column(STEPS, level(0.9, follows, at), 0.05),
+        name: Quantity(STEPS, level(usual, now, at), 0.05),
+        "follows": Quantity(STEPS, level(0.9, follows, at), 0.05),
     }
     return facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE, **given)
 
@@ -452,7 +452,7 @@ def test_advantages_that_go_with_rewards_as_far_have_no_term(follows, is_term):
 def test_a_term_is_one_of_the_steps_from_the_fall_until_it_is_there():
     """Six of the nine steps 30 to 38 have the term."""
     has_term = (STEPS >= 33) & (STEPS <= 38)
-    columns = {"leaves": Column(STEPS, 0.7 * has_term, 0.05), "follows": Column(STEPS, 0.9 - 0.8 * has_term, 0.05)}
+    columns = {"leaves": Quantity(STEPS, 0.7 * has_term, 0.05), "follows": Quantity(STEPS, 0.9 - 0.8 * has_term, 0.05)}
     found = facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE)
     assert codes(reference.in_advantages(found)) == {"advantages_by_distance": 4.0}
 
@@ -566,7 +566,7 @@ def test_without_a_fall_no_endings_are_told():
 
 def relation_lost(at):
     values = level(0.8, 0.0, at)
-    return Column(STEPS, values, 0.05)
+    return Quantity(STEPS, values, 0.05)
 
 
 def rewards_and(lost=None, **at):
@@ -593,7 +593,7 @@ def test_a_reward_that_moves_while_the_policy_is_what_it_was(moves, found):
 
 
 def test_a_relation_that_is_lost_where_the_reward_moved_long_before_the_fall_moved_with_it():
-    drops_twice = Column(STEPS, level(0.0, -9.0, 14) + level(0.0, -30.0, 30), 1.0)
+    drops_twice = Quantity(STEPS, level(0.0, -9.0, 14) + level(0.0, -30.0, 30), 1.0)
     moves = moves_of(reward=drops_twice, relation=relation_lost(14))
     assert moves.step("reward") == 30
     assert codes(reward._moves(facts(moves=moves))) == {"reward_and_relation_move": 2.5}

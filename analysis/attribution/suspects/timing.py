@@ -13,7 +13,7 @@ from ...statement import Measured
 from .. import thresholds as t
 from ..evidence import Evidence
 from ..facts import Facts
-from ..moves import POLICY, Column
+from ..moves import POLICY, Quantity
 from ..rollouts import correlation
 
 FIRST, WITH, AFTER = "first", "with", "after"
@@ -101,7 +101,7 @@ def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def _together(
-    loss: Column, other: Column, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
+    loss: Quantity, other: Quantity, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> float:
     """Correlation of the loss and another quantity from a step on."""
     steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
