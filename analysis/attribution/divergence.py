@@ -44,6 +44,8 @@ _FEWEST = 8
 """Sequences of which it is told what their advantages go with."""
 _FLOAT32 = 1e-10
 """Share of squared advantages that is more than what float32 rounds off them."""
+_ASIDE = 5.0
+"""How far aside of a logprob, in what two equal ones differ by, its neighbours are there by chance."""
 _EXACT = 5
 """Steps of the same bits from which two runs are exact, so that any difference is one."""
 
@@ -158,11 +160,14 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 def _of_other_rows(beside: _Step, least: float) -> float:
     """Share of the sequences that the trainer scores otherwise whose logprobs are the control's of another one of the step."""
-    own = beside.a.likelihood
+    own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
         return 0.0
-    return float(is_near(own[other], beside.b.likelihood, max(least, t.WEIGHTS_DIFFER)).mean())
+    near, by_chance = (
+        float(is_near(own[other] + apart, beside.b.likelihood, least).mean()) for apart in (0.0, _ASIDE * least)
+    )
+    return near if by_chance <= t.OTHER_ROWS * near else 0.0  # of a policy that is certain all rows are near each other
 
 
 def _apart_at(facts: Facts, step: int) -> float:

@@ -518,6 +518,13 @@ def test_logprobs_are_of_other_rows_where_four_of_ten_are(num_of_other_rows, cod
     assert first_code(run_of(rows(n=100, likelihood=scored)), run_of(rows(n=100))) == code
 
 
+@pytest.mark.parametrize(("apart", "code"), [(1e-5, "update_parts"), (0.01, "scored_rows_part")])
+def test_of_a_policy_that_is_certain_all_logprobs_lie_near_other_rows(apart, code):
+    certain = -1e-4 - apart * np.arange(100)
+    run = run_of(rows(n=100, likelihood=certain - 3 * apart))
+    assert first_code(run, run_of(rows(n=100, likelihood=certain))) == code
+
+
 @pytest.mark.parametrize(("num", "code"), [(3, "scoring_parts"), (4, "scored_rows_part")])
 def test_fewer_than_four_logprobs_tell_nothing_of_rows(num, code):
     place = np.arange(10)
