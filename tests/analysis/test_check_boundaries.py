@@ -121,6 +121,17 @@ def copied(num_telling, others=400, equal=0):
     return code_of(equality.find_copied_rows(pair_data(a, b, [num_telling, others])))
 
 
+@pytest.mark.parametrize(
+    ("steps", "is_copied"),
+    [([1, 2, 3, 4], False), ([1, 1, 3, 4], True), ([1, 3, 3, 4], True), ([3, 4, 1, 2], True), ([1, 3, 2, 4], True)],
+)
+def test_an_engine_that_was_exact_in_its_first_steps_is_no_copy_of_its_trainer(steps, is_copied):
+    b = np.full(200, -1.0)
+    a = b + np.repeat([0.0, 0.0, 0.1, 0.1], 50)
+    found = equality.find_copied_rows(pair_data(a, b, [50] * 4, steps=steps))
+    assert [each.code for each in found] == ["copies"] * is_copied
+
+
 def constant(value, other, rest=200, tokens=None):
     """A value of rollout where train has `other`; the rest agrees at logprobs of its own."""
     values = np.linspace(-4.2, -3.8, rest)

@@ -47,7 +47,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     same = np.bincount(data.seq, data.d == 0.0, minlength=len(num)) == num
     copied = same & (telling >= MIN_COPIED_TOKENS)
     others = ~same & (num > 0)
-    if not copied.any() or not others.any():
+    if not copied.any() or not others.any() or _was_exact(data, copied, others):
         return []
     telling_others = others[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
@@ -70,6 +70,12 @@ def find_copied_rows(data: PairData) -> list[Finding]:
             effect=0.0,
         )
     ]
+
+
+def _was_exact(data: PairData, copied: np.ndarray, others: np.ndarray) -> bool:
+    """Whether all rows of the first steps have the same bits and none since: an engine that was exact and is no more."""
+    steps = data.sample.steps
+    return len(np.unique(steps[copied])) > 1 and int(steps[copied].max()) < int(steps[others].min())
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
