@@ -31,6 +31,8 @@ MIN_CONSTANT_TOKENS = 3
 """Different tokens that have the value: a placeholder does not look at the token."""
 MIN_CONSTANT_SPREAD = 0.1
 """Nats by which the other side must differ, and ten times its usual difference: far beyond what rounding does."""
+MIN_GRID = 1e-5
+"""Nats below 0 within which float32 has less than 200 logprobs: of tokens that an engine is certain of many have the same."""
 MAX_LOGPROB = 1e-4
 """A logprob is 0 at most; float32 sums of a softmax overshoot by 1e-6, and values above this are none."""
 MAX_NOT_LOGPROBS_SHARE = 0.5

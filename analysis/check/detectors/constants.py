@@ -17,6 +17,7 @@ from ..thresholds import (
     MIN_CONSTANT_SPREAD,
     MIN_CONSTANT_TOKENS,
     MIN_FAR_SHARE,
+    MIN_GRID,
     MIN_RUN_OF_UNSAMPLED,
     MIN_TIED_SHARE,
     UNSAMPLED_STARTS,
@@ -49,6 +50,8 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     off_by = np.abs(other.logprobs[where] - value)
     if value <= IMPOSSIBLE_LOGPROB:
         return bool(np.median(off_by) > abs(value) / 2)
+    if -MIN_GRID < value < 0.0:
+        return False
     rest = data.sample.d[data.keep & ~where]
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
     if value == 0.0 and _is_nucleus(off_by, rest):
