@@ -48,6 +48,7 @@ from .rollouts import (
     repeated_responses,
     rewards_of_other_prompts,
     scored_rows,
+    shared_responses,
     sorted_share,
     unequal_share,
 )
@@ -114,13 +115,15 @@ class Facts:
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
         latest: dict[str, RecordedChange] = {}
         for change in read_recorded(self.database, self.pair):
-            is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
             is_late = change.step > first + t.LEARNED * len(self.steps)
-            if is_late and change.high < self.fall.low and change.kind in (*GIVEN, REFERENCE):
+            if not is_late or change.high >= self.fall.low or change.kind not in (*GIVEN, REFERENCE):
+                continue
+            is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+            is_slow = change.shape == "ramp" and change.kind != SETTING
+            if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-                is_slow = change.shape == "ramp" and change.kind != SETTING
-                if not is_sure or is_slow or (change.series, change.step) in near:
-                    del latest[change.series]
+            else:  # what was changed before it is no longer there
+                latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
@@ -264,7 +267,7 @@ class Facts:
         found = self.changed_rewards
         if found is None:
             return 0.0
-        since, before = self.rollouts.since(found.high), self.rollouts.until(found.low - 1)
+        since, before = found.around(self.rollouts)
         explained, direction = explained_by_length(since, before)
         if explained >= t.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)
@@ -280,8 +283,8 @@ class Facts:
         found = self.changed_rewards
         if found is None:
             return 0.0
-        since, before = self.rollouts.since(found.high), self.rollouts.until(found.low - 1)
-        _, at, of = np.intersect1d(since.whole, before.whole, return_indices=True)
+        since, before = found.around(self.rollouts)
+        at, of = shared_responses(since, before)
         other, usual = since.reward[at] - before.reward[of], before.reward
         other, usual = other[np.isfinite(other)], usual[np.isfinite(usual)]
         return float(other.std() / max(float(usual.std()), 1e-12)) if len(other) and len(usual) else 0.0
@@ -411,13 +414,12 @@ class Facts:
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
         """Whether the mismatch is that of logprobs in other rows."""
-        values = self.values("mean_abs_d")
-        if self.mismatch is None or not np.isfinite(values).any():
+        begins = _mismatch_begins(self)
+        if begins is None:
             return None
-        begun = np.flatnonzero(values >= t.BEGUN * max(self.mismatch.size, float(np.nanmax(values)) / 10))
-        usual = values[: begun[0]] if len(begun) else values
+        usual = self.values("mean_abs_d")[:begins]
         least = max(3 * float(np.nanmedian(usual)), t.SAME_LOGPROB) if np.isfinite(usual).any() else t.SAME_LOGPROB
-        found = scored_rows(self.rollouts, int(self.steps[begun[0]]), least) if len(begun) else None
+        found = scored_rows(self.rollouts, int(self.steps[begins]), least)
         return found if found is not None and found.explains else None
 
     @cached_property
@@ -435,11 +437,8 @@ class Facts:
     @cached_property
     def still_engine(self) -> StillEngine | None:
         """Whether the engine keeps its weights from where the mismatch begins."""
-        values = self.values("mean_abs_d")
-        if self.mismatch is None or not np.isfinite(values).any():
-            return None
-        begun = np.flatnonzero(values >= t.BEGUN * max(self.mismatch.size, float(np.nanmax(values)) / 10))
-        return read_still_engine(self.rollouts, int(self.steps[begun[0]])) if len(begun) else None
+        begins = _mismatch_begins(self)
+        return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
         """The same with the fall as it is seen beside a control that shares the seeds: where their outcomes part for good."""
@@ -508,6 +507,15 @@ def read_facts(
         settings=read_settings(database),
         notes=tuple(notes),
     )
+
+
+def _mismatch_begins(facts: Facts) -> int | None:
+    """The place of the first step whose mismatch is a good part of what it is at the fall, or at its largest."""
+    values = facts.values("mean_abs_d")
+    if facts.mismatch is None or not np.isfinite(values).any():
+        return None
+    begun = np.flatnonzero(values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10))
+    return int(begun[0]) if len(begun) else None
 
 
 def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> CheckResult | None:

@@ -100,14 +100,10 @@ class Moves:
                 continue
             base = column.values[max(place - _BASE, 0) : place]
             usual, rest = float(np.median(base)), column.values[place : max(end, place + _NEXT)]
-            lost = rest < usual - max(t.BREAK_LOSES * abs(usual), t.BREAKS_SD / 2 * self._scatter(base, column.least))
+            lost = rest < usual - max(t.BREAK_LOSES * abs(usual), t.BREAKS_SD / 2 * max(robust_sd(base), column.least))
             if usual >= t.BREAKABLE and lost.mean() >= t.ALMOST_ALL and len(rest) >= _NEXT - 1:
                 return int(column.steps[place])
         return None
-
-    @staticmethod
-    def _scatter(base: np.ndarray, least: float) -> float:
-        return max(robust_sd(base), least)
 
 
 NOTHING = Moves(columns={}, first=0, last=-1)

@@ -62,9 +62,11 @@ _BY_CHANCE = 1.32
 _FEWEST = 30
 """Comparisons below which there is no answer."""
 _KEPT_STEPS = 8
-_FEWEST_KEPT = 3
 """Steps on either side of one at which rewards may have changed their rows: the policy stays about what it is."""
+_FEWEST_KEPT = 3
+"""The fewest of them."""
 _FEWEST_OF_LENGTH = 5
+"""Responses of one length, and lengths, that say how rewards go with length."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
 _PROMPTS_AWAY = 8
@@ -91,9 +93,11 @@ class Rollouts:
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
+    """[N] of the response, or the mean of its tokens'; NaN where not recorded."""
     first_advantage: np.ndarray
     """[N] that of the first token, where each has its own; else the response's."""
     length: np.ndarray
+    """[N] tokens of the response."""
     likelihood: np.ndarray
     """[N] mean logprob of the response's tokens as the trainer scored them, nats; as the engine did where it did not."""
     sampled: np.ndarray
@@ -177,11 +181,11 @@ class Rollouts:
 
     def since(self, step: int) -> Rollouts:
         """The sequences from a step on."""
-        return self._where(self.step >= step)
+        return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
         """The sequences up to a step."""
-        return self._where(self.step <= step)
+        return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
         """The sequences of a step, in the order of their recording."""
@@ -189,15 +193,12 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """The sequences of some places, in their order."""
+        """The sequences of some places, in the order of these; or those of [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
         """The sequences of some steps."""
-        return self._where(np.isin(self.step, steps))
-
-    def _where(self, kept: np.ndarray) -> Rollouts:
-        return self.ordered(kept)
+        return self.ordered(np.isin(self.step, steps))
 
 
 @cached
@@ -438,6 +439,10 @@ class ChangedResponses:
     def values(self) -> dict[str, Measured]:
         """The numbers of the sentences about it."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
+
+    def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
+        """The sequences since the change and those before it, without the steps of its interval in which it may have come."""
+        return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
 def changed_responses(
@@ -778,6 +783,12 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
     return difference, np.abs(difference) > 1e-6 * scale
 
 
+def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """[M] the places of the equal responses to equal prompts in the one and in the other, the first one of each."""
+    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
+    return at_a, at_b
+
+
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
     """Share of the variance of what equal responses earn otherwise that their lengths explain; and which way it goes.
 
@@ -785,7 +796,7 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
     where that is a material part. What is paid goes up with it, or down, or away from one length. 0 where fewer than two lengths have
     five responses, or nothing differs.
     """
-    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
+    at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
     difference, base, at = difference[known], base[known], at_a[known]
@@ -834,7 +845,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     The correlation of lengths with what equal responses earn beyond the others' reward; or that of lengths and rewards within groups,
     where almost all of them earn something else and lengths go that way.
     """
-    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
+    at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
     overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])

@@ -53,34 +53,10 @@ _PATTERNS = (
 """Suspect -> what whole names of its settings look like; these come before the words."""
 
 _MEASURED = (
-    "mean",
-    "max",
-    "min",
-    "std",
-    "score",
-    "acc",
-    "accuracy",
-    "success",
-    "loss",
-    "share",
-    "frac",
-    "fraction",
-    "ratio",
-    "count",
-    "num",
-    "time",
-    "norm",
-    "kl",
-    "entropy",
-    "rewards",
-    "reward",
-    "return",
-    "value",
-    "values",
-    "length",
-    "len",
+    "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
+    "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
-)
+)  # fmt: skip
 """Words of names of what is measured."""
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"

@@ -53,7 +53,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "they were",
         "mismatch_grows_by_updates": "from step {step} on the mismatch grows from little to a multiple within some updates, as of weights that stay "
         "behind",
-        "update_differs": "an update that was given the same is where the control parts",
+        "update_differs": "the two runs part at an update that was given the same in both",
         "gradient_is_equal": "the update of step {step} has the control's gradient norm: the loss has no other term",
         "gradient_differs": "the update of step {step} has {factor:.3g} times the control's gradient norm: the loss differs",
         "gradient_grows": "the update of step {step} has {factor:.3g} times the control's gradient norm",
@@ -77,7 +77,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "began: it follows the fall",
         "not_sampled_so": "since the fall tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times "
         "it, {ratio_before:.2g} before): they are not sampled with the logprobs that the engine returns",
-        "trainer_moves_first": "the engine goes on sampling as before where the mismatch jumps, and the trainer scores otherwise: its weights leap",
+        "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer scores otherwise: the trainer's weights are other ones at once",
         "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
@@ -210,12 +210,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "members before all second ones it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
         "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; read group by group where they "
         "came member by member, it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
-        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those of the member beside each in "
-        "its group it is {unequal_shifted_share:.0%}",
+        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with the reward of the next member of the "
+        "group it is {unequal_shifted_share:.0%}",
         "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with both halves of each step exchanged it is "
         "{unequal_shifted_share:.0%}",
-        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with those that the step after has it is "
-        "{unequal_shifted_share:.0%}: they come a step late",
+        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with the rewards of the step after it is "
+        "{unequal_shifted_share:.0%}: rewards are recorded a step late",
         "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; moved by {shift} rows "
         "within the step it is {unequal_shifted_share:.0%}",
         "rewards_reordered": "{num_responses:,} responses earn something else than before the fall, and {num_lacking:,} of their earlier "

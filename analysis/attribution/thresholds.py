@@ -2,6 +2,7 @@
 
 Points are natural logarithms of odds: evidence that is e times as probable under a suspect as without it counts 1. They
 were set on the tuning split of benchmarks/collapse, and tested on its held-out split. WORTH says what they are worth elsewhere.
+Shares of falls that are given as reasons are of the laboratories that a threshold was set on, no rates of what to expect.
 """
 
 from __future__ import annotations

@@ -204,15 +204,11 @@ def is_held(values: np.ndarray) -> bool:
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """First and last place of each stretch in which a setting stays what it is: at least four values, and a tenth of them all."""
+    """First and last place of each stretch in which a setting stays what it is; of one that moves, those of four values and a tenth of all."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
-    least = max(_HELD, len(values) // 10)
-    return [
-        (first, last)
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
-        if last - first + 1 >= least or (is_held(values) and last - first + 1 >= 1)
-    ]
+    least = 1 if is_held(values) else max(_HELD, len(values) // 10)
+    return [part for part in zip(firsts.tolist(), lasts.tolist(), strict=True) if part[1] - part[0] + 1 >= least]
 
 
 def begins_held(values: np.ndarray) -> bool:

@@ -75,6 +75,12 @@ class Answer:
         odds = {name: math.exp(value - highest) for name, value in points.items()}
         return {name: value / sum(odds.values()) for name, value in odds.items()}
 
+    def first(self, factors: dict[str, float]) -> tuple[str, float]:
+        """The first suspect of the list and its probability; `none` where nothing is said."""
+        if self.evidence is None:
+            return "none", 1.0
+        return max(self.probabilities(factors).items(), key=lambda item: item[1])
+
 
 def share_kept(evaluations):
     """The last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
@@ -174,18 +180,10 @@ def fitted(folders):
 
 def said(answer, factors):
     """The suspect that is named and its probability; `none` without a fall, `open` where none is named."""
-    if answer.evidence is None or (answer.is_supposed and answer.cause in SOUND):
+    code, probability = answer.first(factors)
+    if code == "none" or (answer.is_supposed and answer.cause in SOUND):
         return "none", 1.0
-    code, probability = max(answer.probabilities(factors).items(), key=lambda item: item[1])
     return ("open" if code == "unknown" or probability <= 0.5 else code), probability
-
-
-def comes_first(answer, factors):
-    """Whether the true suspect is the first of the list, named or not."""
-    if answer.evidence is None:
-        return False
-    code, _ = max(answer.probabilities(factors).items(), key=lambda item: item[1])
-    return code == answer.cause
 
 
 def report(title, found, factors):
@@ -197,7 +195,7 @@ def report(title, found, factors):
     confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
     print(
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
-        f"{sum(comes_first(e, factors) for e, *_ in suspects)} first in the list, "
+        f"{sum(e.first(factors)[0] == e.cause for e, *_ in suspects)} first in the list, "
         f"{sum((e.is_silent or e.is_supposed) and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
         f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"

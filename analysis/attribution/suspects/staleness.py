@@ -28,9 +28,8 @@ def _still(facts: Facts) -> list[Evidence]:
     still = facts.still_engine
     if still is None or not still.explains or facts.mismatch is None:
         return []
-    return [
-        Evidence(code="engine_stands_still", values=still.values, points=t.CERTAIN + t.of_size(facts.mismatch.size))
-    ]
+    points = t.CERTAIN + t.of_size(facts.mismatch.size)
+    return [Evidence(code="engine_stands_still", values=still.values, points=points)]
 
 
 def _declared(facts: Facts, *, is_still: bool) -> list[Evidence]:
@@ -49,9 +48,8 @@ def _declared(facts: Facts, *, is_still: bool) -> list[Evidence]:
         return [Evidence(code="ordinary_lag", values=values, points=min(t.of_size(size), 0.0))]
     points = t.CERTAIN if size >= t.APART else t.STRONG + t.of_size(size)
     if lag.grew:
-        return [
-            Evidence(code="declared_lag_grows", values=values | {"lag_before": lag.usual}, points=points + t.MEDIUM)
-        ]
+        values |= {"lag_before": lag.usual}
+        return [Evidence(code="declared_lag_grows", values=values, points=points + t.MEDIUM)]
     return [Evidence(code="declared_lag", values=values, points=points)]
 
 
@@ -71,13 +69,8 @@ def _measured(facts: Facts) -> list[Evidence]:
     if facts.still_engine is not None and facts.still_engine.still <= t.STILL_BY_CHANCE and lag < 1:
         return [Evidence(code="engine_moves_on", values=facts.still_engine.values, points=-t.STRONG)]
     if facts.grows_from_nothing and lag < 1:
-        return [
-            Evidence(
-                code="mismatch_grows_by_updates",
-                values={"step": facts.moves.step("mean_abs_d") or 0},
-                points=t.STRONG + of_size,
-            )
-        ]
+        values = {"step": facts.moves.step("mean_abs_d") or 0}
+        return [Evidence(code="mismatch_grows_by_updates", values=values, points=t.STRONG + of_size)]
     if run.begins == FROM_START:
         code = "mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag"
         return [Evidence(code=code, points=-t.MEDIUM)]

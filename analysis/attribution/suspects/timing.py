@@ -68,13 +68,8 @@ def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
     is_higher = found.size("loss", step) > 0
     values: dict[str, Measured] = {"step": step, "in_sd": abs(found.size("loss", step))}
     if suspect == "entropy":
-        return [
-            Evidence(
-                code="loss_moves_up" if is_higher else "loss_moves_down",
-                values=values,
-                points=-t.MEDIUM if is_higher else t.STRONG,
-            )
-        ]
+        code, points = ("loss_moves_up", -t.MEDIUM) if is_higher else ("loss_moves_down", t.STRONG)
+        return [Evidence(code=code, values=values, points=points)]
     has_reference = bool(np.isfinite(facts.rollouts.reference).any())
     return [Evidence(code="loss_moves_up", values=values, points=t.MEDIUM)] if is_higher and has_reference else []
 
@@ -114,7 +109,8 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
     column = facts.moves.columns.get(name)
     if facts.fall is None or column is None:
         return []
-    since = (column.steps >= facts.fall.low) & (column.steps <= facts.moves.last + int(t.AHEAD))
+    first, last = facts.fall.low, facts.moves.last + int(t.AHEAD)
+    since = (column.steps >= first) & (column.steps <= last)
     before = column.steps < facts.fall.interval[0] - t.AHEAD
     if min(before.sum(), since.sum()) < _FEWEST_BESIDE:
         return []
@@ -122,7 +118,7 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
     if abs(now) < t.TERM_WEIGHS or np.sign(now) * usual > t.TERM_WEIGHS / 2:
         return []
     follows = facts.moves.columns["follows"]
-    of_reward = follows.values[(follows.steps >= facts.fall.low) & (follows.steps <= facts.moves.last + int(t.AHEAD))]
+    of_reward = follows.values[(follows.steps >= first) & (follows.steps <= last)]
     if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards go with it as well
         return []
     values: dict[str, Measured] = {"correlation_before": usual, "correlation": now}
