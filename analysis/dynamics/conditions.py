@@ -60,13 +60,14 @@ SELECT step, coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[
 FROM sequences GROUP BY step ORDER BY step
 """
 _ADVANTAGES = """
-SELECT step, CASE WHEN abs(avg(advantage)) < 1e-9 * stddev_samp(advantage) THEN 0 ELSE avg(advantage) END AS advantage_mean,
+SELECT step, CASE WHEN abs(avg(advantage)) < 1e-6 * greatest(max(abs(advantage)), max(abs(reward))) THEN 0 ELSE avg(advantage) END
+           AS advantage_mean,
        CASE WHEN stddev_samp(rewarded) > 1e-9 AND stddev_samp(moved) > 1e-9 THEN round(corr(rewarded, moved), 9) END
            AS advantage_correlation,
        CASE WHEN stddev_samp(rewarded) > 1e-9 THEN round(stddev_samp(advantage) / stddev_samp(rewarded), 9) END
            AS advantage_scale
 FROM (
-    SELECT step, advantage,
+    SELECT step, advantage, reward,
            reward - CASE WHEN n > 1 THEN avg(reward) OVER grouped ELSE avg(reward) OVER (PARTITION BY step) END AS rewarded,
            advantage - CASE WHEN n > 1 THEN avg(advantage) OVER grouped ELSE avg(advantage) OVER (PARTITION BY step) END AS moved
     FROM (

@@ -233,6 +233,20 @@ def test_the_same_trace_has_the_same_changes_each_time(traces, name):
     assert all(abs(change.size_in_sd) < 1e6 for change in noisy)
 
 
+@pytest.mark.parametrize(("moved", "is_listed"), [(3e-7, False), (3e-3, True)])
+def test_what_float32_rounds_off_a_mean_advantage_of_0_is_no_change(tmp_path, moved, is_listed):
+    draw = np.random.default_rng(0)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, STEPS + 1):
+            reward = draw.integers(-20, -10, 16).astype(float)
+            advantage = reward - reward.mean() + (moved if step >= AT else 0.0) * (1 + 0.1 * draw.random())
+            recorder.add_sequences(
+                step=step, response_ids=draw.integers(1, 9, (16, 10)), reward=reward, advantage=advantage
+            )
+    found = {change.series for change in read_recorded(Database(tmp_path / "run"), PAIR)}
+    assert ("advantage_mean" in found) == is_listed
+
+
 def test_a_mask_that_covers_more_tokens_from_a_step_on_is_listed(tmp_path):
     draw = np.random.default_rng(0)
     with Recorder(tmp_path / "run") as recorder:
