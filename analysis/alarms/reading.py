@@ -126,13 +126,18 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    """Gradient norms and losses that are no numbers."""
-    for name in ("grad_norm", "loss"):
+    """Rewards, gradient norms and losses that are no numbers."""
+    told = (
+        ("reward", "most rewards of a step", "nothing can be learned from this step"),
+        ("grad_norm", "the logged grad_norm", "the update of this step was not a number"),
+        ("loss", "the logged loss", "the update of this step was not a number"),
+    )
+    for name, definition, summary in told:
         if name in series:
             one = series[name]
             steps = np.union1d(one.steps[one.known], one.not_finite)
             alarm = Alarm(
-                who=OWN, metric=name, definition=f"the logged {name}", level=None, rule="is NaN or infinite",
-                summary="the update of this step was not a number", source=one.source, of_mismatch=False,
+                who=OWN, metric=name, definition=definition, level=None, rule="is NaN or infinite", summary=summary,
+                source=one.source, of_mismatch=False,
             )  # fmt: skip
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
+import numpy as np
+
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
@@ -13,7 +15,7 @@ from ..trace.database import Database, opened
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, SeriesOnset
+from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, SeriesOnset
 from .control import ControlComparison, compare, shares_prompts
 from .facts import Facts, read_facts
 from .odds import ranked, weighed
@@ -24,6 +26,8 @@ from .suspects import ALL
 from .suspects.changed import settings
 from .suspects.timing import at_once, order
 
+_NUMBERS = ("reward", "grad_norm", "loss")
+"""Series that no run goes on without."""
 _MOST_STEPS = 12
 """Steps of which it is asked what would be the cause if the run did worse since: each costs as much as a fall."""
 
@@ -129,6 +133,7 @@ def _attribution(
         suspects=suspects,
         silent=silent,
         supposed=supposed,
+        not_finite=_not_finite(facts),
         difference_codes=compared.differences if compared else (),
         note_codes=(
             *facts.notes,
@@ -136,6 +141,19 @@ def _attribution(
             *(compared.notes if compared else ()),
         ),
     )
+
+
+def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
+    found = []
+    for name in _NUMBERS:
+        series = facts.series.get(name)
+        if series is None:
+            continue
+        is_number = series.known & ~np.isin(series.steps, series.not_finite)
+        since = series.not_finite[series.not_finite > series.steps[is_number].max(initial=-1)]
+        if len(since):
+            found.append(NotFinite(series=name, step=int(since[0])))
+    return tuple(sorted(found, key=lambda each: each.step))
 
 
 def _new_reward(facts: Facts) -> tuple[Statement, ...]:

@@ -36,6 +36,15 @@ class SeriesOnset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFinite:
+    """A series that is NaN or infinite to the end of the run."""
+
+    series: str
+    step: int
+    """The first step from which every recorded value is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Statement):
     """One thing in which a run and its control differ, of text.DIFFERENCES."""
 
@@ -70,6 +79,8 @@ class Attribution(Result):
     supposed: SilentChange | None = None
     """What would be the cause if the run did worse all the same, where no fall is seen and nothing proves one; None where nothing was
     changed."""
+    not_finite: tuple[NotFinite, ...] = ()
+    """Rewards, gradient norms and losses that are no numbers at the end of the run, the earliest first: nothing is learned from them."""
     difference_codes: tuple[Difference, ...] = ()
     """What differs from the control, the earliest first."""
     note_codes: tuple[Statement, ...] = ()

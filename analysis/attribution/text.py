@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..rows import shown
 from ..statement import Statement
 
 if TYPE_CHECKING:
-    from .attribution import Attribution
+    from .attribution import Attribution, NotFinite
     from .silent import SilentChange
     from .suspect import Suspect
 
@@ -367,6 +367,9 @@ def verdict_sentence(result: Attribution) -> str:
     """Whether the run fell, where that begins, and the cause."""
     if not result.outcome:
         return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
+    broken = not_finite_clause(result.not_finite)
+    if broken and result.fall is None:
+        return f"{broken}: nothing can be learned from these steps. No fall of {result.outcome} is seen before."
     if result.fall is None:
         if result.silent is not None:
             return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but {silent_clause(result.silent)}."
@@ -381,7 +384,20 @@ def verdict_sentence(result: Attribution) -> str:
         f"{fall.outcome} {fall.verb} from step {fall.step} on (95 % interval {first} to {last}), {fall.before:.3g} to "
         f"{fall.after:.3g}"
     )
-    return f"{where}. {_cause(result)}"
+    return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
+
+
+def not_finite_clause(found: Sequence[NotFinite]) -> str:
+    """What is NaN or infinite from which step to the end of the run; empty where nothing is."""
+    by_step: dict[int, list[str]] = {}
+    for each in found:
+        by_step.setdefault(each.step, []).append(each.series)
+    parts = []
+    for step, names in by_step.items():
+        *others, last = names
+        told = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+        parts.append(f"{told} NaN or infinite from step {step} to the end")
+    return ", ".join(parts)
 
 
 def silent_clause(silent: SilentChange) -> str:

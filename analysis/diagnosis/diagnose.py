@@ -14,6 +14,7 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..alarms.read import read_alarms
 from ..attribution.attribute import explain
+from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
@@ -85,7 +86,7 @@ def diagnose(
         figures=figures,
         alarms=read_alarms(database, names),
         replays=replays,
-        next=_next(data, checked, replays, located),
+        next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)),
         located=located,
     )
 
@@ -136,6 +137,17 @@ def size_comparison(
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
     return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)
+
+
+def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
+    """The sequences of the step from which on rewards, gradient norms or losses are no numbers, the most unusual first."""
+    if not attribution.not_finite:
+        return ()
+    query = (
+        f"SELECT seq_id, reward, advantage, num_response_tokens FROM sequences WHERE step = {attribution.not_finite[0].step} "
+        "ORDER BY isfinite(reward) AND isfinite(advantage), abs(advantage) DESC LIMIT 20"
+    )
+    return (commands.sql(data, query),)
 
 
 def _next(

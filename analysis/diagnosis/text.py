@@ -9,7 +9,7 @@ from typing import Any
 from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json, silent_clause
+from ..attribution.text import attribution_json, not_finite_clause, silent_clause
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
@@ -40,10 +40,11 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     """The story of a run; `checked` is None where there are no two passes to compare."""
     fall = attribution.fall
     if fall is None:
-        calm = "No fall is seen"
+        broken = not_finite_clause(attribution.not_finite)
+        calm = f"{broken}, and no fall is seen before" if broken else "No fall is seen"
         if attribution.silent is not None:
             calm = f"No fall of {attribution.outcome} is seen, but {silent_clause(attribution.silent)}"
-        if not attribution.outcome:
+        if not attribution.outcome and not broken:
             calm = f"Neither a reward nor an evaluation was recorded at {MIN_VALUES} steps or more"
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
@@ -65,7 +66,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         apart = fall.step - lead.step
         beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
         said = f"{change_sentence(lead)}, {beside} {down}."
-    return f"{said} {_cause(attribution, checked)}"
+    broken = not_finite_clause(attribution.not_finite)
+    return f"{broken}. {said} {_cause(attribution, checked)}" if broken else f"{said} {_cause(attribution, checked)}"
 
 
 def _named(attribution: Attribution) -> set[str]:

@@ -10,6 +10,8 @@ import numpy as np
 
 from ..trace.database import Database
 
+_NO_STEPS = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -21,7 +23,7 @@ class Column:
     values: np.ndarray
     """[m] float64"""
     source: str
-    not_finite: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    not_finite: np.ndarray = field(default_factory=lambda: _NO_STEPS)
     """Steps at which NaN or an infinity was recorded."""
     logged: str = ""
     """Name that the trainer logged it under; empty where it was computed."""
@@ -34,10 +36,17 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
     return columns | {"step": columns["step"].astype(np.int64)}
 
 
-def columns_of(rows: dict[str, np.ndarray], sources: Mapping[str, str]) -> list[Column]:
-    """The columns of a query that have a value at all, each with what its values are of."""
-    return [
-        Column(name, rows["step"][known], rows[name][known], source)
-        for name, source in sources.items()
-        if name in rows and (known := ~np.isnan(rows[name])).any()
-    ]
+def columns_of(
+    rows: dict[str, np.ndarray], sources: Mapping[str, str], not_finite: Mapping[str, np.ndarray] | None = None
+) -> list[Column]:
+    """The columns of a query that have a value at all, each with what its values are of.
+
+    `not_finite`: by column the steps at which NaN or an infinity was recorded.
+    """
+    columns = []
+    for name, source in sources.items():
+        if name in rows:
+            lacking = (not_finite or {}).get(name, _NO_STEPS)
+            has = ~np.isnan(rows[name]) | np.isin(rows["step"], lacking)
+            columns.append(Column(name, rows["step"][has], rows[name][has], source, lacking))
+    return [column for column in columns if len(column.steps)]

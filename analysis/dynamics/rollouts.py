@@ -7,7 +7,8 @@ from .columns import Column, by_step, columns_of
 
 _SEQUENCES = """
 SELECT step, avg(reward) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
-       avg((finish_reason = 'length')::INTEGER) AS share_length_limited
+       avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
+       coalesce(avg((NOT isfinite(reward))::INTEGER), 0) AS share_not_finite
 FROM sequences WHERE run = $run GROUP BY step ORDER BY step
 """
 
@@ -23,11 +24,15 @@ FROM (
 GROUP BY step ORDER BY step
 """
 
+_MOST = 0.5
+"""Share of a step's rewards that are NaN or infinite above which its reward is."""
+
 
 def read_rollouts(database: Database, run: str) -> list[Column]:
     """Read rewards and lengths by step."""
     sequences = by_step(database, _SEQUENCES, {"run": run})
     groups = by_step(database, _GROUPS, {"run": run})
+    no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
     return [
         *columns_of(
             sequences,
@@ -36,6 +41,7 @@ def read_rollouts(database: Database, run: str) -> list[Column]:
                 "length": "mean response length, tokens",
                 "share_length_limited": "share of responses that ended at the limit of tokens",
             },
+            not_finite={"reward": no_number},
         ),
         *columns_of(
             groups,

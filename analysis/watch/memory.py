@@ -44,7 +44,8 @@ class Memory:
         self._basis: Any = None
         self._num_metrics = -1
         self._logged: list[Column] = []
-        self._values: dict[str, dict[int, float]] = {}
+        self._values: dict[str, dict[int, tuple[float, bool]]] = {}
+        """Series -> step -> its value, and whether NaN or an infinity was recorded."""
         self._sources: dict[str, str] = {}
         self._of_tokens: dict[str, dict[int, float]] = {}
 
@@ -121,13 +122,15 @@ class Memory:
                 values.pop(step, None)
         for column in columns:
             kept = self._values.setdefault(column.name, {})
-            kept.update(zip(column.steps.tolist(), column.values.tolist(), strict=True))
+            lacking = np.isin(column.steps, column.not_finite).tolist()
+            kept.update(zip(column.steps.tolist(), zip(column.values.tolist(), lacking, strict=True), strict=True))
             self._sources[column.name] = column.source
 
     def _column(self, name: str) -> Column:
         values = self._values[name]
         steps = np.array(sorted(values), np.int64)
-        return Column(name, steps, np.array([values[step] for step in steps.tolist()]), self._sources[name])
+        found, lacking = zip(*(values[step] for step in steps.tolist()), strict=True)
+        return Column(name, steps, np.array(found), self._sources[name], steps[np.array(lacking)])
 
     def _forget(self) -> None:
         self._read, self._values, self._of_tokens = {}, {}, {}

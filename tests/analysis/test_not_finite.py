@@ -1,0 +1,77 @@
+"""A run whose rewards, gradient norms or losses become NaN: the first thing that is told of it."""
+
+import numpy as np
+import pytest
+from tim_trace import Recorder
+from tim_trace.analysis import attribute, diagnose
+from tim_trace.analysis.diagnosis.text import diagnosis_json, story
+from tim_trace.analysis.watch.watcher import Watcher
+
+STEPS, AT, ROWS = 40, 25, 16
+
+
+def recorded(path, *, share=0.0, first=AT, last=STEPS, logged=None, falls=False):
+    """A run whose reward climbs, of which a share is NaN from one step to another; `logged`: name -> first step without a number."""
+    draw = np.random.default_rng(0)
+    with Recorder(path) as recorder:
+        for step in range(1, STEPS + 1):
+            reward = (draw.random(ROWS) < (0.05 if falls and step >= AT else 0.4 + 0.01 * step)).astype(float)
+            logprobs = -draw.gamma(2, 0.4, (ROWS, 8))
+            if first <= step <= last:
+                reward[: round(share * ROWS)] = np.nan
+            batch = recorder.add_sequences(
+                step=step, response_ids=draw.integers(1, 50, (ROWS, 8)), reward=reward, advantage=reward - np.nanmean(reward),
+                group_ids=[str(row // 4) for row in range(ROWS)],
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=logprobs.astype(np.float32))
+            off = (logprobs + draw.normal(0, 1e-4, logprobs.shape)).astype(np.float32)
+            recorder.add_scores("train", batch, logprobs=np.minimum(off, 0))
+            given = {name: np.nan if step >= at else 1.0 + 0.1 * draw.random() for name, at in (logged or {}).items()}
+            recorder.add_metrics(step, given)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("planted", "begins"),
+    [
+        ({"share": 0.6}, "reward is NaN or infinite from step 25 to the end, and no fall is seen before;"),
+        ({"share": 0.5}, "No fall is seen;"),
+        ({"share": 0.6, "last": STEPS - 1}, "No fall is seen;"),
+        ({"share": 0.6, "first": STEPS}, "reward is NaN or infinite from step 40 to the end,"),
+        ({"logged": {"loss": 30}}, "loss is NaN or infinite from step 30 to the end,"),
+        ({"logged": {"loss": 31, "grad_norm": 31}}, "grad_norm and loss are NaN or infinite from step 31 to the end,"),
+        (
+            {"share": 0.9, "logged": {"loss": 24, "grad_norm": 25}},
+            "loss is NaN or infinite from step 24 to the end, reward and grad_norm are NaN or infinite from step 25 to the end, and no fall",
+        ),
+        ({"falls": True, "logged": {"loss": 24}}, "loss is NaN or infinite from step 24 to the end. "),
+    ],
+)  # fmt: skip
+def test_the_story_begins_with_what_is_no_number_to_the_end(tmp_path, planted, begins):
+    found = diagnose(recorded(tmp_path / "run", **planted))
+    assert story(found).startswith(begins)
+    assert list(diagnosis_json(found)["attribution"]["not_finite"]) == [
+        {"series": each.series, "step": each.step} for each in found.attribution.not_finite
+    ]
+
+
+def test_the_sequences_of_its_first_step_are_the_next_thing_to_look_at(tmp_path):
+    found = diagnose(recorded(tmp_path / "run", share=0.6))
+    assert str(found.next[0]).startswith(f"tim-trace sql {tmp_path / 'run'}")
+    assert f"WHERE step = {AT} ORDER BY isfinite(reward)" in str(found.next[0])
+    sounding = {reading.alarm.metric: reading.first_step for reading in found.alarms.raised}
+    assert sounding == {"reward": AT}
+
+
+def test_the_verdict_of_a_run_that_did_not_fall_says_it_too(tmp_path):
+    found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
+    assert found.sentence == (
+        "loss is NaN or infinite from step 30 to the end: nothing can be learned from these steps. No fall of reward is seen before."
+    )
+    assert attribute(recorded(tmp_path / "sound", logged={"loss": STEPS + 1})).not_finite == ()
+
+
+def test_watch_hears_it_as_diagnose_does(tmp_path):
+    found = Watcher(recorded(tmp_path / "run", share=0.6)).look().alarms
+    (alarm,) = (each for each in found.raised if each.alarm.metric == "reward")
+    assert (alarm.first_step, alarm.last_step, alarm.num_steps, alarm.still) == (AT, STEPS, STEPS + 1 - AT, True)
