@@ -24,6 +24,7 @@ from .supposed import broken_steps, supposed_at
 from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import settings
+from .suspects.mismatch import trainer_disagrees
 from .suspects.timing import at_once, order
 
 _NUMBERS = ("reward", "grad_norm", "loss")
@@ -106,7 +107,13 @@ def _suspects(facts: Facts) -> tuple[Suspect, ...]:
     if facts.fall is None:
         return ()
     unknown = Suspect(
-        code="unknown", evidence=(*settings(facts, "unknown"), *at_once(facts, t.MEDIUM), t.prior("unknown"))
+        code="unknown",
+        evidence=(
+            *settings(facts, "unknown"),
+            *at_once(facts, t.MEDIUM),
+            *trainer_disagrees(facts),
+            t.prior("unknown"),
+        ),
     )
     return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
 

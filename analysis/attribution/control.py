@@ -89,7 +89,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
             suspects=(), is_intervention=shares, differences=differences, notes=notes, parted=parted
         )
     if any(difference.code in ("rewards_by_length", BY_LENGTH) for difference in differences):
-        suspects = _without(suspects, "reward", "rewards_changed")
+        suspects = _without(suspects, "reward", "rewards_changed", "rewards_of_other_rule")
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
     if fell_too:
         suspects = _with(suspects, codes, Evidence(code="control_differs_and_fell", points=-t.CONTROL))
@@ -298,11 +298,11 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
     )
 
 
-def _without(suspects: tuple[Suspect, ...], code: str, evidence: str) -> tuple[Suspect, ...]:
-    """Suspects ranked anew, with one's evidence of a code left out: the control says what it is."""
+def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[Suspect, ...]:
+    """Suspects ranked anew, with one's evidence of some codes left out: the control says what it is."""
     return ranked(
         [
-            replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code != evidence))
+            replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code not in evidence))
             if suspect.code == code
             else suspect
             for suspect in suspects

@@ -50,10 +50,19 @@ from .rollouts import (
     scored_rows,
     shared_responses,
     sorted_share,
+    unequal_in_step,
+    unequal_openings,
     unequal_share,
 )
 from .settings import is_setting, read_settings, suspect_of
-from .staleness import StaleWeights, StillEngine, read_stale_weights, read_still_engine
+from .staleness import (
+    EarlierWeights,
+    StaleWeights,
+    StillEngine,
+    read_earlier_weights,
+    read_stale_weights,
+    read_still_engine,
+)
 
 _BREAK_STEPS = 10
 """Steps before and since a step whose advantages are held against each other."""
@@ -252,14 +261,20 @@ class Facts:
         """Equal responses that earn something else from a step on, near the fall or for good; where nothing fell, anywhere."""
         if not len(self.steps):
             return None
-        found = self._given_otherwise("reward", least_reward(self.rollouts))
-        if found is not None:
+        near = self._given_otherwise("reward", least_reward(self.rollouts))
+        if near is not None:
             noise = self.repeated_before.unequal
-            least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
-            if found.share > least:
-                return found
+            least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / near.num_responses)
+            near = near if near.share > least else None
+        if near is not None and not near.share_before > t.WAS_THERE * near.share:
+            return near
         found = self._given_otherwise_for_good("reward", least_reward(self.rollouts))
-        return None if found is None or found.is_rescaled else found
+        return near if found is None or found.is_rescaled else found
+
+    @cached_property
+    def unequal_in_step(self) -> tuple[float, float]:
+        """Share of the pairs of equal responses of one step that have two rewards: since the fall, and well before it."""
+        return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
     def pays_length_since(self) -> float:
@@ -439,6 +454,26 @@ class Facts:
         """Whether the engine keeps its weights from where the mismatch begins."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
+
+    @cached_property
+    def disagreeing(self) -> tuple[float, float]:
+        """Share of equal openings of one step to which engine and trainer give two logprobs since the mismatch begins; 0 where they did before."""
+        begins = _mismatch_begins(self)
+        if begins is None:
+            return 0.0, 0.0
+        step = int(self.steps[begins])
+        since, before = unequal_openings(self.rollouts.since(step)), unequal_openings(self.rollouts.until(step - 1))
+        engine, trainer = (
+            now if now >= t.DISAGREES and not usual > t.AGREES else 0.0
+            for now, usual in zip(since, before, strict=True)
+        )
+        return engine, trainer
+
+    @cached_property
+    def earlier_weights(self) -> EarlierWeights | None:
+        """Whether the engine had weights that the trainer had before, from where the mismatch begins."""
+        begins = _mismatch_begins(self)
+        return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
         """The same with the fall as it is seen beside a control that shares the seeds: where their outcomes part for good."""

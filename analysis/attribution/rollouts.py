@@ -16,6 +16,7 @@ from scipy.stats import ks_2samp
 from ...schemas.passes import REFERENCE
 from ..statement import Measured
 from ..trace.cache import cached
+from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.source import Pair
 from . import thresholds as t
@@ -36,19 +37,26 @@ FROM (
     )
 ) AS s
 LEFT JOIN (
-    SELECT step, seq_id, list_avg(logprobs) AS mean, list_avg(logprobs[1:$opening]) AS opening
-    FROM scores WHERE "pass" = $scored AND iteration = 0
+    SELECT step, seq_id, {mean} AS mean, list_avg(logprobs[1:$opening]) AS opening
+    FROM scores{masks} WHERE "pass" = $scored AND iteration = 0
 ) AS train USING (step, seq_id)
 LEFT JOIN (
-    SELECT step, seq_id, list_avg(logprobs) AS mean, list_avg(logprobs[1:$opening]) AS opening
-    FROM scores WHERE "pass" = $sampled AND iteration = 0
+    SELECT step, seq_id, {mean} AS mean, list_avg(logprobs[1:$opening]) AS opening
+    FROM scores{masks} WHERE "pass" = $sampled AND iteration = 0
 ) AS sampled USING (step, seq_id)
 LEFT JOIN (
-    SELECT step, seq_id, list_avg(logprobs) AS mean FROM scores WHERE "pass" = $reference AND iteration = 0
+    SELECT step, seq_id, {mean} AS mean FROM scores{masks} WHERE "pass" = $reference AND iteration = 0
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
 """Lists become numbers before rows are joined and put in order, so that no list is kept."""
+_OF_ALL = {"mean": "list_avg(logprobs)", "masks": ""}
+_OF_COUNTED = {
+    "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
+    "ELSE list_avg(list_filter(logprobs, lambda logprob, place: response_mask[place])) END",
+    "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
+}
+"""The mean over the tokens of a response: what a tool wrote is no choice of the policy."""
 _LEAST_SORTED = 3
 """Members of a group, at least, whose rewards may be called sorted."""
 _FARTHEST = 16
@@ -69,6 +77,12 @@ _FEWEST_OF_LENGTH = 5
 """Responses of one length, and lengths, that say how rewards go with length."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
+_CERTAIN = 1e-3
+"""Nats below which an opening is certain."""
+_EQUAL = 1e-4
+"""Nats by which two logprobs of one opening of a step differ at most; batches of other shapes round otherwise."""
+_FEWEST_IN_STEP = 20
+"""Pairs of equal responses of one step below which they say nothing."""
 _PROMPTS_AWAY = 8
 """Prompts of a step by which the one that a response was graded by is looked for in a wrong place."""
 _INTERVAL = 1.92
@@ -99,7 +113,7 @@ class Rollouts:
     length: np.ndarray
     """[N] tokens of the response."""
     likelihood: np.ndarray
-    """[N] mean logprob of the response's tokens as the trainer scored them, nats; as the engine did where it did not."""
+    """[N] mean logprob of the response's tokens that count as the trainer scored them, nats; as the engine did where it did not."""
     sampled: np.ndarray
     """[N] mean logprob of the same tokens as the engine returned them, nats; NaN where not recorded."""
     reference: np.ndarray
@@ -206,7 +220,8 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
     """Read the sequences of the one run that is open; the passes of `pair` say how likely each was to trainer and engine."""
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
-        table = database.connection.sql(_ROWS, params=parameters).to_arrow_table()
+        rows = _ROWS.format(**(_OF_COUNTED if sequence_columns(database).mask else _OF_ALL))
+        table = database.connection.sql(rows, params=parameters).to_arrow_table()
     columns = {name: table[name].to_numpy() for name in table.column_names}
     columns["group"] = _groups(columns["group"], columns["step"])
     return Rollouts(**columns)
@@ -519,6 +534,35 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     order = np.lexsort((rollouts.step, rollouts.whole))
     whole = rollouts.whole[order]
     return _unequal(getattr(rollouts, column)[order], whole[1:] == whole[:-1], least)[1]
+
+
+def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
+    """Pairs of equal responses to equal prompts within a step, and the share of them with two rewards; NaN below 20 pairs.
+
+    Such a pair has one reward whatever became of the policy, and of the reward since a step before.
+    """
+    order = np.lexsort((rollouts.whole, rollouts.step))
+    whole, step, reward = (values[order] for values in (rollouts.whole, rollouts.step, rollouts.reward))
+    again = (whole[1:] == whole[:-1]) & (step[1:] == step[:-1]) & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
+    num = int(again.sum())
+    differs = np.abs(reward[1:] - reward[:-1])[again] > least_reward(rollouts)
+    return num, float(differs.mean()) if num >= _FEWEST_IN_STEP else math.nan
+
+
+def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
+    """Share of equal openings of one step to which the engine, and to which the trainer, gives two logprobs; NaN below 20 pairs."""
+    known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
+    order = np.lexsort((rollouts.opening[known], rollouts.step[known]))
+    opening, step, sampled, trained = (
+        values[known][order]
+        for values in (rollouts.opening, rollouts.step, rollouts.opening_sampled, rollouts.opening_trained)
+    )
+    # Of what is certain nothing moves.
+    again = (opening[1:] == opening[:-1]) & (step[1:] == step[:-1]) & (trained[1:] < -_CERTAIN)
+    if again.sum() < _FEWEST_IN_STEP:
+        return math.nan, math.nan
+    of_engine, of_trainer = (float((np.abs(np.diff(values))[again] > _EQUAL).mean()) for values in (sampled, trained))
+    return of_engine, of_trainer
 
 
 def least_reward(rollouts: Rollouts) -> float:

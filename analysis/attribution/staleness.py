@@ -25,7 +25,15 @@ _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Nats by which the mean of a few equal float32 logprobs differs from itself at most."""
 _CERTAIN = 1e-3
-"""Nats below which an opening is certain."""
+"""Nats below which an opening is certain, and two logprobs of it are one."""
+_SAME_LOGPROB = 1e-5
+"""Nats by which an exact engine and its trainer differ at most under the same weights."""
+_NEAR = 1e-4
+"""The same where the weights of one step are looked at, which agree by chance in hardly an opening."""
+_ASIDE = 3.0
+"""How far aside of a logprob, in what two equal ones differ by, others are there by chance."""
+_FEWEST_OF_VERSION = 20
+"""Openings that say whether the weights of one step are the engine's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +115,75 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
     moved = [np.abs(values[1:] - values[:-1])[again] for values in (sampled, trained)]
     still, of_trainer = (float((each <= _SAME_BITS).mean()) for each in moved)
     return StillEngine(num_pairs=int(again.sum()), still=still, of_trainer=of_trainer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierWeights:
+    """The engine's logprobs of openings that the trainer scores otherwise, among those that the trainer had of them before."""
+
+    num_pairs: int
+    """Such openings that came before."""
+    num_equal: int
+    """Those whose logprob is the trainer's of some step before."""
+    by_chance: int
+    """Those whose logprob would be, were it another one close by."""
+    version: int
+    """The step whose weights, or the distance in steps at which they, agree best; 0 where no 20 openings can tell."""
+    is_distance: bool
+    agreement: float
+    """Share of the openings that are the trainer's of it."""
+    num_agreeing: int
+
+    @property
+    def values(self) -> dict[str, Measured]:
+        """The numbers of its evidence."""
+        return {
+            "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
+            "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
+        }  # fmt: skip
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the weights of one step, or those of one distance, are the engine's."""
+        return self.agreement >= t.EARLIER_AGREES
+
+    @property
+    def explains(self) -> bool:
+        """Whether the engine had weights that the trainer had before, of one step or of several."""
+        are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
+        return self.is_one or are_several
+
+
+def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
+    """Look for the engine's logprobs of openings, from a step on, among the trainer's of the same openings before.
+
+    Only where the two sides differ: one replica of several may lag. None where none of these openings came before.
+    """
+    opening, step, sampled, trained = _first_of_step(rollouts)
+    off = (step >= first) & (np.abs(sampled - trained) > _CERTAIN) & (sampled < -_CERTAIN)
+    starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
+    since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts
+    rows = np.flatnonzero(off)
+    rows = rows[rows > since[rows]]
+    if not len(rows):
+        return None
+    # Every earlier logprob of each of these openings, and which row it is held against.
+    counts = rows - since[rows]
+    at = np.repeat(rows, counts)
+    before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
+    apart = sampled[at] - trained[before]
+    equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
+    version, is_distance, agreement, num = 0, False, 0.0, 0
+    for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
+        total, close = np.bincount(key), np.bincount(key, np.abs(apart) <= _NEAR)
+        share = np.where(total >= _FEWEST_OF_VERSION, close / np.maximum(total, 1), 0.0)
+        best = int(share.argmax())
+        if share[best] > agreement:
+            version, is_distance, agreement, num = best, of_distance, float(share[best]), int(total[best])
+    return EarlierWeights(
+        num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
+        is_distance=is_distance, agreement=agreement, num_agreeing=num,
+    )  # fmt: skip
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:

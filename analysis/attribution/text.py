@@ -42,6 +42,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "taken off it",
         "loss_moves_up": "the loss rises out of its range at step {step} (by {in_sd:.0f} standard deviations), before the policy moves: a penalty is "
         "added to it",
+        "loss_punishes_entropy": "since the fall the loss is far above what it was and goes down with the entropy (correlation {correlation:.2f}): "
+        "entropy is punished",
         "loss_follows_entropy": "since the fall the loss is a multiple of what it was and goes down as the entropy goes up (correlation "
         "{correlation:.2f}): a bonus for it is most of the loss",
         "loss_follows_distance": "since the fall the loss is a multiple of what it was and goes with the distance to the reference (correlation "
@@ -77,6 +79,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "began: it follows the fall",
         "not_sampled_so": "since the fall tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times "
         "it, {ratio_before:.2g} before): they are not sampled with the logprobs that the engine returns",
+        "engine_disagrees": "since the mismatch begins the engine gives {share:.0%} of equal openings of one step two logprobs, and the trainer one: "
+        "it computes with noise",
+        "trainer_disagrees": "since the mismatch begins the trainer gives {share:.0%} of equal openings of one step two logprobs, and the engine one: "
+        "its scoring has noise, as dropout makes it",
         "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer scores otherwise: the trainer's weights are other ones at once",
         "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
@@ -85,6 +91,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings): that is staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins "
         "with the first updates: that is staleness",
+        "explained_by_earlier_weights": "the engine has weights that the trainer had before",
         "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings the same bits while the trainer's change: "
         "it has no new weights, which is staleness",
         "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that "
@@ -100,6 +107,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{cut_share:.0%} end exactly there",
         "responses_cut_at_end": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none from step {step} on is, "
         "and {cut_share:.0%} of these end exactly there: a limit that goes on shrinking",
+        "limited_shorter": "{share:.0%} of the responses of step {step} end at a limit and hardly one did before, though none is longer than "
+        "{limit:g} tokens and some had {longest_before:g} before",
+        "endings_become_one": "{share:.0%} of the responses of step {step} end with token {token}, {before_share:.0%} before, and sooner: it stops them",
         "endings_change": "from step {step} on {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}): "
         "they are broken off",
         "endings_shift": "by step {step} {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}), more "
@@ -147,6 +157,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "learned with that",
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before "
         "they were scored, as before: it is not the lag's",
+        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's of "
+        "step {version}: it kept these weights",
+        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's "
+        "of {version} steps before",
+        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs of {num_openings:,} openings are the "
+        "trainer's of some step before, {by_chance:,} by chance",
         "stale_weights_match": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings)",
         "stale_weights_excluded": "the engine's logprobs of repeated openings are the trainer's of no step up to {max_distance} "
@@ -168,6 +184,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the "
         "fall began",
         "update_size": "an update changes the weights by {update_to_weight:.2g} of their size",
+        "update_leaps": "the update of step {step} is {factor:.3g} times as large as those before",
         "update_bursts": "{num_updates} updates until then are more than {burst_factor:g} times as large as the median one, up "
         "to {max_factor:.3g} times",
         "reward_drops_with_policy": "the reward loses {share:.0%} of the fall at step {step}, and the policy is another one from "
@@ -178,6 +195,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "reward": {
         "rewards_deterministic": "the reward depends on the response alone: {unequal_share:.1%} of {num_pairs:,} repeated "
         "responses have two rewards",
+        "rewards_disagree_in_step": "{share:.0%} of the equal responses within a step have two rewards since the fall, {before_share:.1%} before it: the "
+        "reward is of more than the response",
+        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses that came before step {step} earn something else since, and equal responses "
+        "of a step the same: the reward follows another rule",
         "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt have two rewards, "
         "{mean_difference:.2g} apart",
         "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards, and about as many had "

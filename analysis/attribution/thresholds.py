@@ -39,6 +39,10 @@ _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (
 begin beyond 0.02 (research of IcePop, VeXact and the trials of benchmarks/collapse)."""
 USUAL_ENDING = 0.01
 """Least share of the responses before that ended with a token that is a usual end."""
+SHORTER = 0.9
+"""Share of the length that responses had before below which they end sooner."""
+ONE_ENDING = 0.9
+"""Share of the responses of a step that end with one token from which that stops them, if no more than half of it did before."""
 OTHER_ENDINGS = 0.2
 """Share of the responses of a step that end otherwise, below the longest length, from which they are broken off."""
 CUT_SHARE = 0.1
@@ -86,6 +90,16 @@ STALE_REACHES = 20
 """Steps that must be compared before stale weights are excluded: engines are rarely farther behind without saying so."""
 BEGUN = 0.1
 """Share of the mismatch at the fall from which it has begun."""
+EARLIER_AGREES = 0.5
+"""Share of the engine's logprobs of openings that are the trainer's of one earlier step, or distance, from which it had these weights: of 57
+falls of the mismatch at most 0.14."""
+EARLIER_FEWEST = 8
+"""The fewest that are the trainer's of any step before, of which that is told."""
+EARLIER_OVER_CHANCE = 5.0
+"""Times as many as there are by chance; of falls of the mismatch at most 2.3."""
+DISAGREES, AGREES = 0.3, 0.05
+"""Share of equal openings of one step to which one side gives two logprobs since the mismatch begins, and at most before, from which that side
+computes with noise or with other rows: of 11 such falls eight were noise of the engine, two dropout in the trainer, one exchanged rows."""
 STILL = 0.5
 """Share of the openings that come again within three steps to which an engine that keeps its weights gives the same bits: one that gets
 new weights every other step has half."""
@@ -115,6 +129,12 @@ WAS_THERE = 0.5
 """Share of the noise of rewards since a fall that may have been there before it: what a run learned with is no cause."""
 UNEQUAL = 0.01
 """Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
+DISAGREE, AGREE = 0.15, 0.01
+"""Share of the pairs of equal responses of one step with two rewards since a fall, and before, from which, and up to which, the reward is of more
+than the response: of 10 such falls 8 were noise of the reward, two rewards of other rows."""
+OTHER_RULE = 0.3
+"""Share of equal responses that earn something else since a step, while all of a step agree, from which the reward follows another rule: of 28
+such falls 21 were the reward's, four those of tools or tokens that a scorer reads, two of answers that belong to other prompts."""
 MUCH_UNEQUAL = 0.3
 """The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
 UNEQUAL_SHIFTED = 0.35
@@ -203,6 +223,8 @@ BENDS = 0.03
 """Mean |d| from which such a jump bends a run."""
 NORM_JUMPS = 3.0
 """Least factor of the gradient norm."""
+LEAP = 6.0
+"""Factor over the updates before by which one is the optimizer's: of 12 falls with such an update all were, and of 190 others the largest was 4.7."""
 BURST = 8.0
 """Factor over the median size of an update that single ones have where the optimizer's averages are too short or too long."""
 LARGE_UPDATE = 0.003
@@ -301,6 +323,11 @@ MOVES_ON = 0.6
 """Share of these that two of the three steps after it must have, too."""
 LOSS_GROWS = 3.0
 """Factor of the scatter of the loss from which it has another term."""
+LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
+"""Correlation of the loss and the entropy since a fall, and standard deviations by which the loss rose, from which it is the entropy that is
+punished: of 302 falls with a logged loss, and without a mismatch that makes such a loss, two have both, and those are it."""
+LOSS_GOES, LOSS_SINKS = 0.85, 2.0
+"""The same of an entropy bonus, where the correlation is negative and the loss sinks."""
 LOSS_FOLLOWS = 0.95
 """Correlation with the entropy, or with the distance to the reference, from which that term is theirs: of 10 such falls with the entropy 10
 were an entropy bonus's."""

@@ -48,6 +48,12 @@ FROM (
 GROUP BY ALL ORDER BY step, token
 """
 """Tokens with their places from the front and from the end."""
+_PATTERNS = """
+SELECT step, hash(list_transform(prompt_ids[1:{most}], lambda token: list_position(prompt_ids, token))) AS token, count(*) AS n
+FROM sequences WHERE hash(seq_id) % {every} = 0
+GROUP BY ALL ORDER BY step, token
+"""
+"""Of each place of a prompt the first one with the same token: which places are alike, whatever the tokens are."""
 _MOST_PLACES = 12
 """Tokens of either end of a prompt whose places are looked at."""
 _NEW = """
@@ -90,6 +96,8 @@ _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
     "prompt_shift": (PROMPTS, LINEAR, "share of prompt tokens that the first tenth of the run would not have (total variation)"),
     "prompt_form_shift": (PROMPTS, LINEAR, "share of tokens at either end of prompts that the first tenth of the run would not have there"),
+    "prompt_pattern_shift": (PROMPTS, LINEAR, "share of prompts whose places with equal tokens are others than those of the first tenth (total variation)"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens at either end of prompts that the first quarter of the run never had there"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that no step before had"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences of the step"),
@@ -142,25 +150,40 @@ def _shift(database: Database) -> dict[str, Column]:
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     found: dict[str, Column] = {}
-    for name, query in (("prompt_shift", _TOKENS), ("prompt_form_shift", _PLACES)):
+    for name, query in (("prompt_shift", _TOKENS), ("prompt_form_shift", _PLACES), ("prompt_pattern_shift", _PATTERNS)):
         rows = database.connection.execute(query.format(every=every, most=_MOST_PLACES)).fetchnumpy()
-        shift = _from_first(*(np.asarray(rows[column]) for column in ("step", "token", "n")))
-        if shift is not None:
-            found[name] = shift
+        table = _by_token(*(np.asarray(rows[column]) for column in ("step", "token", "n")))
+        if table is not None:
+            found[name] = _from_first(*table)
+        if table is not None and query is _PLACES:
+            found["share_new_places"] = _never_before(*table)
     return found
 
 
-def _from_first(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> Column | None:
-    """By step, the total variation of its tokens from those of the first tenth of the run; None where these are too many."""
+def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """[n] steps and [n, num_tokens] counts at them; None where there are too many."""
     steps, at = np.unique(step.astype(np.int64), return_inverse=True)
     tokens, column = np.unique(token, return_inverse=True)
     if not len(steps) or len(steps) * len(tokens) > 50_000_000:
         return None
     counts = np.zeros((len(steps), len(tokens)))
     counts[at, column] = n.astype(float)
+    return steps, counts
+
+
+def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
+    """By step, the total variation of its tokens from those of the first tenth of the run."""
     first = counts[: max(len(steps) // 10, 3)].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
     return steps, 0.5 * np.abs(shares - first / first.sum()).sum(axis=1)
+
+
+def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
+    """By step, the share of its tokens that the first quarter of the run never had; NaN in that quarter."""
+    begins = max(len(steps) // 4, 3)
+    is_new = counts[:begins].sum(axis=0) == 0
+    share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
+    return steps, np.where(np.arange(len(steps)) < begins, np.nan, share)
 
 
 def _of_reference(database: Database) -> dict[str, Column]:

@@ -133,6 +133,7 @@ def facts(**given):
         "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None, "moves": NOTHING, "breaks": FALL.low,
         "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0,
         "advantages_break": None, "grows_from_nothing": False, "scored_rows": None, "reward_moved": 1.0,
+        "earlier_weights": None, "disagreeing": (0.0, 0.0), "unequal_in_step": (np.nan, np.nan),
     }  # fmt: skip
     return Stub(**empty | given)
 
@@ -880,21 +881,21 @@ def lagging(at_fall, before=0.0, *, since=50, **given):
     ],
 )
 def test_a_declared_lag_counts_where_it_grew_or_is_more_than_is_ordinary(before, lag, verdict):
-    assert codes(stale_suspect._declared(lagging(lag, before), is_still=False)) == verdict
+    assert codes(stale_suspect._declared(lagging(lag, before), is_seen=False)) == verdict
 
 
 @pytest.mark.parametrize(
     ("since", "code"), [(60, "declared_lag_grows"), (28, "declared_lag_grows"), (27, "declared_lag")]
 )
 def test_a_lag_grew_that_was_less_for_half_of_the_steps_before_the_fall(since, code):
-    assert list(codes(stale_suspect._declared(lagging(9.0, 1.0, since=since), is_still=False))) == [code]
+    assert list(codes(stale_suspect._declared(lagging(9.0, 1.0, since=since), is_seen=False))) == [code]
 
 
 @pytest.mark.parametrize(
     ("size", "before", "points"), [(0.029, 1.0, -1.5), (0.061, 1.0, 0.0), (0.029, 0.0, STRONG - 1.5 + MEDIUM)]
 )
 def test_a_lag_that_leaves_both_sides_near_speaks_less_for_staleness(size, before, points):
-    (evidence,) = stale_suspect._declared(lagging(1.0, before, mismatch=run_mismatch(size)), is_still=False)
+    (evidence,) = stale_suspect._declared(lagging(1.0, before, mismatch=run_mismatch(size)), is_seen=False)
     assert evidence.points == pytest.approx(points)
 
 
@@ -909,14 +910,14 @@ def test_a_lag_that_leaves_both_sides_near_speaks_less_for_staleness(size, befor
 )
 def test_a_mismatch_that_grows_while_the_lag_stays_is_not_of_the_lag(grown, lag, before, of_staleness, of_mismatch):
     run = lagging(lag, before, changes={"mean_abs_d": [change(60, before=0.1, after=0.1 * grown)]})
-    assert list(codes(stale_suspect._declared(run, is_still=False))) == [of_staleness]
+    assert list(codes(stale_suspect._declared(run, is_seen=False))) == [of_staleness]
     assert codes(mismatch._lag(run)) == of_mismatch
 
 
 @pytest.mark.parametrize(("rises_at", "code"), [(13, "declared_lag"), (14, "mismatch_grows_beside_lag")])
 def test_a_mismatch_that_comes_with_a_lag_at_the_beginning_of_a_run_is_the_lag_s(rises_at, code):
     run = lagging(9.0, 0.0, since=8, changes={"mean_abs_d": [change(rises_at, before=0.001, after=0.2)]})
-    assert list(codes(stale_suspect._declared(run, is_still=False))) == [code]
+    assert list(codes(stale_suspect._declared(run, is_seen=False))) == [code]
 
 
 @pytest.mark.parametrize(("first", "usual"), [(14, 9.0), (13, 0.0)])
@@ -927,7 +928,7 @@ def test_of_a_fall_whose_onset_is_hardly_known_the_whole_run_until_it_tells_the_
 
 def test_a_mismatch_that_grows_after_the_fall_says_nothing_of_a_lag():
     run = lagging(9.0, 9.0, changes={"mean_abs_d": [change(70, before=0.1, after=0.9)]})
-    assert list(codes(stale_suspect._declared(run, is_still=False))) == ["declared_lag"]
+    assert list(codes(stale_suspect._declared(run, is_seen=False))) == ["declared_lag"]
 
 
 @pytest.mark.parametrize(("num_steps", "at_fall"), [(5, 4.5), (6, 9.0)])
@@ -949,10 +950,10 @@ def test_a_lag_that_is_declared_to_be_0_at_every_step_is_no_staleness(given):
     fresh, once_behind = np.zeros(100), np.zeros(100)
     once_behind[7] = 1.0
     run = facts(series={"version_lag": fresh}, mismatch=run_mismatch(settled=0.2, late=0.2), **given)
-    assert codes(stale_suspect._declared(run, is_still=False)) == {"declared_fresh": -CERTAIN}
+    assert codes(stale_suspect._declared(run, is_seen=False)) == {"declared_fresh": -CERTAIN}
     assert stale_suspect._measured(run) == mismatch._lag(run) == []
     run.series = {"version_lag": once_behind}
-    assert codes(stale_suspect._declared(run, is_still=False)) == {"no_declared_lag": 0.0}
+    assert codes(stale_suspect._declared(run, is_seen=False)) == {"no_declared_lag": 0.0}
     assert stale_suspect._measured(run) != []
 
 
@@ -1807,7 +1808,7 @@ def test_beside_a_control_neither_is_it(policy, size_before, differs):
 
 @pytest.mark.parametrize(("size", "points"), [(0.999, STRONG + 2.5), (1.0, CERTAIN)])
 def test_a_lag_is_certain_where_the_policy_is_a_nat_a_token_away(size, points):
-    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)), is_still=False)) == {
+    assert codes(stale_suspect._declared(lagging(4.5, 4.5, mismatch=run_mismatch(size)), is_seen=False)) == {
         "declared_lag": points
     }
 

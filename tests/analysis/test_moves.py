@@ -283,6 +283,7 @@ def facts(**given):
         "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0,
         "hides": False,
         "advantages_break": None, "still_engine": None, "scored_rows": None, "checked": None, "changed_rewards": None,
+        "earlier_weights": None, "disagreeing": (0.0, 0.0), "unequal_in_step": (np.nan, np.nan),
     }  # fmt: skip
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
@@ -982,8 +983,8 @@ def test_an_engine_that_stands_still_is_stale_whatever_is_declared(size, points)
     still = StillEngine(num_pairs=100, still=0.9, of_trainer=0.0)
     found = facts(still_engine=still, mismatch=run, series={"version_lag": np.zeros(60)})
     assert codes(staleness._still(found)) == {"engine_stands_still": points}
-    assert codes(staleness._declared(found, is_still=True)) == {"declared_fresh_and_still": 0.0}
-    assert codes(staleness._declared(found, is_still=False)) == {"declared_fresh": -7.0}
+    assert codes(staleness._declared(found, is_seen=True)) == {"declared_fresh_and_still": 0.0}
+    assert codes(staleness._declared(found, is_seen=False)) == {"declared_fresh": -7.0}
     assert staleness._still(facts(still_engine=still)) == []
     assert staleness._still(facts(still_engine=replace(still, still=0.4), mismatch=run)) == []
 

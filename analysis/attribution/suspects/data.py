@@ -16,7 +16,11 @@ from .changed import changed, holds, settings, worth
 
 def data(facts: Facts) -> Suspect:
     """The evidence for a shift of the prompts as the cause."""
-    shifted = [change for change in facts.clear(PROMPTS) if change.shape != "ramp" and _is_material(change)]
+    shifted = [
+        change
+        for change in facts.clear(PROMPTS)
+        if _is_material(change) and (change.shape != "ramp" or _is_new(change))
+    ]
     evidence = [Evidence(code="prompts_steady", points=-t.STRONG)]
     shifted = shifted or _together(facts)
     if shifted:
@@ -26,6 +30,11 @@ def data(facts: Facts) -> Suspect:
         evidence=(*evidence, *settings(facts, "data"), *holds(facts, t.MEDIUM), t.prior("data")),
         next=EVALUATE_OLD_PROMPTS,
     )
+
+
+def _is_new(change: RecordedChange) -> bool:
+    """Whether prompts begin to hold, at some place, a token that none had there."""
+    return change.series == "share_new_places" and change.before == 0
 
 
 def _together(facts: Facts) -> list[RecordedChange]:

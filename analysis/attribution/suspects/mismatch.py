@@ -58,13 +58,29 @@ def mismatch(facts: Facts) -> Suspect:
             [replace(each, points=max(each.points, 0.0)) for each in part] for part in (size_and_order, semantics)
         )
     evidence = [
-        *size_and_order, *unsampled, *semantics, *_lag(facts), *settings(facts, "mismatch"),
+        *size_and_order, *unsampled, *semantics, *_disagrees(facts), *_lag(facts), *settings(facts, "mismatch"),
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
 
 
 _TRAINER_MOVES = Evidence(code="trainer_moves_first", points=-t.STRONG)
+
+
+def _disagrees(facts: Facts) -> list[Evidence]:
+    """An engine that gives equal openings of one step two logprobs computes with noise; where the trainer does, it is no engine's."""
+    engine, trainer = facts.disagreeing
+    if engine > trainer and not is_of_other_rows(facts):
+        return [Evidence(code="engine_disagrees", values={"share": engine}, points=t.CERTAIN)]
+    return [replace(each, points=-each.points) for each in trainer_disagrees(facts)]
+
+
+def trainer_disagrees(facts: Facts) -> list[Evidence]:
+    """A trainer that gives equal openings of one step two logprobs, of no other row: dropout that is left on, as no suspect's."""
+    engine, trainer = facts.disagreeing
+    if not trainer > engine or is_of_other_rows(facts):
+        return []
+    return [Evidence(code="trainer_disagrees", values={"share": trainer}, points=t.CERTAIN)]
 
 
 def _trainer_moves(facts: Facts) -> bool:
@@ -206,6 +222,8 @@ def _lag(facts: Facts) -> list[Evidence]:
     assert facts.mismatch is not None
     if facts.still_engine is not None and facts.still_engine.explains:
         return [Evidence(code="explained_by_still_engine", values=facts.still_engine.values, points=-t.CERTAIN)]
+    if lag.at_fall < 1 and facts.earlier_weights is not None and facts.earlier_weights.explains:
+        return [Evidence(code="explained_by_earlier_weights", values=facts.earlier_weights.values, points=-t.CERTAIN)]
     if is_declared_fresh(facts):
         return []
     if lag.at_fall < 1 and stale is not None and stale.explains:

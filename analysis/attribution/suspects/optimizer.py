@@ -13,6 +13,10 @@ from ..suspect import Suspect
 from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
+_BEFORE = 5
+"""Steps before a fall may begin that are not what it is held against."""
+_FEWEST = 5
+"""Updates before it, at least."""
 _LONG = 20
 """Steps that a run has to have learned for."""
 
@@ -22,7 +26,7 @@ def optimizer(facts: Facts) -> Suspect:
     spike = _spike(facts)
     changed_settings = [] if any(each.points > 0 for each in spike) else settings(facts, "optimizer")
     evidence = [
-        *spike, *changed_settings, *_settings(facts), *_steps(facts), *_norm(facts), *_dropped(facts), *at_once(facts, t.WEAK), *update_moves(facts), *holds(facts, -t.STRONG),
+        *spike, *changed_settings, *_settings(facts), *_steps(facts), *_leap(facts), *_norm(facts), *_dropped(facts), *at_once(facts, t.WEAK), *update_moves(facts), *holds(facts, -t.STRONG),
     ]  # fmt: skip
     return Suspect(
         code="optimizer",
@@ -94,6 +98,24 @@ def _steps(facts: Facts) -> list[Evidence]:
         Evidence(code="update_size", values={"update_to_weight": size}, points=points),
         *_bursts(known[: int(np.searchsorted(facts.steps[np.isfinite(values)], facts.fall.fallen, side="right"))]),
     ]
+
+
+def _leap(facts: Facts) -> list[Evidence]:
+    """An update that is a multiple of those before where the fall may begin: no gradient of a clipped or normalised step makes it."""
+    if facts.fall is None:
+        return []
+    sizes, first = facts.values("update_to_weight"), facts.fall.interval[0] - int(t.AHEAD) - _BEFORE
+    before = sizes[(facts.steps < first) & np.isfinite(sizes)][-_LONG:]
+    if len(before) < _FEWEST:
+        return []
+    usual = float(np.median(before))
+    last = max(facts.fall.interval[1], facts.fall.fallen)
+    near = (facts.steps >= first) & (facts.steps <= last) & (sizes > t.LEAP * usual)
+    if not near.any() or not usual > 0:
+        return []
+    at = int(near.argmax())
+    values: dict[str, Measured] = {"step": int(facts.steps[at]), "factor": float(sizes[at]) / usual}
+    return [Evidence(code="update_leaps", values=values, points=t.CERTAIN)]
 
 
 def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:

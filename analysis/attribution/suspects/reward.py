@@ -39,6 +39,11 @@ def _noise(facts: Facts) -> list[Evidence]:
         return [Evidence(code="rewards_deterministic", values=values, points=-t.WEAK)]
     if facts.rewards_lie_off:
         return []
+    since, before = facts.unequal_in_step
+    if since >= t.DISAGREE and before <= t.AGREE:
+        return [
+            Evidence(code="rewards_disagree_in_step", values={"share": since, "before_share": before}, points=t.CERTAIN)
+        ]
     if facts.repeated_before.unequal > t.WAS_THERE * repeated.unequal:
         return [Evidence(code="rewards_noisy_before", values=values, points=0.0)]
     values |= {"mean_difference": repeated.mean_difference}
@@ -51,7 +56,10 @@ def _changed(facts: Facts) -> list[Evidence]:
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off or facts.pays_length_since:
         return []
-    return [Evidence(code="rewards_changed", values=found.values, points=of_changed(found))]
+    since, before = facts.unequal_in_step
+    is_of_response = since <= t.AGREE and not before > t.AGREE and found.share >= t.OTHER_RULE
+    code = "rewards_of_other_rule" if is_of_response else "rewards_changed"
+    return [Evidence(code=code, values=found.values, points=of_changed(found))]
 
 
 def _direction(facts: Facts) -> list[Evidence]:

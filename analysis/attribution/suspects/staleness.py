@@ -14,8 +14,8 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
 def staleness(facts: Facts) -> Suspect:
     """The evidence for staleness as the cause."""
-    still = _still(facts)
-    evidence = [*_declared(facts, is_still=bool(still)), *(still or _measured(facts))]
+    seen = _still(facts) or _earlier(facts)
+    evidence = [*_declared(facts, is_seen=bool(seen)), *(seen or _measured(facts))]
     return Suspect(
         code="staleness",
         evidence=(*evidence, *settings(facts, "staleness"), t.prior("staleness")),
@@ -32,9 +32,19 @@ def _still(facts: Facts) -> list[Evidence]:
     return [Evidence(code="engine_stands_still", values=still.values, points=points)]
 
 
-def _declared(facts: Facts, *, is_still: bool) -> list[Evidence]:
+def _earlier(facts: Facts) -> list[Evidence]:
+    """An engine whose logprobs are those that the trainer had before, of one step, of one distance, or of several steps."""
+    found = facts.earlier_weights
+    if found is None or not found.explains or facts.mismatch is None or declared_lag(facts).at_fall >= 1:
+        return []
+    of_one = "earlier_weights_at_distance" if found.is_distance else "earlier_weights_of_step"
+    code = of_one if found.is_one else "earlier_weights_of_several_steps"
+    return [Evidence(code=code, values=found.values, points=t.CERTAIN + t.of_size(facts.mismatch.size))]
+
+
+def _declared(facts: Facts, *, is_seen: bool) -> list[Evidence]:
     lag = declared_lag(facts)
-    if is_declared_fresh(facts) and is_still:
+    if is_declared_fresh(facts) and is_seen:
         return [Evidence(code="declared_fresh_and_still", points=0.0)]
     if is_declared_fresh(facts):
         return [Evidence(code="declared_fresh", points=-t.CERTAIN)]

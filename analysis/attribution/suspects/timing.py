@@ -19,6 +19,8 @@ from ..rollouts import correlation
 FIRST, WITH, AFTER = "first", "with", "after"
 _FEWEST_BESIDE = 3
 """Steps before and since a fall of which it is told what advantages go with."""
+_FIRST = 10
+"""Values of a loss before a fall and since that say whether it rises."""
 _FEWEST = 8
 """Steps of which it is told whether the loss goes with something."""
 
@@ -87,12 +89,24 @@ def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
     if not since > t.LOSS_GROWS * before:
         return []
     with_entropy = 0.0 if entropy is None else _together(loss, entropy, first, np.exp)
+    rise = _rise(facts, loss, first)
+    if suspect == "entropy" and with_entropy >= t.LOSS_PUNISHES and rise >= t.LOSS_RISES:
+        return [Evidence(code="loss_punishes_entropy", values={"correlation": with_entropy}, points=t.CERTAIN)]
     with_distance = 0.0 if distance is None else _together(loss, distance, first)
-    if suspect == "entropy" and with_entropy <= -t.LOSS_FOLLOWS and with_entropy + with_distance < 0:
+    is_bonus = with_entropy <= -t.LOSS_FOLLOWS or (with_entropy <= -t.LOSS_GOES and rise <= -t.LOSS_SINKS)
+    if suspect == "entropy" and is_bonus and with_entropy + with_distance < 0:
         return [Evidence(code="loss_follows_entropy", values={"correlation": with_entropy}, points=t.CERTAIN)]
     if suspect == "reference" and with_distance >= t.LOSS_FOLLOWS and with_entropy + with_distance >= 0:
         return [Evidence(code="loss_follows_distance", values={"correlation": with_distance}, points=t.CERTAIN)]
     return []
+
+
+def _rise(facts: Facts, loss: Quantity, first: float) -> float:
+    """Standard deviations by which the loss is above what it was from where the fall may begin on; 0 where a mismatch may make it so."""
+    before, since = loss.values[loss.steps < first], loss.values[loss.steps >= first]
+    is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
+    rise = float(np.median(since[:_FIRST]) - np.median(before[-_FIRST:]))
+    return 0.0 if is_far else rise / max(float(before.std()), 1e-12)
 
 
 def _together(

@@ -21,7 +21,7 @@ def truncation(facts: Facts) -> Suspect:
     """The evidence for a limit of tokens as the cause."""
     evidence = _cut(facts)
     if not any(each.points > 0 for each in evidence):
-        evidence = _endings(facts) or evidence
+        evidence = _limited(facts) or _endings(facts) or _one_ending(facts) or evidence
     return Suspect(
         code="truncation",
         evidence=(
@@ -32,6 +32,58 @@ def truncation(facts: Facts) -> Suspect:
         ),
         next=RAISE_LIMIT,
     )
+
+
+def _limited(facts: Facts) -> list[Evidence]:
+    """Responses that begin to end at a limit, and are shorter there than those that ended by themselves before."""
+    if facts.fall is None:
+        return []
+    limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(t.AHEAD)
+    longest = np.full(len(facts.steps), np.nan)
+    steps, place = np.unique(facts.rollouts.step, return_inverse=True)
+    most = np.zeros(len(steps))
+    np.maximum.at(most, place, facts.rollouts.length)
+    longest[np.searchsorted(facts.steps, steps)] = most
+    known = np.isfinite(limited) & np.isfinite(longest)
+    before = known & (facts.steps < first)
+    last = max(facts.fall.interval[1], facts.fall.fallen) + int(t.AHEAD)
+    near = known & (facts.steps >= first) & (facts.steps <= last)
+    if before.sum() < _FEWEST_STEPS or np.median(limited[before][-10:]) > t.OTHER_ENDINGS / 4:
+        return []
+    usual = float(np.median(longest[before][-10:]))
+    for at in np.flatnonzero(near & (limited >= t.CUT_SHARE) & (longest < t.SHORTER * usual)):
+        values: dict[str, Measured] = {
+            "step": int(facts.steps[at]), "share": float(limited[at]), "limit": float(longest[at]), "longest_before": usual,
+        }  # fmt: skip
+        return [Evidence(code="limited_shorter", values=values, points=t.CERTAIN)]
+    return []
+
+
+def _one_ending(facts: Facts) -> list[Evidence]:
+    """Responses that all end with one token from one step on, and sooner, while the policy is what it was: it became a stop token."""
+    if facts.fall is None:
+        return []
+    first, last = facts.fall.interval[0] - int(t.AHEAD), max(facts.fall.interval[1], facts.fall.fallen)
+    steps = np.unique(facts.rollouts.step)
+    for step in steps[(steps >= first) & (steps <= last)]:
+        before = facts.rollouts.until(step - 1).since(step - 10)
+        now = facts.rollouts.at_step(int(step))
+        if not len(before.step) or not len(now.step):
+            continue
+        tokens, counts = np.unique(now.ending, return_counts=True)
+        token, share = tokens[counts.argmax()], float(counts.max() / len(now.ending))
+        usual = float((before.ending == token).mean())
+        is_sooner = now.length.mean() < t.SHORTER * before.length.mean()
+        is_one = share >= t.ONE_ENDING and usual <= t.ONE_ENDING / 2
+        if is_one and is_sooner and not facts.moves.moves_at(int(step), "grad_norm", "mean_abs_d"):
+            values: dict[str, Measured] = {
+                "step": int(step),
+                "share": share,
+                "before_share": usual,
+                "token": int(token),
+            }
+            return [Evidence(code="endings_become_one", values=values, points=t.DECISIVE)]
+    return []
 
 
 def _endings(facts: Facts) -> list[Evidence]:

@@ -1,0 +1,376 @@
+"""What equal openings, responses and prompts prove of one run: engines with earlier weights or noise, rewards, limits, new prompts."""
+
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tim_trace import Recorder
+from tim_trace.analysis.attribution.facts import Facts
+from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity
+from tim_trace.analysis.attribution.rollouts import (
+    Rollouts,
+    read_rollouts,
+    unequal_in_step,
+    unequal_openings,
+)
+from tim_trace.analysis.attribution.staleness import EarlierWeights, read_earlier_weights
+from tim_trace.analysis.attribution.suspects import timing
+from tim_trace.analysis.dynamics.conditions import read_conditions
+from tim_trace.analysis.dynamics.fall import Fall
+from tim_trace.analysis.dynamics.recorded import RecordedChange, read_recorded
+from tim_trace.analysis.trace.database import Database
+
+# The functions of the package hide its modules of the same names.
+data, mismatch, optimizer, reward, staleness, truncation = (
+    import_module(f"tim_trace.analysis.attribution.suspects.{name}")
+    for name in ("data", "mismatch", "optimizer", "reward", "staleness", "truncation")
+)
+
+CERTAIN = 7.0
+STEPS = np.arange(1, 61)
+FALL = Fall(
+    outcome="reward", onset_of="reward", kind="collapse", step=31, low=30, high=32, interval=(29, 33), fallen=35,
+    before=0.8, after=0.3, size_in_sd=9.0,
+)  # fmt: skip
+
+
+def rows(num_steps=60, n=8, **columns):
+    """The sequences of some steps, n each in one group; given are [num_steps, n], [n], [num_steps, 1] or one value."""
+    place = np.arange(num_steps * n).reshape(num_steps, n)
+    usual = {
+        "step": place // n + 1,
+        "group": place // n,
+        "prompt": place,
+        "response": place,
+        "whole": place,
+        "opening": place,
+    }
+    given = {name: 0.0 for name in Rollouts.__dataclass_fields__} | usual | {"length": 10.0} | columns
+    return Rollouts(**{name: np.broadcast_to(value, place.shape).ravel() for name, value in given.items()})
+
+
+def facts(**given):
+    usual = {
+        "fall": FALL, "steps": STEPS, "moves": NOTHING, "series": {}, "mismatch": SimpleNamespace(size=0.2), "checked": None,
+        "scored_rows": None, "still_engine": None, "earlier_weights": None, "disagreeing": (0.0, 0.0),
+    }  # fmt: skip
+    found = SimpleNamespace(**usual | given)
+    found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
+    return found
+
+
+def codes(evidence):
+    return {each.code: each.points for each in evidence}
+
+
+# --- an engine with weights that the trainer had before ----------------------------------------------------------------
+
+BEGINS = 31
+OPENINGS = np.arange(8)
+SCORED = -1.0 - 0.01 * STEPS[:, None] - 0.1 * OPENINGS
+"""Logprobs of eight openings that come at every step: no two are equal."""
+
+
+def sampled_by(version, rows_off=8):
+    """The engine's logprobs, of the step's own weights until BEGINS, of `version(step)` since; of some rows alone."""
+    at = np.array([version(step) if step >= BEGINS else step for step in STEPS])
+    sampled = SCORED.copy()
+    sampled[:, :rows_off] = SCORED[at - 1][:, :rows_off]
+    return rows(opening=OPENINGS, opening_sampled=sampled, opening_trained=SCORED)
+
+
+@pytest.mark.parametrize(("version", "is_distance", "found"), [
+    (lambda step: 20, False, 20), (lambda step: step - 3, True, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("rows_off", [8, 2])
+def test_an_engine_or_a_replica_has_the_weights_of_one_step_or_distance(version, is_distance, found, rows_off):
+    earlier = read_earlier_weights(sampled_by(version, rows_off), BEGINS)
+    assert (earlier.version, earlier.is_distance, earlier.agreement, earlier.is_one) == (found, is_distance, 1.0, True)
+    assert (earlier.num_pairs, earlier.num_agreeing) == (30 * rows_off, 30 * rows_off)
+    code = "earlier_weights_at_distance" if is_distance else "earlier_weights_of_step"
+    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
+    assert codes(staleness._earlier(facts(earlier_weights=earlier, series=no_lag))) == {code: CERTAIN + 2.5}
+
+
+def test_weights_of_many_steps_are_told_by_their_bits():
+    draw = np.random.default_rng(0)
+    earlier = read_earlier_weights(sampled_by(lambda step: int(draw.integers(1, 28))), BEGINS)
+    assert (earlier.num_equal, earlier.by_chance, earlier.is_one, earlier.explains) == (240, 0, False, True)
+    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
+    assert list(codes(staleness._earlier(facts(earlier_weights=earlier, series=no_lag)))) == [
+        "earlier_weights_of_several_steps"
+    ]
+
+
+@pytest.mark.parametrize(("num_equal", "by_chance", "agreement", "explains"), [
+    (7, 0, 0.0, False), (8, 0, 0.0, True), (10, 2, 0.0, True), (9, 2, 0.0, False), (0, 0, 0.49, False), (0, 0, 0.5, True),
+])  # fmt: skip
+def test_from_where_on_earlier_weights_explain_a_mismatch(num_equal, by_chance, agreement, explains):
+    found = EarlierWeights(
+        num_pairs=99, num_equal=num_equal, by_chance=by_chance, version=9, is_distance=False, agreement=agreement,
+        num_agreeing=40,
+    )  # fmt: skip
+    assert found.explains == explains
+
+
+@pytest.mark.parametrize(("off", "num_equal"), [(0.9e-5, 240), (1.1e-5, 0)])
+def test_equal_is_what_an_exact_engine_leaves(off, num_equal):
+    run = sampled_by(lambda step: 20)
+    moved = rows(opening=OPENINGS, opening_sampled=run.opening_sampled.reshape(60, 8) + off, opening_trained=SCORED)
+    assert read_earlier_weights(moved, BEGINS).num_equal == num_equal
+
+
+def test_an_engine_with_other_weights_has_none_of_the_trainer_s():
+    draw = np.random.default_rng(1)
+    run = rows(opening=OPENINGS, opening_sampled=SCORED - draw.random((60, 8)), opening_trained=SCORED)
+    earlier = read_earlier_weights(run, BEGINS)
+    assert not earlier.explains
+    assert codes(staleness._earlier(facts(earlier_weights=earlier))) == {}
+    assert read_earlier_weights(rows(), 1) is None  # nothing came before, and both sides agree
+
+
+def test_a_mismatch_of_earlier_weights_is_staleness():
+    earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)
+    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
+    found = facts(earlier_weights=earlier, stale_weights=None, series=no_lag)
+    assert codes(mismatch._lag(found)) == {"explained_by_earlier_weights": -CERTAIN}
+    assert staleness._declared(facts(series={"version_lag": np.zeros(60)} | {"policy_lag": np.zeros(60)}), is_seen=True)[0].code in (
+        "declared_fresh_and_still", "no_declared_lag",
+    )  # fmt: skip
+
+
+# --- a side that disagrees with itself ----------------------------------------------------------------------------------
+
+
+def noisy(of_engine=0.0, of_trainer=0.0, n=8):
+    """Steps of n equal openings, to a share of whose neighbours one side gives two logprobs."""
+
+    def drawn(share):
+        return -1.0 - 0.01 * np.cumsum(np.tile(np.arange(n) / n < share, (60, 1)), axis=1)
+
+    return rows(n=n, opening=STEPS[:, None], opening_sampled=drawn(of_engine), opening_trained=drawn(of_trainer))
+
+
+def test_equal_openings_of_a_step_are_held_against_each_other():
+    assert unequal_openings(noisy()) == (0.0, 0.0)
+    assert unequal_openings(noisy(of_engine=0.5)) == (pytest.approx(3 / 7), 0.0)
+    assert unequal_openings(noisy(of_trainer=1.0)) == (0.0, 1.0)
+    few = rows(num_steps=2, opening=np.arange(1, 3)[:, None], opening_sampled=-1.0, opening_trained=-1.0)
+    assert np.isnan(unequal_openings(few)).all()  # 14 pairs
+
+
+@pytest.mark.parametrize(("since", "before", "expected"), [
+    (0.29, 0.0, (0.0, 0.0)), (0.3, 0.05, (0.3, 0.0)), (0.3, 0.06, (0.0, 0.0)), (0.3, np.nan, (0.3, 0.0)),
+])  # fmt: skip
+def test_noise_counts_from_a_third_on_that_was_not_there_before(monkeypatch, since, before, expected):
+    of = iter([(since, 0.0), (before, 0.0)])
+    monkeypatch.setattr("tim_trace.analysis.attribution.facts.unequal_openings", lambda part: next(of))
+    monkeypatch.setattr("tim_trace.analysis.attribution.facts._mismatch_begins", lambda facts: 30)
+    assert Facts.disagreeing.func(facts(rollouts=rows())) == expected
+
+
+@pytest.mark.parametrize(("disagreeing", "of_mismatch", "of_unknown"), [
+    ((0.5, 0.0), {"engine_disagrees": CERTAIN}, {}), ((0.0, 0.5), {"trainer_disagrees": -CERTAIN}, {"trainer_disagrees": CERTAIN}),
+    ((0.0, 0.0), {}, {}),
+])  # fmt: skip
+def test_noise_of_the_engine_is_a_mismatch_and_that_of_the_trainer_is_none(disagreeing, of_mismatch, of_unknown):
+    found = facts(disagreeing=disagreeing)
+    assert codes(mismatch._disagrees(found)) == of_mismatch
+    assert codes(mismatch.trainer_disagrees(found)) == of_unknown
+    other_rows = facts(disagreeing=disagreeing, scored_rows=True)
+    assert mismatch._disagrees(other_rows) == []
+    assert mismatch.trainer_disagrees(other_rows) == []
+
+
+# --- rewards of equal responses -------------------------------------------------------------------------------------------
+
+
+def test_equal_responses_of_a_step_have_one_reward_or_two():
+    twice = np.repeat(np.arange(240).reshape(60, 4), 2, axis=1)
+    given = np.tile([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], (60, 1))
+    assert unequal_in_step(rows(whole=twice, reward=given)) == (240, 0.25)
+    assert unequal_in_step(rows(whole=twice, reward=np.repeat(given[:, ::2], 2, axis=1))) == (240, 0.0)
+    num, share = unequal_in_step(rows(num_steps=4, whole=twice[:4], reward=given[:4]))
+    assert num == 16
+    assert np.isnan(share)
+
+
+@pytest.mark.parametrize(("since", "before", "code"), [
+    (0.15, 0.01, "rewards_disagree_in_step"), (0.14, 0.0, "rewards_noisy"), (0.5, 0.02, "rewards_noisy"),
+    (0.5, np.nan, "rewards_noisy"),
+])  # fmt: skip
+def test_equal_responses_of_a_step_that_begin_to_disagree_are_noise(since, before, code):
+    repeated = SimpleNamespace(num_pairs=99, unequal=0.4, mean_difference=1.0)
+    found = facts(
+        repeated=repeated, rewards_lie_off=False, unequal_in_step=(since, before),
+        repeated_before=SimpleNamespace(unequal=0.0),
+    )  # fmt: skip
+    assert list(codes(reward._noise(found))) == [code]
+
+
+@pytest.mark.parametrize(("since", "before", "share", "code"), [
+    (0.01, 0.01, 0.3, "rewards_of_other_rule"), (0.02, 0.0, 0.9, "rewards_changed"), (0.0, 0.02, 0.9, "rewards_changed"),
+    (0.0, 0.0, 0.29, "rewards_changed"), (np.nan, 0.0, 0.9, "rewards_changed"), (0.0, np.nan, 0.9, "rewards_of_other_rule"),
+])  # fmt: skip
+def test_a_reward_of_the_response_alone_that_is_another_one_follows_another_rule(since, before, share, code):
+    changed = SimpleNamespace(share=share, is_earlier=False, values={})
+    found = facts(
+        changed_rewards=changed, rewards_lie_off=False, pays_length_since=0.0, unequal_in_step=(since, before)
+    )
+    assert list(codes(reward._changed(found))) == [code]
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------------
+
+
+def limited(share, lengths, *, usual=0.0):
+    values = np.where(STEPS >= 30, share, usual)
+    run = rows(length=np.where(STEPS >= 30, lengths, 10.0)[:, None])
+    return facts(series={"share_length_limited": values}, rollouts=run)
+
+
+@pytest.mark.parametrize(("share", "lengths", "usual", "is_cut"), [
+    (0.1, 8.9, 0.0, True), (0.09, 8.9, 0.0, False), (0.1, 9.1, 0.0, False), (0.9, 8.9, 0.05, True), (0.9, 8.9, 0.051, False),
+])  # fmt: skip
+def test_responses_that_end_at_a_limit_and_are_shorter_than_before_are_cut(share, lengths, usual, is_cut):
+    found = codes(truncation._limited(limited(share, lengths, usual=usual)))
+    assert found == ({"limited_shorter": CERTAIN} if is_cut else {})
+
+
+def test_a_limit_is_asked_where_the_run_fell():
+    late = facts(
+        series={"share_length_limited": np.where(STEPS >= 50, 0.9, 0.0)}, rollouts=rows(length=np.where(STEPS >= 50, 5.0, 10.0)[:, None]),
+    )  # fmt: skip
+    assert truncation._limited(late) == []
+    assert truncation._limited(facts(fall=None)) == []
+
+
+@pytest.mark.parametrize(("share_now", "share_before", "shorter", "is_told"), [
+    (20, 10, 8.9, False), (17, 10, 8.9, False), (18, 9, 8.9, True), (20, 9, 8.9, True), (20, 9, 9.1, False),
+])  # fmt: skip
+def test_an_ending_that_stops_nearly_all_responses_became_a_stop_token(share_now, share_before, shorter, is_told):
+    """Of 20 responses, how many end with token 5 since step 30 and before; their lengths since."""
+    ending = np.where(STEPS[:, None] >= 30, np.arange(20) < share_now, np.arange(20) < share_before) * 5
+    ending = np.where(ending == 0, 100 + np.arange(20), ending)
+    run = rows(n=20, ending=ending, length=np.where(STEPS >= 30, shorter, 10.0)[:, None])
+    found = codes(truncation._one_ending(facts(rollouts=run)))
+    assert found == ({"endings_become_one": 4.0} if is_told else {})
+
+
+# --- updates and the loss ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "at", "is_told"),
+    [(5.9, 30, False), (6.1, 30, True), (9.0, 21, True), (9.0, 20, False), (9.0, 36, False)],
+)
+def test_an_update_that_is_six_times_as_large_as_those_before_is_the_optimizer_s(factor, at, is_told):
+    sizes = np.where(at == STEPS, factor, 1.0) * 1e-4
+    assert codes(optimizer._leap(facts(series={"update_to_weight": sizes}))) == (
+        {"update_leaps": CERTAIN} if is_told else {}
+    )
+
+
+def losses(correlation, rise, size=0.2):
+    """A loss that is above what it was by some standard deviations since step 26, and goes with the entropy to a correlation."""
+    draws = np.linalg.qr(np.c_[np.ones(35), np.random.default_rng(3).normal(size=(35, 2))])[0][:, 1:].T * np.sqrt(35)
+    of_entropy, rest = draws
+    before = np.where(np.arange(25) % 2, 1.0, -1.0)
+    before /= before.std()
+    since = 4 * (correlation * of_entropy + np.sqrt(1 - correlation**2) * rest)
+    since += rise - (np.median(since[:10]) - np.median(before[-10:]))
+    entropy = np.r_[np.zeros(25), of_entropy]
+    columns = {
+        "loss": Quantity(STEPS, np.r_[before, since], 0.02), "entropy": Quantity(STEPS, np.log(10 + entropy), 0.05),
+    }  # fmt: skip
+    return facts(moves=Moves(columns=columns, first=24, last=35), mismatch=SimpleNamespace(size=size))
+
+
+@pytest.mark.parametrize(("correlation", "rise", "size", "code"), [
+    (0.71, 5.1, 0.01, "loss_punishes_entropy"), (0.69, 5.1, 0.01, None), (0.71, 4.9, 0.01, None), (0.71, 5.1, 0.2, None),
+    (-0.86, -2.1, 0.01, "loss_follows_entropy"), (-0.84, -2.1, 0.01, None), (-0.86, -1.9, 0.01, None),
+    (-0.86, -2.1, 0.2, None), (-0.96, 0.0, 0.2, "loss_follows_entropy"),
+])  # fmt: skip
+def test_a_loss_that_goes_with_the_entropy_punishes_or_pays_it(correlation, rise, size, code):
+    found = timing.loss_follows(losses(correlation, rise, size), "entropy")
+    assert codes(found) == ({code: CERTAIN} if code else {})
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def record_prompts(path, prompts_of):
+    draw = np.random.default_rng(0)
+    with Recorder(path) as recorder:
+        for step in range(1, 61):
+            recorder.add_sequences(
+                step=step,
+                prompt_ids=prompts_of(step, draw),
+                response_ids=draw.integers(1, 9, (32, 4)),
+                reward=draw.random(32),
+            )
+    return Database(path)
+
+
+def marked(step, draw):
+    """Prompts of a marker and three tokens; from step 40 on a growing share has another marker."""
+    share = max(step - 39, 0) / 10
+    return np.c_[np.where(draw.random(32) < share, 5, 4), draw.integers(10, 14, (32, 3))]
+
+
+def paired(step, draw):
+    """Prompts of two tokens twice, in an order that is another one from step 40 on: no token and no place is new."""
+    a, b = draw.integers(10, 14, (2, 32))
+    b = np.where(a == b, 10 + (b - 9) % 4, b)
+    return np.c_[a, b, a, b] if step >= 40 else np.c_[a, b, b, a]
+
+
+@pytest.mark.parametrize(
+    ("prompts_of", "series", "low"), [(marked, "share_new_places", 40), (paired, "prompt_pattern_shift", 40)]
+)
+def test_prompts_with_a_new_token_at_a_place_or_other_places_alike_are_listed(tmp_path, prompts_of, series, low):
+    found = read_recorded(record_prompts(tmp_path / "run", prompts_of), ("train", "rollout"))
+    first = next(change for change in found if change.series == series)
+    assert low <= first.step <= low + 4
+    assert abs(first.size_in_sd) >= 4
+
+
+def test_the_first_quarter_of_a_run_has_no_new_places(tmp_path):
+    database = record_prompts(tmp_path / "run", marked)
+    values = read_conditions(database)["share_new_places"].values
+    assert np.isnan(values[:15]).all()
+    assert (values[15:39] == 0).all()
+    assert values[-1] == pytest.approx(2 / 8)  # the marker, from the front and from the end
+
+
+@pytest.mark.parametrize(("series", "shape", "before", "is_told"), [
+    ("share_new_places", "ramp", 0.0, True), ("share_new_places", "ramp", 0.1, False), ("prompt_shift", "ramp", 0.0, False),
+    ("prompt_shift", "shift", 0.1, True),
+])  # fmt: skip
+def test_prompts_that_begin_to_be_new_may_come_step_by_step(series, shape, before, is_told):
+    change = RecordedChange(
+        series=series, kind="prompts", step=30, low=29, high=31, before=before, after=0.5, size_in_sd=20.0, shape=shape
+    )
+    found = facts(
+        clear=lambda *kinds: [change], near=(change,), is_near=lambda change: True, settings={}, settings_of=lambda suspect: [],
+        is_held_out=False,
+    )  # fmt: skip
+    assert ("prompts_changed" in codes(data.data(found).evidence)) == is_told
+
+
+# --- tool tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_tool_wrote_is_no_part_of_a_response_s_likelihood(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1,
+            response_ids=[[1, 2, 3, 4], [1, 2, 3, 4]],
+            response_mask=[[1, 0, 0, 1], [1, 1, 1, 1]],
+            reward=[0.0, 1.0],
+        )
+        recorder.add_scores("train", batch, logprobs=[[-1.0, -9.0, -9.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
+        recorder.add_scores("rollout", batch, logprobs=[[-1.0, 0.0, 0.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
+    found = read_rollouts(Database(tmp_path / "run"))
+    assert found.likelihood.tolist() == found.sampled.tolist() == [-1.5, -2.5]
