@@ -299,6 +299,7 @@ UNITS: Mapping[str, str] = {
     "distance": "steps", "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "farther": "nats", "finding": "code of check", "first": "nats", "from_value": "the series'", "high": "step", "highest": "rewards", "highest_before": "rewards", "in_sd": "standard deviations",
     "lag": "updates", "lag_before": "updates", "last": "nats", "left_share": "0 to 1", "limit": "tokens", "longer_share": "0 to 1", "low": "step", "max_distance": "steps",
     "max_factor": "times the median", "mean": "rewards", "mean_before": "rewards", "mean_abs_d": "nats", "mean_difference": "rewards", "negative_share": "0 to 1",
+    "longest_before": "tokens", "num_agreeing": "count", "num_equal": "count", "token": "id", "version": "step, or steps before",
     "num_lacking": "count", "num_openings": "count", "num_pairs": "count", "num_responses": "count", "num_updates": "count",
     "outcome": "series", "outcome_after": "the outcome's", "outcome_before": "the outcome's",
     "series": "name", "to_value": "the series'",
