@@ -52,7 +52,7 @@ from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
 from .suspects.lag import declared_lag, is_farther_behind
-from .suspects.mismatch import is_of_other_rows
+from .suspects.mismatch import is_of_other_rows, trainer_disagrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ _SUSPECTS_OF = {
     SAMPLING: ("mismatch", "unknown"),
     TOOL: ("unknown",),
     ENGINE: ("mismatch", "staleness"),
-    SCORING: ("mismatch",),
+    SCORING: ("unknown",),
     SCORED_ROWS: ("pairing",),
     REWARDS: ("reward",),
     PERMUTED: ("pairing",),
@@ -160,6 +160,8 @@ def _of_divergence(
         codes = ("staleness",)
     elif parted.code == ENGINE and parted.num_before == 0:  # no weights can be behind yet
         codes = ("mismatch",)
+    if parted.code == SCORING and _lasts(facts, parted.step) and not trainer_disagrees(facts):
+        codes = ("mismatch",)  # weights that broke, or were read anew, the engine gets with the next update
     if parted.code == REWARDS and facts.graded_elsewhere is not None:
         codes = ("pairing",)
     changed = [each for each in _changed(facts, control, suspects) if each.values["is_set"]]
@@ -172,6 +174,15 @@ def _of_divergence(
     codes = (*own, *sorted(given - set(own)))
     for code in codes:
         yield Difference(suspect=code, code=parted.code, values={"step": parted.step, **parted.values})
+
+
+def _lasts(facts: Facts, step: int) -> bool:
+    """Whether the mismatch of a step is there some updates later, too."""
+    values = facts.values("mean_abs_d")
+    at = int(np.searchsorted(facts.steps, step))
+    later = values[at + _UPDATED : at + _UPDATED + _LATER]
+    later = later[np.isfinite(later)]
+    return len(later) > 0 and float(np.median(later)) >= t.LASTS * float(values[at])
 
 
 def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
@@ -213,6 +224,8 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
             yield "entropy", Evidence(code="entropy_parts_first", values=difference.values, points=t.STRONG)
 
 
+_UPDATED, _LATER = 2, 6
+"""Updates after a step until an engine has its weights, and those then that are looked at."""
 _LOGGED = 1e-5
 """Relative difference of two equal numbers that were logged."""
 _OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
@@ -407,6 +420,9 @@ def _mismatches(
         explained = "pairing"
     if is_farther_behind(facts, control):
         return
+    is_earlier = facts.earlier_weights is not None and facts.earlier_weights.explains
+    if explained == "staleness" and declared_lag(facts).at_fall >= 1 and not is_earlier:
+        explained = "mismatch"  # the control lags as much
     if parted is None and declared_lag(facts).at_fall >= 1:
         parted = _first_parted(facts, control)  # from there on the same lag is between other policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:

@@ -22,7 +22,7 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, coalesce(train.mean, sampled.mean) AS likelihood,
+SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked, coalesce(train.mean, sampled.mean) AS likelihood,
        sampled.mean AS sampled, referred.mean AS reference, s.opening, ending, train.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
@@ -32,7 +32,7 @@ FROM (
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
                coalesce(advantage, list_avg(advantages)) AS advantage, coalesce(advantage, advantages[1]) AS first_advantage,
-               num_response_tokens::DOUBLE AS length
+               {masked}::DOUBLE AS num_masked, num_response_tokens - num_masked AS length
         FROM sequences
     )
 ) AS s
@@ -50,10 +50,11 @@ LEFT JOIN (
 ORDER BY s.step, s.place
 """
 """Lists become numbers before rows are joined and put in order, so that no list is kept."""
-_OF_ALL = {"mean": "list_avg(logprobs)", "masks": ""}
+_OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
     "ELSE list_avg(list_filter(logprobs, lambda logprob, place: response_mask[place])) END",
+    "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
 """The mean over the tokens of a response: what a tool wrote is no choice of the policy."""
@@ -111,7 +112,9 @@ class Rollouts:
     first_advantage: np.ndarray
     """[N] that of the first token, where each has its own; else the response's."""
     length: np.ndarray
-    """[N] tokens of the response."""
+    """[N] tokens of the response that count."""
+    num_masked: np.ndarray
+    """[N] tokens of it that do not: what a tool wrote."""
     likelihood: np.ndarray
     """[N] mean logprob of the response's tokens that count as the trainer scored them, nats; as the engine did where it did not."""
     sampled: np.ndarray
@@ -126,6 +129,11 @@ class Rollouts:
     """[N] mean logprob of these few as the trainer scored them, nats; NaN where not recorded."""
     opening_sampled: np.ndarray
     """[N] the same as the engine returned them."""
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """[N] tokens of the response, which a limit is of."""
+        return np.asarray(self.length + self.num_masked)
 
     @property
     def distance(self) -> np.ndarray:
@@ -584,8 +592,9 @@ class ScoredRows:
 
     @property
     def explains(self) -> bool:
-        """Whether logprobs lie in other rows of their step."""
-        return self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share
+        """Whether logprobs lie in other rows of their step; of a policy that is certain many rows are alike, and nearly all have to fit."""
+        is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
+        return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -598,7 +607,7 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
 
     `least`: nats from which two mean logprobs differ.
     """
-    counts = np.zeros(3, int)
+    counts, moved = np.zeros(3, int), np.zeros(2 * _FARTHEST)
     steps = np.unique(rollouts.step)
     for place in np.flatnonzero((steps >= step) & (steps < step + _KEPT_STEPS)):
         now, last = rollouts.at_step(int(steps[place])), rollouts.at_step(int(steps[max(place - 1, 0)]))
@@ -608,11 +617,17 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
             is_near(now.likelihood[other], now.sampled, least).sum(),
             is_near(now.likelihood[other], last.sampled, least).sum(),
         )
+        for place_moved, by in enumerate(by for by in range(-_FARTHEST, _FARTHEST + 1) if by):
+            beside = np.roll(now.sampled, by)[other]
+            moved[place_moved] += (np.abs(now.likelihood[other] - beside) <= least).sum()
     if counts[0] < _FEWEST:
         return None
-    return ScoredRows(
+    found = ScoredRows(
         step=step, num_other=int(counts[0]), share=float(counts[1] / counts[0]), by_chance=float(counts[2] / counts[0])
     )
+    shares = moved / counts[0]
+    in_rows = replace(found, share=float(shares.max()), by_chance=float(np.median(shares)))
+    return in_rows if not found.explains and in_rows.explains and in_rows.share >= t.MOST else found
 
 
 def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:

@@ -97,6 +97,11 @@ EARLIER_FEWEST = 8
 """The fewest that are the trainer's of any step before, of which that is told."""
 EARLIER_OVER_CHANCE = 5.0
 """Times as many as there are by chance; of falls of the mismatch at most 2.3."""
+NONE_LEFT = 0.1
+"""Share of the rows that no row beside them explains by chance, of which as many may be left where rows were moved."""
+LASTS = 0.5
+"""Share of a mismatch that is there updates later from which it is of how the trainer scores, and not of weights that became other ones at a
+step: of eight first differences in what the trainer scores none was a mismatch, four were weights that an engine had an update later."""
 DISAGREES, AGREES = 0.3, 0.05
 """Share of equal openings of one step to which one side gives two logprobs since the mismatch begins, and at most before, from which that side
 computes with noise or with other rows: of 11 such falls eight were noise of the engine, two dropout in the trainer, one exchanged rows."""

@@ -397,7 +397,7 @@ def rows(step=1, n=10, **columns):
         "advantage": place % 4 - 1.5,
         "first_advantage": place % 4 - 1.5, "length": 10.0 + place, "likelihood": -1 - place / 100,
         "sampled": -1 - place / 100, "reference": -1 - place**2 / 1000, "ending": np.zeros(n, int),
-        "opening": np.arange(n),
+        "num_masked": np.zeros(n), "opening": np.arange(n),
         "opening_trained": np.zeros(n), "opening_sampled": np.zeros(n),
     }  # fmt: skip
     return Rollouts(**usual | columns)
@@ -951,7 +951,24 @@ def test_an_engine_that_is_farther_behind_is_stale(monkeypatch, is_behind):
     assert owners(monkeypatch, "engine_parts", num_before=1) == (
         ["staleness"] if is_behind else ["mismatch", "staleness"]
     )
-    assert owners(monkeypatch, "scoring_parts") == ["mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("lasts", "noise", "expected"), [(True, [], "mismatch"), (False, [], "unknown"), (True, ["noise"], "unknown")]
+)
+def test_what_the_trainer_scores_otherwise_for_good_and_without_noise_is_a_mismatch(
+    monkeypatch, lasts, noise, expected
+):
+    monkeypatch.setattr(control_module, "_lasts", lambda run, step: lasts)
+    monkeypatch.setattr(control_module, "trainer_disagrees", lambda run: noise)
+    assert owners(monkeypatch, "scoring_parts") == [expected]
+
+
+@pytest.mark.parametrize(("later", "lasts"), [(0.051, True), (0.049, False), (np.nan, False)])
+def test_a_mismatch_lasts_that_is_half_as_large_two_updates_later(later, lasts):
+    values = np.r_[np.zeros(9), 0.1, 0.1, np.full(6, later), np.zeros(13)]
+    run = SimpleNamespace(steps=np.arange(1, 31), values=lambda name: values)
+    assert control_module._lasts(run, 10) == lasts
 
 
 @pytest.mark.parametrize(("last", "reward", "code"), [

@@ -6,11 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace import Recorder
+from tim_trace.analysis.attribution import control
+from tim_trace.analysis.attribution.evidence import Evidence
 from tim_trace.analysis.attribution.facts import Facts
 from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity
 from tim_trace.analysis.attribution.rollouts import (
     Rollouts,
+    ScoredRows,
     read_rollouts,
+    scored_rows,
     unequal_in_step,
     unequal_openings,
 )
@@ -221,6 +225,62 @@ def test_a_reward_of_the_response_alone_that_is_another_one_follows_another_rule
     assert list(codes(reward._changed(found))) == [code]
 
 
+@pytest.mark.parametrize("shown", ["rewards_of_other_rule", "rewards_disagree_in_step", "rewards_changed"])
+def test_trends_say_nothing_against_what_is_seen_response_by_response(monkeypatch, shown):
+    evidence = [Evidence(code=shown, points=CERTAIN)]
+    trends = [Evidence(code="likelier_earn_more", points=-1.5)]
+    for name in ("_noise", "_hidden", "_dropped", "_moves", "_beyond", "settings"):
+        monkeypatch.setattr(reward, name, lambda *given: [])
+    monkeypatch.setattr(reward, "_changed", lambda facts: evidence)
+    monkeypatch.setattr(reward, "_direction", lambda facts: trends)
+    found = {each.code: each.points for each in reward.reward(facts()).evidence}
+    assert found["likelier_earn_more"] == (-1.5 if shown == "rewards_changed" else 0.0)
+
+
+# --- logprobs of rows that lie beside each other ------------------------------------------------------------------------
+
+
+def beside(num_fitting, num_alike=0, n=100):
+    """Rows with logprobs of the row after: so many of them to the bit, and so many rows whose neighbours are all alike."""
+    place = np.arange(60 * n).reshape(60, n)
+    row = place % n
+    sampled = np.where(row < num_alike, -0.5, -1 - place / 1e3)
+    others = np.roll(sampled, 3, axis=1) - np.where(row < num_fitting, 0.0, 0.01 + row / 1e4)
+    return rows(60, n, sampled=sampled, likelihood=np.where(STEPS[:, None] >= 30, others, sampled))
+
+
+@pytest.mark.parametrize(("num_fitting", "is_moved"), [(100, True), (60, True), (30, False)])
+def test_logprobs_that_are_those_of_one_row_beside_are_found(num_fitting, is_moved):
+    assert scored_rows(beside(num_fitting), 30, 1e-5).explains == is_moved
+
+
+@pytest.mark.parametrize(("share", "by_chance", "explains"), [
+    (0.951, 0.5, True), (0.949, 0.5, False), (0.4, 0.16, True), (0.39, 0.0, False), (0.6, 0.3, False),
+])  # fmt: skip
+def test_of_a_certain_policy_nearly_all_rows_have_to_fit(share, by_chance, explains):
+    assert ScoredRows(step=1, num_other=99, share=share, by_chance=by_chance).explains == explains
+
+
+# --- beside a control ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lag", "earlier", "expected"), [(0.0, False, "staleness"), (2.0, False, "mismatch"), (2.0, True, "staleness")]
+)
+def test_a_mismatch_beside_a_control_that_lags_as_much_is_no_lag_s(monkeypatch, lag, earlier, expected):
+    monkeypatch.setattr(control, "declared_lag", lambda facts: SimpleNamespace(at_fall=lag))
+    for name, value in (
+        ("_is_material", True),
+        ("is_of_other_rows", False),
+        ("is_farther_behind", False),
+        ("_first_parted", None),
+    ):
+        monkeypatch.setattr(control, name, lambda *given, value=value: value)
+    run = facts(earlier_weights=SimpleNamespace(explains=earlier), drop=None)
+    (found,) = control._mismatches(run, facts(), (SimpleNamespace(code="staleness"),))
+    assert found.suspect == expected
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------------
 
 
@@ -374,3 +434,5 @@ def test_what_a_tool_wrote_is_no_part_of_a_response_s_likelihood(tmp_path):
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, 0.0, 0.0, -2.0], [-1.0, -2.0, -3.0, -4.0]])
     found = read_rollouts(Database(tmp_path / "run"))
     assert found.likelihood.tolist() == found.sampled.tolist() == [-1.5, -2.5]
+    assert found.length.tolist() == [2.0, 4.0]
+    assert found.num_tokens.tolist() == [4.0, 4.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,12 +18,17 @@ from ..suspect import Suspect
 from .changed import of_changed, settings
 from .length import pays
 
+_SHOWN = ("rewards_of_other_rule", "rewards_disagree_in_step")
+"""Evidence that is seen response by response, which no trend of the rewards speaks against."""
+
 
 def reward(facts: Facts) -> Suspect:
     """The evidence for a noisy or wrong reward as the cause."""
     evidence = [
         *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *_moves(facts), *_beyond(facts), *settings(facts, "reward"),
     ]  # fmt: skip
+    if any(each.code in _SHOWN for each in evidence):
+        evidence = [replace(each, points=max(each.points, 0.0)) for each in evidence]
     return Suspect(
         code="reward",
         evidence=(*evidence, t.prior("reward")),

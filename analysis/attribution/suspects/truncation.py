@@ -42,7 +42,7 @@ def _limited(facts: Facts) -> list[Evidence]:
     longest = np.full(len(facts.steps), np.nan)
     steps, place = np.unique(facts.rollouts.step, return_inverse=True)
     most = np.zeros(len(steps))
-    np.maximum.at(most, place, facts.rollouts.length)
+    np.maximum.at(most, place, facts.rollouts.num_tokens)
     longest[np.searchsorted(facts.steps, steps)] = most
     known = np.isfinite(limited) & np.isfinite(longest)
     before = known & (facts.steps < first)
@@ -129,7 +129,7 @@ def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np
     """[n] steps, and [n] the share of responses that end with tokens with which few did before, shorter than some before."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
-    is_other = ~np.isin(rollouts.ending, usual) & (rollouts.length < before.length.max())
+    is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
     steps, place = np.unique(rollouts.step, return_inverse=True)
     return steps, np.bincount(place, is_other) / np.bincount(place)
 
@@ -147,8 +147,8 @@ def _cut(facts: Facts) -> list[Evidence]:
 def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
     """The same before and since an interval."""
     width = max(len(facts.steps) // 10, 5)
-    before = facts.rollouts.until(first).since(first - 2 * width).length
-    since = facts.rollouts.since(last + 1).until(last + 2 * width).length
+    before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
+    since = facts.rollouts.since(last + 1).until(last + 2 * width).num_tokens
     if not len(before) or not len(since):
         return []
     limit = float(since.max())
@@ -175,7 +175,7 @@ def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
 def _shrinks(facts: Facts, before: np.ndarray) -> list[Evidence]:
     """A limit that goes on shrinking: at the end of the run responses are cut off at a length that those before passed."""
     steps = facts.steps[-max(len(facts.steps) // 10, 5) :]
-    end = facts.rollouts.since(int(steps[0])).length
+    end = facts.rollouts.since(int(steps[0])).num_tokens
     limited = facts.values("share_length_limited")[-len(steps) :]
     limited = limited[np.isfinite(limited)]
     if not len(end) or not len(limited) or limited.mean() < t.CUT_SHARE:
