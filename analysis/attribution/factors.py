@@ -74,5 +74,5 @@ FACTORS: dict[str, float] = {
     "unknown.policy_moves_at_once": 2.2,
 }
 """SUSPECT.CODE of evidence -> factor of its points; what is not here counts once. Set by `benchmarks/laboratories/left_out.py
---factors` on the falls of nine laboratories, by least logarithmic loss, for evidence that at least 8 falls of 3 of them have, together with
+--factors` on the falls of ten laboratories, by least logarithmic loss, for evidence that at least 8 falls of 3 of them have, together with
 what suspects begin with (thresholds._PRIORS)."""

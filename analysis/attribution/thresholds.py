@@ -32,7 +32,7 @@ _PRIORS = {
     "advantages": 1.1,
     "unknown": 2.7,
 }
-"""Before any evidence, with what is missing where nothing of a suspect is seen: about what falls of nine laboratories had, see FACTORS."""
+"""Before any evidence, with what is missing where nothing of a suspect is seen: about what falls of ten laboratories had, see FACTORS."""
 
 _SIZES = ((0.003, -4.0), (0.01, -3.0), (0.03, -1.5), (0.06, 0.0), (0.15, 1.5), (math.inf, 2.5))
 """Mean |d| up to so many nats -> points. bf16 engines have 0.002 to 0.01 in sound runs of months; published collapses
