@@ -32,6 +32,8 @@ _NEAR = 1e-4
 """The same where the weights of one step are looked at, which agree by chance in hardly an opening."""
 _ASIDE = 3.0
 """How far aside of a logprob, in what two equal ones differ by, others are there by chance."""
+_MOST_HELD = 5_000_000
+"""Logprobs that are held against earlier ones at most; of more, openings are left out evenly."""
 _FEWEST_OF_VERSION = 20
 """Openings that say whether the weights of one step are the engine's."""
 
@@ -167,6 +169,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     rows = rows[rows > since[rows]]
     if not len(rows):
         return None
+    rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
     # Every earlier logprob of each of these openings, and which row it is held against.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
@@ -175,11 +178,12 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
     version, is_distance, agreement, num = 0, False, 0.0, 0
     for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
-        total, close = np.bincount(key), np.bincount(key, np.abs(apart) <= _NEAR)
+        keys, place = np.unique(key, return_inverse=True)
+        total, close = np.bincount(place), np.bincount(place, np.abs(apart) <= _NEAR)
         share = np.where(total >= _FEWEST_OF_VERSION, close / np.maximum(total, 1), 0.0)
         best = int(share.argmax())
         if share[best] > agreement:
-            version, is_distance, agreement, num = best, of_distance, float(share[best]), int(total[best])
+            version, is_distance, agreement, num = int(keys[best]), of_distance, float(share[best]), int(total[best])
     return EarlierWeights(
         num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
         is_distance=is_distance, agreement=agreement, num_agreeing=num,

@@ -97,6 +97,12 @@ def test_an_engine_or_a_replica_has_the_weights_of_one_step_or_distance(version,
     assert codes(staleness._earlier(facts(earlier_weights=earlier, series=no_lag))) == {code: CERTAIN + 2.5}
 
 
+def test_of_a_long_run_openings_are_left_out_evenly(monkeypatch):
+    monkeypatch.setattr("tim_trace.analysis.attribution.staleness._MOST_HELD", 3000)
+    earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)  # 8 openings x (30 + ... + 59) = 10,680
+    assert (earlier.num_pairs, earlier.version, earlier.agreement) == (60, 20, 1.0)
+
+
 def test_weights_of_many_steps_are_told_by_their_bits():
     draw = np.random.default_rng(0)
     earlier = read_earlier_weights(sampled_by(lambda step: int(draw.integers(1, 28))), BEGINS)

@@ -66,7 +66,7 @@ def _one_ending(facts: Facts) -> list[Evidence]:
     first, last = facts.fall.interval[0] - int(t.AHEAD), max(facts.fall.interval[1], facts.fall.fallen)
     steps = np.unique(facts.rollouts.step)
     for step in steps[(steps >= first) & (steps <= last)]:
-        before = facts.rollouts.until(step - 1).since(step - 10)
+        before = facts.rollouts.ordered(slice(*np.searchsorted(facts.rollouts.step, [step - 10, step])))
         now = facts.rollouts.at_step(int(step))
         if not len(before.step) or not len(now.step):
             continue
