@@ -88,6 +88,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
         return ControlComparison(
             suspects=(), is_intervention=shares, differences=differences, notes=notes, parted=parted
         )
+    suspects = ranked(suspects, t.WORTH_BESIDE)
     if any(difference.code in ("rewards_by_length", BY_LENGTH) for difference in differences):
         suspects = _without(suspects, "reward", "rewards_changed", "rewards_of_other_rule")
     fell_too = control.fall is not None and control.fall.share > t.FELL_TOO * facts.fall.share
@@ -307,7 +308,8 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
         [
             replace(suspect, evidence=(*suspect.evidence, evidence)) if suspect.code in codes else suspect
             for suspect in suspects
-        ]
+        ],
+        t.WORTH_BESIDE,
     )
 
 
@@ -319,7 +321,8 @@ def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[
             if suspect.code == code
             else suspect
             for suspect in suspects
-        ]
+        ],
+        t.WORTH_BESIDE,
     )
 
 

@@ -11,10 +11,10 @@ from .suspect import Suspect
 from .thresholds import WORTH
 
 
-def ranked(suspects: Sequence[Suspect]) -> tuple[Suspect, ...]:
-    """Suspects with probabilities that sum to 1, the most probable first: points are logarithms of odds, worth WORTH each."""
+def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, ...]:
+    """Suspects with probabilities that sum to 1, the most probable first: points are logarithms of odds, of which each counts `worth`."""
     highest = max(suspect.points for suspect in suspects)
-    odds = [math.exp(WORTH * (suspect.points - highest)) for suspect in suspects]
+    odds = [math.exp(worth * (suspect.points - highest)) for suspect in suspects]
     total = sum(odds)
     judged = [replace(suspect, probability=each / total) for suspect, each in zip(suspects, odds, strict=True)]
     return tuple(sorted(judged, key=lambda suspect: -suspect.probability))

@@ -29,7 +29,7 @@ from tim_trace.analysis import attribute
 from tim_trace.analysis.attribution.factors import FACTORS
 from tim_trace.analysis.attribution.odds import kind_of
 from tim_trace.analysis.attribution.suspect import SUSPECTS
-from tim_trace.analysis.attribution.thresholds import WORTH
+from tim_trace.analysis.attribution.thresholds import WORTH, WORTH_BESIDE
 
 FELL, HELD = 0.9, 0.95
 SOUND = ("sound", "harmless")
@@ -63,11 +63,16 @@ class Answer:
     is_alone: bool = True
     """Whether no control was given."""
 
+    @property
+    def worth(self) -> float:
+        """What a point of its evidence counts."""
+        return WORTH if self.is_alone else WORTH_BESIDE
+
     def probabilities(self, factors: dict[str, float]) -> dict[str, float]:
         """Suspect -> probability, with factors of the evidence of a fall, and what suspects begin with."""
         used = {} if self.is_silent else factors
         points = {
-            name: WORTH
+            name: self.worth
             * (used.get(name, 0.0) + sum(used.get(kind_of(name, code), 1.0) * each for code, each in found.items()))
             for name, found in (self.evidence or {}).items()
         }
@@ -156,20 +161,22 @@ def fitted(folders):
                 else:
                     table[row, number] += points
         begins = [names.index(suspect) for suspect in suspects]
-        tables.append((table, rest, begins, suspects.index("unknown" if each.cause == "other" else each.cause)))
+        tables.append(
+            (each.worth, table, rest, begins, suspects.index("unknown" if each.cause == "other" else each.cause))
+        )
 
     def loss(given):
         factors, added = given[: len(kinds)], given[len(kinds) :]
         total = HELD_NEAR_1 * ((factors - 1) ** 2).sum() + HELD_NEAR_0 * (added**2).sum()
         slope = np.r_[2 * HELD_NEAR_1 * (factors - 1), 2 * HELD_NEAR_0 * added]
-        for table, rest, begins, truth in tables:
-            points = WORTH * (rest + table @ factors + added[begins])
+        for worth, table, rest, begins, truth in tables:
+            points = worth * (rest + table @ factors + added[begins])
             odds = np.exp(points - points.max())
             odds /= odds.sum()
             total -= math.log(max(odds[truth], 1e-12))
             odds[truth] -= 1
-            slope[: len(kinds)] += WORTH * (odds @ table)
-            np.add.at(slope, len(kinds) + np.array(begins), WORTH * odds)
+            slope[: len(kinds)] += worth * (odds @ table)
+            np.add.at(slope, len(kinds) + np.array(begins), worth * odds)
         return total, slope
 
     begin = np.r_[np.ones(len(kinds)), np.zeros(len(names))]

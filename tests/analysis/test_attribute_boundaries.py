@@ -1483,8 +1483,10 @@ def test_probabilities_are_those_of_the_points():
         [Suspect(code=code, evidence=(Evidence(code="prior", points=points),)) for code, points in evidence.items()]
     )
     assert (first.code, second.code) == ("mismatch", "reward")
-    assert thresholds.WORTH == 0.5
-    assert first.probability / second.probability == pytest.approx(np.e**0.5)
+    assert (thresholds.WORTH, thresholds.WORTH_BESIDE) == (0.6, 0.4)
+    assert first.probability / second.probability == pytest.approx(np.e**0.6)
+    beside = control._without((first, second), "reward")
+    assert beside[0].probability / beside[1].probability == pytest.approx(np.e**0.4)
 
 
 def test_evidence_counts_as_falls_say():
