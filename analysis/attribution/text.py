@@ -387,11 +387,12 @@ def evidence_sentence(evidence: Statement) -> str:
 
 def verdict_sentence(result: Attribution) -> str:
     """Whether the run fell, where that begins, and the cause."""
-    if not result.outcome:
-        return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
-        return f"{broken}: nothing can be learned from these steps. No fall of {result.outcome} is seen before."
+        before = f" No fall of {result.outcome} is seen before." if result.outcome else ""
+        return f"{broken}: nothing can be learned from these steps.{before}"
+    if not result.outcome:
+        return "It cannot be told whether this run fell: neither a reward nor an evaluation was recorded at three steps or more."
     if result.fall is None:
         if result.silent is not None:
             return f"No fall is seen: {result.outcome} did not go down for good beyond its noise, but {silent_clause(result.silent)}."

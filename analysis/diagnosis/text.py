@@ -42,6 +42,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     if fall is None:
         broken = not_finite_clause(attribution.not_finite)
         calm = f"{broken}, and no fall is seen before" if broken else "No fall is seen"
+        if broken and not attribution.outcome:
+            calm = broken
         if attribution.silent is not None:
             calm = f"No fall of {attribution.outcome} is seen, but {silent_clause(attribution.silent)}"
         if not attribution.outcome and not broken:

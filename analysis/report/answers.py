@@ -141,6 +141,8 @@ def _straddles(estimate: Estimate) -> bool:
 
 def fall_answer(subject: Subject) -> Answer:
     found, verb = subject.attribution, command(subject, "attribute")
+    if found is not None and found.fall is None and found.not_finite:
+        return _answer("fall", "not_finite", BAD, text.no_numbers(found), verb)
     if found is None or not found.outcome:
         why = found.sentence if found else subject.unanswered.get("attribution", "")
         return _answer("fall", "unknown", OPEN, text.unknown(why), verb)

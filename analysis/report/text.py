@@ -176,6 +176,16 @@ def no_fall(found: Attribution) -> AnswerText:
     )
 
 
+def no_numbers(found: Attribution) -> AnswerText:
+    first = found.not_finite[0]
+    return AnswerText(
+        short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite to the end",
+        figure=f"from step {first.step} on",
+        basis=f"{found.num_steps:,} steps",
+        detail=found.sentence,
+    )
+
+
 def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
     first = silent.suspects[0]
     return AnswerText(

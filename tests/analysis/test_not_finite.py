@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tim_trace import Recorder
-from tim_trace.analysis import attribute, diagnose
+from tim_trace.analysis import attribute, diagnose, report
 from tim_trace.analysis.diagnosis.text import diagnosis_json, story
 from tim_trace.analysis.watch.watcher import Watcher
 
@@ -20,7 +20,7 @@ def recorded(path, *, share=0.0, first=AT, last=STEPS, logged=None, falls=False)
             if first <= step <= last:
                 reward[: round(share * ROWS)] = np.nan
             batch = recorder.add_sequences(
-                step=step, response_ids=draw.integers(1, 50, (ROWS, 8)), reward=reward, advantage=reward - np.nanmean(reward),
+                step=step, response_ids=draw.integers(1, 50, (ROWS, 8)), reward=reward, advantage=reward - np.nan_to_num(reward).mean(),
                 group_ids=[str(row // 4) for row in range(ROWS)],
             )  # fmt: skip
             recorder.add_scores("rollout", batch, logprobs=logprobs.astype(np.float32))
@@ -44,6 +44,7 @@ def recorded(path, *, share=0.0, first=AT, last=STEPS, logged=None, falls=False)
             {"share": 0.9, "logged": {"loss": 24, "grad_norm": 25}},
             "loss is NaN or infinite from step 24 to the end, reward and grad_norm are NaN or infinite from step 25 to the end, and no fall",
         ),
+        ({"share": 1.0, "first": 1}, "reward is NaN or infinite from step 1 to the end; the comparison"),
         ({"falls": True, "logged": {"loss": 24}}, "loss is NaN or infinite from step 24 to the end. "),
     ],
 )  # fmt: skip
@@ -75,3 +76,11 @@ def test_watch_hears_it_as_diagnose_does(tmp_path):
     found = Watcher(recorded(tmp_path / "run", share=0.6)).look().alarms
     (alarm,) = (each for each in found.raised if each.alarm.metric == "reward")
     assert (alarm.first_step, alarm.last_step, alarm.num_steps, alarm.still) == (AT, STEPS, STEPS + 1 - AT, True)
+
+
+def test_the_report_does_not_call_it_a_run_that_did_not_fall(tmp_path):
+    path = tmp_path / "report.html"
+    report(recorded(tmp_path / "run", share=0.6, logged={"loss": 30}), output=path)
+    page = path.read_text(encoding="utf-8")
+    assert "it did not fall" not in page
+    assert "reward, loss NaN or infinite to the end" in page
