@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-import numpy as np
-
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
@@ -151,15 +149,9 @@ def _attribution(
 
 
 def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
-    found = []
-    for name in _NUMBERS:
-        series = facts.series.get(name)
-        if series is None:
-            continue
-        is_number = series.known & ~np.isin(series.steps, series.not_finite)
-        since = series.not_finite[series.not_finite > series.steps[is_number].max(initial=-1)]
-        if len(since):
-            found.append(NotFinite(series=name, step=int(since[0])))
+    """What is NaN or infinite to the end of the run, the earliest first."""
+    since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
+    found = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return tuple(sorted(found, key=lambda each: each.step))
 
 

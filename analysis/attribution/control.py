@@ -47,6 +47,7 @@ from .rollouts import (
     relation,
     repeated_responses,
     reward_differences,
+    shared_responses,
 )
 from .settings import suspect_of
 from .suspect import Suspect
@@ -118,7 +119,7 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
     """The first difference, where it can be what made the fall: it comes no later, and the runs did not drift apart by rounding."""
     if parted is None or not parted.is_sudden:
         return None
-    if facts.fall is not None and parted.step > max(facts.fall.interval[1], facts.fall.fallen):
+    if facts.fall is not None and parted.step > facts.fall.latest:
         return None
     is_far = float(parted.values.get("apart", 0.0)) >= t.MATERIAL_MISMATCH
     if parted.code in (ENGINE, SCORING) and not is_far and not _is_material(facts, control):
@@ -355,7 +356,7 @@ def _of_first_step(rollouts: Rollouts) -> Rollouts:
 def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The same response to the same prompt earns something else."""
     a, b = facts.rollouts, control.rollouts
-    _, at_a, at_b = np.intersect1d(a.whole, b.whole, return_indices=True)
+    at_a, at_b = shared_responses(a, b)
     difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
     known = np.isfinite(difference)
     if known.sum() < 10:
@@ -532,7 +533,7 @@ def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
     """The first update that leaves other weights, though it was given the same sequences, rewards and advantages."""
     before = None
-    until = np.inf if facts.fall is None else max(facts.fall.interval[1], facts.fall.fallen)
+    until = np.inf if facts.fall is None else facts.fall.latest
     for step in facts.steps[facts.steps <= until]:
         a, b = facts.rollouts, control.rollouts
         one, two = a.step == step, b.step == step

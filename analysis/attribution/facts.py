@@ -318,7 +318,7 @@ class Facts:
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
-            first, last = self.fall.interval[0] - 5, max(self.fall.interval[1], self.fall.fallen)
+            first, last = self.fall.interval[0] - 5, self.fall.latest
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
@@ -403,7 +403,7 @@ class Facts:
         if self.fall is None:
             return None
         steps, follows = relation_by_step(self.rollouts, "reward", "advantage")
-        last = int(np.searchsorted(steps, max(self.fall.interval[1], self.fall.fallen), side="right"))
+        last = int(np.searchsorted(steps, self.fall.latest, side="right"))
         for place in range(last):
             before, since = follows[max(place - _BREAK_STEPS, 0) : place], follows[place : place + _BREAK_STEPS]
             if len(before) < _FEWEST_STEPS or len(since) < _FEWEST_STEPS or np.median(before) < t.ADVANTAGE_AGREES:

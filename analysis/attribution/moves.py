@@ -130,5 +130,5 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
     for name, (steps, values, least) in found.items():
         known = np.isfinite(values)
         columns[name] = Quantity(steps[known], values[known], least)
-    first, last = fall.interval[0] - int(t.AHEAD) - 2, max(fall.interval[1], fall.fallen)
+    first, last = fall.interval[0] - int(t.AHEAD) - 2, fall.latest
     return Moves(columns=columns, first=first, last=last)

@@ -57,7 +57,7 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""The mean over the tokens of a response: what a tool wrote is no choice of the policy."""
+"""Parts of _ROWS, without a mask and with one: what a tool wrote is no choice of the policy."""
 _LEAST_SORTED = 3
 """Members of a group, at least, whose rewards may be called sorted."""
 _FARTHEST = 16
@@ -78,8 +78,8 @@ _FEWEST_OF_LENGTH = 5
 """Responses of one length, and lengths, that say how rewards go with length."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
-_CERTAIN = 1e-3
-"""Nats below which an opening is certain."""
+CERTAIN_LOGPROB = 1e-3
+"""Nats below which an opening is certain: of what is certain nothing moves."""
 _EQUAL = 1e-4
 """Nats by which two logprobs of one opening of a step differ at most; batches of other shapes round otherwise."""
 _FEWEST_IN_STEP = 20
@@ -357,13 +357,16 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
 
 def _unequal(reward: np.ndarray, again: np.ndarray, least: float) -> tuple[int, float, float]:
     """Of rewards in the order of their responses, neighbours of one response: how many, the share that differs, by how much."""
-    same = again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
-    count = int(same.sum())
-    if count < _FEWEST:
+    difference = _differences(reward, again)
+    if len(difference) < _FEWEST:
         return 0, math.nan, math.nan
-    difference = np.abs(reward[1:] - reward[:-1])[same]
     differs = difference > least
-    return count, float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
+    return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
+
+
+def _differences(reward: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """[M] by how much the known rewards of neighbours differ, of those that are one response: `again`, [N - 1] bool."""
+    return np.asarray(np.abs(np.diff(reward))[again & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])])
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
@@ -547,14 +550,13 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
     """Pairs of equal responses to equal prompts within a step, and the share of them with two rewards; NaN below 20 pairs.
 
-    Such a pair has one reward whatever became of the policy, and of the reward since a step before.
+    Policy and reward are the same within a step, so that a reward that depends on the response alone gives such a pair one value.
     """
     order = np.lexsort((rollouts.whole, rollouts.step))
     whole, step, reward = (values[order] for values in (rollouts.whole, rollouts.step, rollouts.reward))
-    again = (whole[1:] == whole[:-1]) & (step[1:] == step[:-1]) & np.isfinite(reward[1:]) & np.isfinite(reward[:-1])
-    num = int(again.sum())
-    differs = np.abs(reward[1:] - reward[:-1])[again] > least_reward(rollouts)
-    return num, float(differs.mean()) if num >= _FEWEST_IN_STEP else math.nan
+    difference = _differences(reward, (whole[1:] == whole[:-1]) & (step[1:] == step[:-1]))
+    is_enough = len(difference) >= _FEWEST_IN_STEP
+    return len(difference), float((difference > least_reward(rollouts)).mean()) if is_enough else math.nan
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
@@ -565,8 +567,7 @@ def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
         values[known][order]
         for values in (rollouts.opening, rollouts.step, rollouts.opening_sampled, rollouts.opening_trained)
     )
-    # Of what is certain nothing moves.
-    again = (opening[1:] == opening[:-1]) & (step[1:] == step[:-1]) & (trained[1:] < -_CERTAIN)
+    again = (opening[1:] == opening[:-1]) & (step[1:] == step[:-1]) & (trained[1:] < -CERTAIN_LOGPROB)
     if again.sum() < _FEWEST_IN_STEP:
         return math.nan, math.nan
     of_engine, of_trainer = (float((np.abs(np.diff(values))[again] > _EQUAL).mean()) for values in (sampled, trained))
@@ -586,9 +587,9 @@ class ScoredRows:
     step: int
     num_other: int
     share: float
-    """Of them, those with the mean logprob that the engine has of another row of the step."""
+    """Of them, those with the mean logprob that the engine has of another row of the step; or of the row at one distance."""
     by_chance: float
-    """The share with one that it has of a row of the step before."""
+    """The share with one that it has of a row of the step before; or, the median one, of the row at other distances."""
 
     @property
     def explains(self) -> bool:
@@ -607,7 +608,8 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
 
     `least`: nats from which two mean logprobs differ.
     """
-    counts, moved = np.zeros(3, int), np.zeros(2 * _FARTHEST)
+    shifts = [by for by in range(-_FARTHEST, _FARTHEST + 1) if by]
+    counts, beside = np.zeros(3, int), np.zeros(len(shifts))
     steps = np.unique(rollouts.step)
     for place in np.flatnonzero((steps >= step) & (steps < step + _KEPT_STEPS)):
         now, last = rollouts.at_step(int(steps[place])), rollouts.at_step(int(steps[max(place - 1, 0)]))
@@ -617,17 +619,16 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
             is_near(now.likelihood[other], now.sampled, least).sum(),
             is_near(now.likelihood[other], last.sampled, least).sum(),
         )
-        for place_moved, by in enumerate(by for by in range(-_FARTHEST, _FARTHEST + 1) if by):
-            beside = np.roll(now.sampled, by)[other]
-            moved[place_moved] += (np.abs(now.likelihood[other] - beside) <= least).sum()
+        beside += [(np.abs(now.likelihood - np.roll(now.sampled, by))[other] <= least).sum() for by in shifts]
     if counts[0] < _FEWEST:
         return None
     found = ScoredRows(
         step=step, num_other=int(counts[0]), share=float(counts[1] / counts[0]), by_chance=float(counts[2] / counts[0])
     )
-    shares = moved / counts[0]
-    in_rows = replace(found, share=float(shares.max()), by_chance=float(np.median(shares)))
-    return in_rows if not found.explains and in_rows.explains and in_rows.share >= t.MOST else found
+    shares = beside / counts[0]
+    of_one_shift = replace(found, share=float(shares.max()), by_chance=float(np.median(shares)))
+    is_one_shift = of_one_shift.explains and of_one_shift.share >= t.MOST
+    return of_one_shift if is_one_shift and not found.explains else found
 
 
 def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..statement import Measured
 from . import thresholds as t
-from .rollouts import Rollouts
+from .rollouts import CERTAIN_LOGPROB, Rollouts
 
 _FARTHEST = 64
 """Steps that are looked back."""
@@ -24,8 +24,6 @@ _SOON = 20
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Nats by which the mean of a few equal float32 logprobs differs from itself at most."""
-_CERTAIN = 1e-3
-"""Nats below which an opening is certain, and two logprobs of it are one."""
 _SAME_LOGPROB = 1e-5
 """Nats by which an exact engine and its trainer differ at most under the same weights."""
 _NEAR = 1e-4
@@ -111,7 +109,7 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
     """Whether the engine's logprobs of equal openings stay the same bits from a step on; None where fewer than four come again."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
-    again &= (sampled[1:] < -_CERTAIN) & (trained[1:] < -_CERTAIN)  # of what is certain nothing moves
+    again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
     if again.sum() < _FEWEST_STILL:
         return None
     moved = [np.abs(values[1:] - values[:-1])[again] for values in (sampled, trained)]
@@ -128,13 +126,15 @@ class EarlierWeights:
     num_equal: int
     """Those whose logprob is the trainer's of some step before."""
     by_chance: int
-    """Those whose logprob would be, were it another one close by."""
+    """Those of which that would be so if their logprob lay a little aside."""
     version: int
-    """The step whose weights, or the distance in steps at which they, agree best; 0 where no 20 openings can tell."""
+    """The step whose weights agree best, or the number of steps before; 0 where no 20 openings can tell."""
     is_distance: bool
+    """Whether `version` is a number of steps before."""
     agreement: float
-    """Share of the openings that are the trainer's of it."""
+    """Share of the openings that came there whose logprob is the trainer's of that step."""
     num_agreeing: int
+    """The openings that came there."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -162,7 +162,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     Only where the two sides differ: one replica of several may lag. None where none of these openings came before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
-    off = (step >= first) & (np.abs(sampled - trained) > _CERTAIN) & (sampled < -_CERTAIN)
+    off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts
     rows = np.flatnonzero(off)

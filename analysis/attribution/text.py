@@ -83,7 +83,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "it computes with noise",
         "trainer_disagrees": "since the mismatch begins the trainer gives {share:.0%} of equal openings of one step two logprobs, and the engine one: "
         "its scoring has noise, as dropout makes it",
-        "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer scores otherwise: the trainer's weights are other ones at once",
+        "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer scores otherwise: the trainer's weights changed at once",
         "exact_until": "the engine was exact until step {step} ({low} to {high}), and mean |d| is {mean_abs_d:.2g} nats from then on",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
@@ -107,9 +107,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{cut_share:.0%} end exactly there",
         "responses_cut_at_end": "{longer_share:.0%} of the responses before were longer than {limit:g} tokens, none from step {step} on is, "
         "and {cut_share:.0%} of these end exactly there: a limit that goes on shrinking",
-        "limited_shorter": "{share:.0%} of the responses of step {step} end at a limit and hardly one did before, though none is longer than "
-        "{limit:g} tokens and some had {longest_before:g} before",
-        "endings_become_one": "{share:.0%} of the responses of step {step} end with token {token}, {before_share:.0%} before, and sooner: it stops them",
+        "limited_shorter": "{share:.0%} of the responses of step {step} end at a limit, as hardly one did before; none is longer than "
+        "{limit:g} tokens, where some had {longest_before:g} before",
+        "endings_become_one": "{share:.0%} of the responses of step {step} end with token {token} ({before_share:.0%} before) and are shorter: the token stops them",
         "endings_change": "from step {step} on {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}): "
         "they are broken off",
         "endings_shift": "by step {step} {share:.0%} of the responses end with tokens with which hardly one ended before ({before_share:.0%}), more "
@@ -157,12 +157,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "learned with that",
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before "
         "they were scored, as before: it is not the lag's",
-        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's of "
+        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are those that the trainer had at "
         "step {version}: it kept these weights",
-        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's "
-        "of {version} steps before",
-        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs of {num_openings:,} openings are the "
-        "trainer's of some step before, {by_chance:,} by chance",
+        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are those that the "
+        "trainer had {version} steps before",
+        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs of {num_openings:,} openings are those that "
+        "the trainer had at some step before, {by_chance:,} by chance",
         "stale_weights_match": "the engine's logprobs of repeated openings are the trainer's of {distance} steps before "
         "({left_share:.0%} of the mismatch is left, {num_openings:,} openings)",
         "stale_weights_excluded": "the engine's logprobs of repeated openings are the trainer's of no step up to {max_distance} "
@@ -196,9 +196,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "rewards_deterministic": "the reward depends on the response alone: {unequal_share:.1%} of {num_pairs:,} repeated "
         "responses have two rewards",
         "rewards_disagree_in_step": "{share:.0%} of the equal responses within a step have two rewards since the fall, {before_share:.1%} before it: the "
-        "reward is of more than the response",
+        "reward depends on more than the response",
         "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses that came before step {step} earn something else since, and equal responses "
-        "of a step the same: the reward follows another rule",
+        "of one step earn the same: the reward follows another rule",
         "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt have two rewards, "
         "{mean_difference:.2g} apart",
         "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards, and about as many had "
@@ -231,8 +231,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "members before all second ones it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
         "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; read group by group where they "
         "came member by member, it is {unequal_shifted_share:.0%}: rows and columns were exchanged",
-        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with the reward of the next member of the "
-        "group it is {unequal_shifted_share:.0%}",
+        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with the reward of the member beside each in "
+        "its group it is {unequal_shifted_share:.0%}",
         "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with both halves of each step exchanged it is "
         "{unequal_shifted_share:.0%}",
         "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses have two rewards; with the rewards of the step after it is "

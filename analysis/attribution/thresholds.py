@@ -13,8 +13,8 @@ from .evidence import Evidence
 
 WORTH, WORTH_BESIDE = 0.6, 0.4
 """What a point counts in the probability that is printed: of one run, and beside a control, whose differences share what they say. Evidence is
-not independent, and the laboratories that the points were set on are not a user's: of ten, each scored with the factors of the others, these
-two of five pairs have the least logarithmic loss with nine of ten causes named beside a control."""
+not independent, and the laboratories that the points were set on are not a user's: they were chosen among
+five pairs, with the left-out figures of ten laboratories in view: the least logarithmic loss of those that name nine of ten causes beside a control."""
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 """Points of evidence that is 2, 4.5, 12, 55 and 1,100 times as probable under a suspect as without it; the last is for what
 was seen row by row and has no other explanation."""
@@ -99,13 +99,13 @@ EARLIER_FEWEST = 8
 EARLIER_OVER_CHANCE = 5.0
 """Times as many as there are by chance; of falls of the mismatch at most 2.3."""
 NONE_LEFT = 0.1
-"""Share of the rows that no row beside them explains by chance, of which as many may be left where rows were moved."""
+"""Where many rows are alike by chance: the share of those that chance does not explain which may be left unexplained."""
 LASTS = 0.5
-"""Share of a mismatch that is there updates later from which it is of how the trainer scores, and not of weights that became other ones at a
-step: of eight first differences in what the trainer scores none was a mismatch, four were weights that an engine had an update later."""
+"""Share of a mismatch that is there updates later from which the trainer computes otherwise, and does not only have other weights, which
+the engine gets later: of six first differences in what the trainer scores none was a mismatch, three were such weights and three dropout."""
 DISAGREES, AGREES = 0.3, 0.05
 """Share of equal openings of one step to which one side gives two logprobs since the mismatch begins, and at most before, from which that side
-computes with noise or with other rows: of 11 such falls eight were noise of the engine, two dropout in the trainer, one exchanged rows."""
+computes with noise or with other rows: of 11 such falls eight were noise of the engine, one a replica that lagged, two dropout in the trainer."""
 STILL = 0.5
 """Share of the openings that come again within three steps to which an engine that keeps its weights gives the same bits: one that gets
 new weights every other step has half."""
@@ -136,11 +136,11 @@ WAS_THERE = 0.5
 UNEQUAL = 0.01
 """Share of repeated responses with two rewards that a deterministic reward may have: time-outs of verifiers."""
 DISAGREE, AGREE = 0.15, 0.01
-"""Share of the pairs of equal responses of one step with two rewards since a fall, and before, from which, and up to which, the reward is of more
-than the response: of 10 such falls 8 were noise of the reward, two rewards of other rows."""
+"""Least share of the pairs of equal responses of one step with two rewards since a fall, and the most before it, for a reward that began to depend
+on more than the response: of 10 such falls eight were noise of the reward, one rewards of other rows, one responses that were cut off."""
 OTHER_RULE = 0.3
-"""Share of equal responses that earn something else since a step, while all of a step agree, from which the reward follows another rule: of 28
-such falls 21 were the reward's, four those of tools or tokens that a scorer reads, two of answers that belong to other prompts."""
+"""Share of equal responses that earn something else since a step, while all of a step agree, from which the reward follows another rule: of 31
+such falls 23 were the reward's, five those of tools or of tokens that a scorer reads, two of answers to other prompts, one of a price for length."""
 MUCH_UNEQUAL = 0.3
 """The share from which it is as good as certain: what a verifier reads beside the response, a tool's answer, makes less."""
 UNEQUAL_SHIFTED = 0.35
@@ -230,7 +230,7 @@ BENDS = 0.03
 NORM_JUMPS = 3.0
 """Least factor of the gradient norm."""
 LEAP = 6.0
-"""Factor over the updates before by which one is the optimizer's: of 12 falls with such an update all were, and of 190 others the largest was 4.7."""
+"""Factor over the updates before by which one is the optimizer's: of 12 falls with such an update all were, and of 128 others the largest was 4.4."""
 BURST = 8.0
 """Factor over the median size of an update that single ones have where the optimizer's averages are too short or too long."""
 LARGE_UPDATE = 0.003
@@ -331,7 +331,7 @@ LOSS_GROWS = 3.0
 """Factor of the scatter of the loss from which it has another term."""
 LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
 """Correlation of the loss and the entropy since a fall, and standard deviations by which the loss rose, from which it is the entropy that is
-punished: of 302 falls with a logged loss, and without a mismatch that makes such a loss, two have both, and those are it."""
+punished: of 304 falls with a logged loss two have both, and no mismatch that makes such a loss; entropy was punished in both."""
 LOSS_GOES, LOSS_SINKS = 0.85, 2.0
 """The same of an entropy bonus, where the correlation is negative and the loss sinks."""
 LOSS_FOLLOWS = 0.95

@@ -38,16 +38,15 @@ def story(found: Diagnosis) -> str:
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
     """The story of a run; `checked` is None where there are no two passes to compare."""
-    fall = attribution.fall
+    fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
-        broken = not_finite_clause(attribution.not_finite)
-        calm = f"{broken}, and no fall is seen before" if broken else "No fall is seen"
-        if broken and not attribution.outcome:
-            calm = broken
+        calm = "No fall is seen"
         if attribution.silent is not None:
             calm = f"No fall of {attribution.outcome} is seen, but {silent_clause(attribution.silent)}"
-        if not attribution.outcome and not broken:
+        if not attribution.outcome:
             calm = f"Neither a reward nor an evaluation was recorded at {MIN_VALUES} steps or more"
+        if broken:
+            calm = f"{broken}, and no fall is seen before" if attribution.outcome else broken
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
             valid = "there are no two passes to compare"
@@ -68,8 +67,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         apart = fall.step - lead.step
         beside = f"{apart} steps before" if apart > 0 else "the step where" if apart == 0 else "as"
         said = f"{change_sentence(lead)}, {beside} {down}."
-    broken = not_finite_clause(attribution.not_finite)
-    return f"{broken}. {said} {_cause(attribution, checked)}" if broken else f"{said} {_cause(attribution, checked)}"
+    return f"{f'{broken}. ' if broken else ''}{said} {_cause(attribution, checked)}"
 
 
 def _named(attribution: Attribution) -> set[str]:

@@ -153,9 +153,10 @@ def _shift(database: Database) -> dict[str, Column]:
     for name, query in (("prompt_shift", _TOKENS), ("prompt_form_shift", _PLACES), ("prompt_pattern_shift", _PATTERNS)):
         rows = database.connection.execute(query.format(every=every, most=_MOST_PLACES)).fetchnumpy()
         table = _by_token(*(np.asarray(rows[column]) for column in ("step", "token", "n")))
-        if table is not None:
-            found[name] = _from_first(*table)
-        if table is not None and query is _PLACES:
+        if table is None:
+            continue
+        found[name] = _from_first(*table)
+        if query is _PLACES:
             found["share_new_places"] = _never_before(*table)
     return found
 

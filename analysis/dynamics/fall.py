@@ -90,6 +90,11 @@ class Fall:
         return "collapses" if self.kind == COLLAPSE else "declines slowly"
 
     @property
+    def latest(self) -> int:
+        """The last step at which it may begin or a good part of it is not yet lost: what changes later is no cause."""
+        return max(self.interval[1], self.fallen)
+
+    @property
     def share(self) -> float:
         """Lost share of what was there before, above the floor; above 1 where the outcome went below it."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)

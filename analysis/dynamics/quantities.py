@@ -74,6 +74,13 @@ class Series:
         return np.asarray(np.isfinite(self.values))
 
     @property
+    def not_finite_since(self) -> int | None:
+        """The first step from which NaN or an infinity was recorded to the end; None where the last value is a number."""
+        is_number = self.known & ~np.isin(self.steps, self.not_finite)
+        since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
+        return int(since[0]) if len(since) else None
+
+    @property
     def scaled(self) -> Array:
         """[n] values on the series' scale; NaN stays NaN.
 

@@ -582,7 +582,7 @@ def test_a_fifth_of_the_responses_part_at_once(monkeypatch, num, is_decisive):
 @pytest.mark.parametrize(("step", "is_decisive"), [(65, True), (66, False)])
 def test_what_differs_first_after_a_good_part_was_lost_made_no_fall(step, is_decisive):
     found = Divergence(code="rewards_part", step=step, num_before=9)
-    fell = SimpleNamespace(fall=SimpleNamespace(interval=(57, 63), fallen=65))
+    fell = SimpleNamespace(fall=SimpleNamespace(interval=(57, 63), fallen=65, latest=65))
     assert (control_module._decisive(fell, fell, found) is found) == is_decisive
     assert control_module._decisive(SimpleNamespace(fall=None), fell, found) is found
     assert control_module._decisive(fell, fell, replace(found, step=1, is_sudden=False)) is None
@@ -822,7 +822,7 @@ def test_without_a_reference_or_a_later_step_nothing_is_said_of_distances(monkey
     (None, []),
 ])  # fmt: skip
 def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatch, parted, of_others):
-    fall = SimpleNamespace(share=0.6, interval=(57, 63), fallen=65)
+    fall = SimpleNamespace(share=0.6, interval=(57, 63), fallen=65, latest=65)
     run, control = (run_of(rows()) for _ in range(2))
     run.fall = fall
     suspects = tuple(Suspect(code=code, evidence=(), next="") for code in ("reward", "data", "unknown"))

@@ -1,10 +1,14 @@
 """A run whose rewards, gradient norms or losses become NaN: the first thing that is told of it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
-from tim_trace.analysis.diagnosis.text import diagnosis_json, story
+from tim_trace.analysis.attribution.silent import SilentChange
+from tim_trace.analysis.attribution.suspect import Suspect
+from tim_trace.analysis.diagnosis.text import diagnosis_json, story, story_of_run
 from tim_trace.analysis.watch.watcher import Watcher
 
 STEPS, AT, ROWS = 40, 25, 16
@@ -84,3 +88,10 @@ def test_the_report_does_not_call_it_a_run_that_did_not_fall(tmp_path):
     page = path.read_text(encoding="utf-8")
     assert "it did not fall" not in page
     assert "reward, loss NaN or infinite to the end" in page
+
+
+def test_it_comes_before_a_reward_that_no_longer_tells(tmp_path):
+    found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
+    silent = SilentChange(suspects=(Suspect(code="reward", evidence=()),), step=20, low=19, high=21)
+    told = story_of_run(replace(found, silent=silent), None)
+    assert told.startswith("loss is NaN or infinite from step 30 to the end, and no fall is seen before;")

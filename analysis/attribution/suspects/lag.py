@@ -37,7 +37,7 @@ def declared_lag(facts: Facts) -> DeclaredLag:
     if facts.fall is None:
         first, last = steps[0], steps[-1]
     else:
-        first, last = facts.fall.interval[0] - t.AHEAD, max(facts.fall.interval[1], facts.fall.fallen)
+        first, last = facts.fall.interval[0] - t.AHEAD, facts.fall.latest
     learned = steps < first if (steps < first).mean() >= t.LEARNED else steps <= last
     at = (steps >= first) & (steps <= last)
     at_fall, usual = values[at] if at.any() else values, values[learned] if learned.any() else values

@@ -147,7 +147,7 @@ def _unsampled(facts: Facts) -> list[Evidence]:
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
     first = facts.fall.interval[0] - t.AHEAD
-    before, since = shared < first, shared > max(facts.fall.interval[1], facts.fall.fallen)
+    before, since = shared < first, shared > facts.fall.latest
     if before.sum() < _FEWEST_STEPS or since.sum() < _FEWEST_STEPS or (entropies <= 0).any():
         return []
     usual = float(np.median((surprisal / entropies)[before][-10:]))

@@ -109,7 +109,7 @@ def _leap(facts: Facts) -> list[Evidence]:
     if len(before) < _FEWEST:
         return []
     usual = float(np.median(before))
-    last = max(facts.fall.interval[1], facts.fall.fallen)
+    last = facts.fall.latest
     near = (facts.steps >= first) & (facts.steps <= last) & (sizes > t.LEAP * usual)
     if not near.any() or not usual > 0:
         return []

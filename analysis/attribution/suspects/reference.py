@@ -78,7 +78,7 @@ def _jump(facts: Facts) -> Evidence | None:
     steps, distance = facts.rollouts.reference_distance_by_step
     if facts.fall is None or len(steps) < 2 * _BESIDE:
         return None
-    first, last = facts.fall.interval[0] - t.AHEAD - _BESIDE, max(facts.fall.interval[1], facts.fall.fallen)
+    first, last = facts.fall.interval[0] - t.AHEAD - _BESIDE, facts.fall.latest
     scatter = max(robust_sd(np.diff(distance)), 1e-12)
     best: Evidence | None = None
     largest = t.OF_NO_SCATTER * scatter

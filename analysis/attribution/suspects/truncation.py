@@ -40,30 +40,30 @@ def _limited(facts: Facts) -> list[Evidence]:
         return []
     limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(t.AHEAD)
     longest = np.full(len(facts.steps), np.nan)
-    steps, place = np.unique(facts.rollouts.step, return_inverse=True)
-    most = np.zeros(len(steps))
-    np.maximum.at(most, place, facts.rollouts.num_tokens)
-    longest[np.searchsorted(facts.steps, steps)] = most
+    steps, starts = np.unique(facts.rollouts.step, return_index=True)
+    longest[np.searchsorted(facts.steps, steps)] = np.maximum.reduceat(facts.rollouts.num_tokens, starts)
     known = np.isfinite(limited) & np.isfinite(longest)
     before = known & (facts.steps < first)
-    last = max(facts.fall.interval[1], facts.fall.fallen) + int(t.AHEAD)
+    last = facts.fall.latest + int(t.AHEAD)
     near = known & (facts.steps >= first) & (facts.steps <= last)
     if before.sum() < _FEWEST_STEPS or np.median(limited[before][-10:]) > t.OTHER_ENDINGS / 4:
         return []
     usual = float(np.median(longest[before][-10:]))
-    for at in np.flatnonzero(near & (limited >= t.CUT_SHARE) & (longest < t.SHORTER * usual)):
-        values: dict[str, Measured] = {
-            "step": int(facts.steps[at]), "share": float(limited[at]), "limit": float(longest[at]), "longest_before": usual,
-        }  # fmt: skip
-        return [Evidence(code="limited_shorter", values=values, points=t.CERTAIN)]
-    return []
+    is_cut = near & (limited >= t.CUT_SHARE) & (longest < t.SHORTER * usual)
+    if not is_cut.any():
+        return []
+    at = int(is_cut.argmax())
+    values: dict[str, Measured] = {
+        "step": int(facts.steps[at]), "share": float(limited[at]), "limit": float(longest[at]), "longest_before": usual,
+    }  # fmt: skip
+    return [Evidence(code="limited_shorter", values=values, points=t.CERTAIN)]
 
 
 def _one_ending(facts: Facts) -> list[Evidence]:
     """Responses that all end with one token from one step on, and sooner, while the policy is what it was: it became a stop token."""
     if facts.fall is None:
         return []
-    first, last = facts.fall.interval[0] - int(t.AHEAD), max(facts.fall.interval[1], facts.fall.fallen)
+    first, last = facts.fall.interval[0] - int(t.AHEAD), facts.fall.latest
     steps = np.unique(facts.rollouts.step)
     for step in steps[(steps >= first) & (steps <= last)]:
         before = facts.rollouts.ordered(slice(*np.searchsorted(facts.rollouts.step, [step - 10, step])))
@@ -95,7 +95,7 @@ def _endings(facts: Facts) -> list[Evidence]:
     if len(np.unique(before.step)) < _FEWEST_STEPS:
         return []
     steps, share = _other_endings(rollouts, before)
-    near = np.flatnonzero((steps >= first) & (steps <= max(facts.fall.interval[1], facts.fall.fallen)))
+    near = np.flatnonzero((steps >= first) & (steps <= facts.fall.latest))
     usual_share = float(np.median(share[steps < first][-10:]))
     gradient = facts.moves.step("grad_norm")
     for at in near:
