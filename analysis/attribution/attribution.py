@@ -127,3 +127,8 @@ class Attribution(Result):
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
         return first.code
+
+    @property
+    def first_suspect(self) -> Suspect | None:
+        """The most probable suspect that has a name, however probable it is; None where nothing fell."""
+        return next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)

@@ -210,7 +210,9 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
     by_optimizer = (
         max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
     )
-    if by_optimizer >= t.UPDATE_GROWS or abs(moment - 1) > t.MOMENT_DIFFERS:
+    squared = 1.0 if math.isnan(gradient) else gradient**2  # which Adam's second moment is a mean of
+    is_other_moment = not min(1.0, squared) - t.MOMENT_DIFFERS <= moment <= max(1.0, squared) + t.MOMENT_DIFFERS
+    if by_optimizer >= t.UPDATE_GROWS or (is_other_moment and not math.isnan(moment)):
         yield "optimizer", Evidence(code="update_is_other", values=values, points=t.CERTAIN)
     elif is_equal and abs(update - 1) <= _LOGGED:
         yield "unknown", Evidence(code="update_is_equal", values=values, points=t.DECISIVE)

@@ -449,9 +449,18 @@ def _cause(result: Attribution) -> str:
     )  # fmt: skip
     not_mismatch = "; not the mismatch" if result.clears_mismatch else ""
     if result.cause is None:
-        others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in result.suspects[:2])
-        return f"{how} the cause cannot be told from this trace: {others}{not_mismatch}."
+        return f"{how} {unsure_clause(result)}{not_mismatch}."
     return f"{how} the cause is {first.title} ({first.probability:.0%}){not_mismatch}."
+
+
+def unsure_clause(result: Attribution) -> str:
+    """Where no suspect is more probable than all others together: which comes first, and what else may be."""
+    first, named = result.suspects[0], result.first_suspect
+    if named is None:
+        return "no cause is sure"
+    second = result.suspects[1] if named is first else first
+    word = "then" if named is first else "behind"
+    return f"no cause is sure: the first suspect is {named.title} ({named.probability:.0%}), {word} {second.title} ({second.probability:.0%})"
 
 
 def attribution_text(result: Attribution) -> str:
@@ -478,6 +487,7 @@ def attribution_text(result: Attribution) -> str:
 def attribution_json(result: Attribution) -> dict[str, Any]:
     """The same as JSON can say it, with every number; sentences beside their codes."""
     rendered = {name: getattr(result, name) for name in ("sentence", "cause", "differences", "notes")}
+    rendered["first_suspect"] = None if result.first_suspect is None else result.first_suspect.code
     changes = {name: _silent_json(getattr(result, name)) for name in ("silent", "supposed")}
     return asdict(result) | {"suspects": [_suspect_json(each) for each in result.suspects]} | changes | rendered
 

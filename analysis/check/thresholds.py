@@ -225,9 +225,13 @@ MIN_TOKEN_SCORE = 5.0
 """The same share in standard deviations of what chance gives."""
 MIN_EFFECT_TOKENS = 400
 """Different contexts, so that a token effect is one."""
+MIN_EFFECT_IDS = 8
+"""Different tokens: of a handful each stands in contexts of its own, and rounding of a context belongs to them as well."""
 
 ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
+MIN_FLIP_NOISE = 1e-3
+"""Noise of the logits, nats, of the tokens in the tail: another expert moves logits by far more, and the rounding of float32 has a tail, too."""
 MAX_ROUNDED_ROUTER_SHARE = 0.025
 """Share of the tail that routers with inputs of 16 bits give: scores of an error of 2^-8 choose another expert where the first two
 lie so near to each other, for a token in a hundred or two of a layer."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..alarms.text import alarm_sentence, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json, not_finite_clause, silent_clause
+from ..attribution.text import attribution_json, not_finite_clause, silent_clause, unsure_clause
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..dynamics.change_text import change_sentence
@@ -84,9 +84,20 @@ def _named(attribution: Attribution) -> set[str]:
 def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     first = attribution.suspects[0]
     if attribution.cause is None:
-        others = " or ".join(f"{suspect.title} ({suspect.probability:.0%})" for suspect in attribution.suspects[:2])
-        return f"The cause cannot be told: {others}."
+        clause = unsure_clause(attribution)
+        return f"{clause[:1].upper()}{clause[1:]}."
     return f"Most probably {cause_title(first, checked)} ({first.probability:.0%})."
+
+
+def _asked(attribution: Attribution) -> list[Suspect]:
+    """The most probable suspect, and the first that has a name."""
+    return [*attribution.suspects[:1], *([] if attribution.first_suspect is None else [attribution.first_suspect])]
+
+
+def _speaks_for(suspect: Suspect) -> list[str]:
+    """What speaks for a suspect, the strongest first."""
+    strongest = sorted(suspect.evidence, key=lambda each: -each.points)
+    return [each.sentence for each in strongest if each.points > 0 and each.code != "prior"]
 
 
 def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
@@ -108,8 +119,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ),
     ]
     if attribution.fall is not None:
-        strongest = sorted(attribution.suspects[0].evidence, key=lambda each: -each.points)
-        for_it = [each.sentence for each in strongest if each.points > 0 and each.code != "prior"][:2]
+        for_it = next((speaks for each in _asked(attribution) if (speaks := _speaks_for(each))), [])[:2]
         how = "from this run alone"
         if attribution.control:
             how = "beside a control" if attribution.is_intervention else "beside another run"
@@ -123,7 +133,11 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         where = found.located
         rows.append(("where", f"{sentence(where)} (a is {where.a}, b is {where.b}; step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
-    advice = [*found.next, *(suspect.next for suspect in attribution.suspects[:1] if suspect.next)]
+    suspected = next(
+        (each for each in _asked(attribution) if each.next and (each.code == attribution.cause or _speaks_for(each))),
+        None,
+    )
+    advice = [*found.next, *([suspected.next] if suspected is not None else [])]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
     return "\n".join(lines)
 

@@ -81,10 +81,19 @@ class Answer:
         return {name: value / sum(odds.values()) for name, value in odds.items()}
 
     def first(self, factors: dict[str, float]) -> tuple[str, float]:
-        """The first suspect of the list and its probability; `none` where nothing is said."""
+        """The first of the list and its probability; `none` where nothing is said."""
         if self.evidence is None:
             return "none", 1.0
         return max(self.probabilities(factors).items(), key=lambda item: item[1])
+
+    def first_suspect(self, factors: dict[str, float]) -> str:
+        """The first of the list that has a name, as the answer gives it whether it is sure or not; `none` where nothing is said."""
+        named = (
+            {name: value for name, value in self.probabilities(factors).items() if name != "unknown"}
+            if self.evidence
+            else {}
+        )
+        return max(named, key=named.__getitem__, default="none")
 
 
 def share_kept(evaluations):
@@ -202,7 +211,7 @@ def report(title, found, factors):
     confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
     print(
         f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
-        f"{sum(e.first(factors)[0] == e.cause for e, *_ in suspects)} first in the list, "
+        f"{sum(e.first_suspect(factors) == e.cause for e, *_ in suspects)} the first suspect, "
         f"{sum((e.is_silent or e.is_supposed) and e.cause == name for e, name, _ in suspects)} of them without a fall, "
         f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
         f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"

@@ -202,7 +202,7 @@ def test_what_was_there_before_a_fall_is_not_its_cause(tmp_path):
 def test_a_fall_that_nothing_explains_cannot_be_told(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=sliding)))
     assert found.cause is None
-    assert "cannot be told" in found.sentence
+    assert "no cause is sure" in found.sentence
     assert "not the mismatch" in found.sentence
 
 

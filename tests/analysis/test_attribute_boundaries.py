@@ -1468,9 +1468,18 @@ def test_the_verdict_in_words():
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
     assert open_.sentence == where + (
-        "By observation of two runs the cause cannot be told from this trace: training-inference mismatch: temperature on one "
-        "side only (40%) or the length of responses (30%)."
+        "By observation of two runs no cause is sure: the first suspect is training-inference mismatch: temperature on one "
+        "side only (40%), then the length of responses (30%)."
     )
+    unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
+    assert unknown.sentence == where + (
+        "By observation of one run no cause is sure: the first suspect is the length of responses (20%), behind something else, "
+        "or what this trace does not show (70%)."
+    )
+    assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
+    assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
+    assert (told.cause, told.first_suspect.code) == ("reward", "reward")
+    assert attribution(suspect("unknown", 1.0)).first_suspect is None
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert "By intervention (the control shares its seeds) the cause is entropy collapse" in sure.sentence
     assert attribution(fall=None).sentence.startswith("No fall: reward did not go down for good")

@@ -123,7 +123,14 @@ def copied(num_telling, others=400, equal=0):
 
 @pytest.mark.parametrize(
     ("steps", "is_copied"),
-    [([1, 2, 3, 4], False), ([1, 1, 3, 4], True), ([1, 3, 3, 4], True), ([3, 4, 1, 2], True), ([1, 3, 2, 4], True)],
+    [
+        ([1, 2, 3, 4], False),
+        ([1, 1, 3, 4], False),
+        ([1, 1, 1, 4], True),
+        ([1, 3, 3, 4], True),
+        ([3, 4, 1, 2], True),
+        ([1, 3, 2, 4], True),
+    ],
 )
 def test_an_engine_that_was_exact_in_its_first_steps_is_no_copy_of_its_trainer(steps, is_copied):
     b = np.full(200, -1.0)
@@ -448,8 +455,8 @@ def excessive(level, *dtypes):
     return LogitMismatch(level, allowed_noise(sides), 0.5, 9.0).is_excessive
 
 
-def of_weights(*, level=0.5, effect=0.5, score=50.0):
-    return LogitMismatch(level, 1.0, effect, score).is_of_weights
+def of_weights(*, level=0.5, effect=0.5, score=50.0, num_ids=100):
+    return LogitMismatch(level, 1.0, effect, score, num_ids=num_ids).is_of_weights
 
 
 def changes_inside(persistence, *, excess, score=10.0):
@@ -473,6 +480,47 @@ def routed(monkeypatch, num, times=100.0, *, of=10_000, mixture=True, effect=0.0
     monkeypatch.setattr(numerics, "is_mixture", lambda _: mixture)
     monkeypatch.setattr(numerics, "token_effect", lambda _: (effect, 0.0))
     return code_of(numerics.find_router_flips(data))
+
+
+def flipped_by(monkeypatch, noise):
+    """A hundredth of the tokens lies so far off, nats of a logit, and the others as far as float32 rounds."""
+    b = np.full(10_000, math.log(0.5))
+    data = pair_data(b - 1e-7, b)
+    data.noise = np.where(np.arange(10_000) < 100, noise, 1e-7)
+    monkeypatch.setattr(numerics, "is_mixture", lambda _: True)
+    monkeypatch.setattr(numerics, "token_effect", lambda _: (0.0, 0.0))
+    return code_of(numerics.find_router_flips(data))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtypes", "expected"),
+    [
+        (0.05, ("bfloat16", "float32"), "change_inside_sequence"),
+        (0.05, ("bfloat16", None), None),
+        (0.05, (None, None), None),
+        (0.5, (None, None), "change_inside_sequence"),
+        (0.98e-3, ("float32", "float32"), None),
+        (1.02e-3, ("float32", "float32"), "change_inside_sequence"),
+    ],
+)
+def test_rounding_that_a_state_carries_on_is_no_change_inside_of_sequences(monkeypatch, level, dtypes, expected):
+    """A recurrent state in 16 bits makes neighbouring tokens off alike: of dtypes that nobody named a mismatch as small as rounding is that."""
+    known = all(dtypes)
+    size = LogitMismatch(level, 0.08, 0.0, 0.0, num_ids=8, is_of_known_dtypes=known)
+    monkeypatch.setattr(weight_mismatch, "logit_mismatch", lambda data: size)
+    monkeypatch.setattr(weight_mismatch, "error_structure", lambda data: ErrorStructure(0.3, 9.0))
+    assert code_of(weight_mismatch.find_other_weights(noisy())) == expected
+
+
+def test_both_sides_dtypes_have_to_be_said_or_seen():
+    data = noisy()
+    assert not weight_mismatch.logit_mismatch(data).is_of_known_dtypes
+    data = noisy()
+    data.sample.a.contracts, data.sample.b.contracts = ["a"] * 8, ["b"] * 8
+    data.contracts = {"a": {"dtype": "torch.bfloat16"}, "b": {"dtype": "torch.float32"}}
+    found = weight_mismatch.logit_mismatch(data)
+    assert found.is_of_known_dtypes
+    assert found.num_ids == len(np.unique(data.sample.tokens))
 
 
 def router_top(monkeypatch, share):
@@ -588,6 +636,25 @@ def flips_fail(monkeypatch, num):
     monkeypatch.setattr(numerics, "token_effect", lambda _: (0.0, 0.0))
     (found,) = numerics.find_router_flips(data)
     return found.fails
+
+
+@pytest.mark.parametrize(
+    ("prompts", "nats", "expected"),
+    [
+        ([1] * 20, 0.004, None),  # all prompts came before from step 2 on: as small as rounding
+        ([1] * 20, 0.2, "change_inside_sequence"),
+        ([1, 2] * 10, 0.004, "change_inside_sequence"),  # half of the prompts of each later step did
+    ],
+)
+def test_prompts_that_all_came_before_from_a_step_on_are_a_range_of_steps(prompts, nats, expected):
+    draw = np.random.default_rng(0)
+    steps = np.repeat([1, 2, 3, 4, 5], 4)
+    asked = [[1] if prompt == 1 else [100 + place] for place, prompt in enumerate(prompts)]
+    first = {}
+    seen = [first.setdefault(tuple(prompt), step) < step for prompt, step in zip(asked, steps, strict=True)]
+    b = -draw.exponential(1.5, 20 * 40) - 0.1
+    a = b + draw.normal(0, np.repeat(np.where(seen, nats, 1e-5), 40)) * -np.expm1(b)
+    assert code_of(subsets.find_subset(pair_data(a, b, [40] * 20, steps=steps, prompts=asked))) == expected
 
 
 def since(monkeypatch, fall=9.0, score=9.0):
@@ -802,6 +869,7 @@ BOUNDARIES = [
     ("EXCESS", lambda x: excessive(x, None, None), (0.079, False), (0.081, True)),
     ("MIN_WEIGHTS_NOISE", lambda x: of_weights(level=x), (0.98e-3, False), (1.02e-3, True)),
     ("MIN_TOKEN_EFFECT", lambda x: of_weights(effect=x), (0.149, False), (0.151, True)),
+    ("MIN_EFFECT_IDS", lambda x: of_weights(num_ids=x), (7, False), (8, True)),
     ("MIN_TOKEN_SCORE", lambda x: of_weights(score=x), (4.9, False), (5.1, True)),
     ("MIN_EFFECT_TOKENS", effect_tokens, (399, False), (400, True)),
     ("MIN_PERSISTENCE", lambda x: changes_inside(x, excess=True), (0.069, False), (0.071, True)),
@@ -863,13 +931,13 @@ BOUNDARIES = [
     ),
     (
         "MIN_FLOAT32_TOKEN_EFFECT",
-        lambda x: LogitMismatch(0.5, 1.0, x, 50.0, both_float32=True).is_of_weights,
+        lambda x: LogitMismatch(0.5, 1.0, x, 50.0, both_float32=True, num_ids=8).is_of_weights,
         (0.049, False),
         (0.051, True),
     ),
     (
         "MIN_FLOAT32_TOKEN_SCORE",
-        lambda x: LogitMismatch(0.5, 1.0, 0.1, x, both_float32=True).is_of_weights,
+        lambda x: LogitMismatch(0.5, 1.0, 0.1, x, both_float32=True, num_ids=8).is_of_weights,
         (7.9, False),
         (8.1, True),
     ),
@@ -905,6 +973,7 @@ PATCHED_BOUNDARIES = [
     ("ALIKE_R2", plainer, (0.965, False), (0.975, True)),
     ("ROUTER_TAIL_RATIO", lambda m, x: routed(m, 100, x), (9.9, None), (10.1, "router_flips")),
     ("ROUTER_TAIL_SHARE", routed, (20, None), (21, "router_flips")),
+    ("MIN_FLIP_NOISE", flipped_by, (0.98e-3, None), (1.02e-3, "router_flips")),
     (
         "MAX_ROUTER_TAIL_SHARE",
         lambda m, n: routed(m, n, 1e3, mixture=None, rest=0.1),
@@ -1003,7 +1072,8 @@ ADAPTED, PLAIN = {"model": {"adapters": ["lora"]}}, {"engine": "vllm"}
     ],
 )
 def test_weights_differ_by_size_or_by_tokens(monkeypatch, level, effect, persistence, contracts, expected):
-    monkeypatch.setattr(weight_mismatch, "logit_mismatch", lambda data: LogitMismatch(level, 0.08, effect, 9.0))
+    size = LogitMismatch(level, 0.08, effect, 9.0, num_ids=8)
+    monkeypatch.setattr(weight_mismatch, "logit_mismatch", lambda data: size)
     monkeypatch.setattr(weight_mismatch, "error_structure", lambda data: ErrorStructure(persistence, 9.0))
     data = noisy()
     data.sample.a.contracts, data.sample.b.contracts = ["a"] * 8, ["b"] * 8

@@ -368,13 +368,13 @@ def test_a_calm_run_is_told_in_one_line():
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). The cause "
-            "cannot be told: the prompts: other ones than before (40%) or a noisy or wrong reward (30%).",
+            "temperature is set from 1 to 2 at step 57, 3 steps before reward falls from 0.8 to 0.3 (60; 57 to 63). No cause "
+            "is sure: the first suspect is the prompts: other ones than before (40%), then a noisy or wrong reward (30%).",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward falls from 0.8 to 0.3 (60; 57 to 63). The cause cannot be told: something else, or what this trace does "
-            "not show (90%) or a noisy or wrong reward (10%).",
+            "reward falls from 0.8 to 0.3 (60; 57 to 63). No cause is sure: the first suspect is a noisy or wrong "
+            "reward (10%), behind something else, or what this trace does not show (90%).",
         ),
     ],
 )  # fmt: skip

@@ -747,6 +747,15 @@ def test_a_second_moment_that_is_three_tenths_another_one_is_the_optimizer_s(mom
     assert of_update(adam_second_moment=moment)["optimizer"].get("update_is_other") == (7.0 if is_other else None)
 
 
+@pytest.mark.parametrize(("gradient", "moment", "is_other"), [
+    (1.2, 1.44, False), (1.2, 1.73, False), (1.2, 1.75, True), (1.2, 0.69, True), (0.8, 0.64, False), (0.8, 0.33, True),
+    (0.8, 0.35, False), (0.8, 1.31, True), (1.0, 1.31, True), (float("nan"), 1.31, True), (float("nan"), float("nan"), False),
+])  # fmt: skip
+def test_a_second_moment_follows_the_square_of_a_gradient_that_is_another_one(gradient, moment, is_other):
+    found = of_update(grad_norm=gradient, adam_second_moment=moment)
+    assert found["optimizer"].get("update_is_other") == (7.0 if is_other else None)
+
+
 @pytest.mark.parametrize(("update", "is_equal"), [(1 + 0.95e-5, True), (1 + 1.05e-5, False)])
 def test_an_update_of_the_same_size_from_the_same_gradient_is_not_the_optimizer_s(update, is_equal):
     found = of_update(grad_norm=1.0, update_to_weight=update)

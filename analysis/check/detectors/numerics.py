@@ -18,6 +18,7 @@ from ..thresholds import (
     MAX_ROUTER_TAIL_SHARE,
     MAX_ROUTER_TOKEN_EFFECT,
     MIN_ALL_ROUNDING_SHARE,
+    MIN_FLIP_NOISE,
     MIN_ROUNDING_SHARE,
     ROUTER_TAIL_RATIO,
     ROUTER_TAIL_SHARE,
@@ -116,6 +117,8 @@ def find_router_flips(data: PairData) -> list[Finding]:
     if (mixture is None and top < ROUTER_TOP_SHARE) or token_effect(data)[0] > MAX_ROUTER_TOKEN_EFFECT:
         return []
     affected = np.nan_to_num(data.noise) > ROUTER_TAIL_RATIO * bulk
+    if float(np.sqrt(np.mean(data.noise[affected] ** 2))) < MIN_FLIP_NOISE:
+        return []
     return [
         data.finding(
             "router_flips",

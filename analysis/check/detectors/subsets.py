@@ -134,13 +134,19 @@ def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
         for name, values in columns.items()
         if (split := _split(name, values, level, weight))
         and _noise(data, ~split.rows) <= healthy
-        and (name not in CHANGING or _is_more_than_change(data, split.rows))
+        and (not _changes_anyhow(data, split) or _is_more_than_change(data, split.rows))
     ]
     if not splits:
         return None
     best = max(splits, key=lambda split: split.r2)
     # Of two columns that say nearly the same, the one with fewer values is the plainer.
     return min((s for s in splits if s.r2 >= ALIKE_R2 * best.r2), key=_order)
+
+
+def _changes_anyhow(data: PairData, split: Split) -> bool:
+    """Whether the mismatch of the parts differs without a fault; prompts that all came before from one step on are a range of steps."""
+    is_range = split.column == SEEN_BEFORE and _begin(data.sample.steps, split.rows) is not None
+    return is_range or split.column in CHANGING
 
 
 def _told(data: PairData, best: Split, since: int | None) -> Finding:

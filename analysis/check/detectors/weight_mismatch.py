@@ -14,6 +14,7 @@ from ..pair_data import PairData, declared, once
 from ..thresholds import (
     MAX_SURE_NOISE,
     MAX_UNTOLD_NOISE,
+    MIN_EFFECT_IDS,
     MIN_FLOAT32_TOKEN_EFFECT,
     MIN_FLOAT32_TOKEN_SCORE,
     MIN_TOKEN_EFFECT,
@@ -54,6 +55,10 @@ class LogitMismatch:
     """Whether the policy is sure of its tokens, so that its logits are large and rounded by more."""
     both_float32: bool = False
     """Whether both contracts say float32, and no TensorFloat-32."""
+    is_of_known_dtypes: bool = True
+    """Whether both sides' dtypes are said or seen."""
+    num_ids: int = 0
+    """Different tokens."""
 
     @property
     def bound(self) -> float:
@@ -72,7 +77,13 @@ class LogitMismatch:
         least = (MIN_TOKEN_EFFECT, MIN_TOKEN_SCORE)
         if self.both_float32:
             least = (MIN_FLOAT32_TOKEN_EFFECT, MIN_FLOAT32_TOKEN_SCORE)
-        return self.level > MIN_WEIGHTS_NOISE and self.token_effect > least[0] and self.token_score > least[1]
+        is_of_tokens = self.token_effect > least[0] and self.token_score > least[1] and self.num_ids >= MIN_EFFECT_IDS
+        return self.level > MIN_WEIGHTS_NOISE and is_of_tokens
+
+    @property
+    def may_carry(self) -> bool:
+        """Whether rounding alone may be alike from token to token: a state or a cache that is rounded is read by all that follow."""
+        return self.level <= MIN_WEIGHTS_NOISE or not self.is_of_known_dtypes
 
 
 @once
@@ -89,6 +100,8 @@ def logit_mismatch(data: PairData) -> LogitMismatch:
         *token_effect(data),
         is_sure=bool(data.num_kept and data.rest.mean() < MIN_UNSURE_REST),
         both_float32=all(side.coarsest == "float32" and side.declared == "float32" for side in sides),
+        is_of_known_dtypes=all(side.coarsest is not None for side in sides),
+        num_ids=len(np.unique(data.sample.tokens[data.keep][known])),
     )
 
 
@@ -148,7 +161,7 @@ def find_other_weights(data: PairData) -> list[Finding]:
     if differ and len(adapters) == 1 and not agree:
         declaration = {"cause": "adapter", "side": adapters[0]}
         return [_finding(data, "weights_differ", "one_adapter", 0.8, commands.weights(data), **declaration)]
-    if structure.changes_inside(is_excessive=differ):
+    if structure.changes_inside(is_excessive=differ) and (differ or not size.may_carry):
         return [_finding(data, "change_inside_sequence", "persistence", 0.5, commands.weights(data))]
     if differ and agree:
         return [
