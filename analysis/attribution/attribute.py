@@ -21,7 +21,7 @@ from .silent import SilentChange, read_silent
 from .supposed import broken_steps, supposed_at
 from .suspect import Suspect
 from .suspects import ALL
-from .suspects.changed import settings
+from .suspects.changed import masks, settings
 from .suspects.mismatch import trainer_disagrees
 from .suspects.timing import at_once, order
 
@@ -110,6 +110,7 @@ def _suspects(facts: Facts) -> tuple[Suspect, ...]:
             *settings(facts, "unknown"),
             *at_once(facts, t.MEDIUM),
             *trainer_disagrees(facts),
+            *masks(facts),
             t.prior("unknown"),
         ),
     )

@@ -17,6 +17,8 @@ OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
 """A suspect is named as the cause above it: more probable than all others together."""
+MIN_PROBABILITY_OF_SUSPECT = 0.05
+"""The first suspect is named from it on, where no cause is sure."""
 MAX_PROBABILITY_CLEARED = 0.05
 """Below it the mismatch is cleared."""
 
@@ -130,5 +132,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect that has a name, however probable it is; None where nothing fell."""
-        return next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
+        """The most probable suspect that has a name, sure or not; None where nothing fell, or where each of them is less than one in twenty."""
+        named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
+        return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

@@ -38,6 +38,7 @@ from .divergence import (
 )
 from .evidence import Evidence
 from .facts import Facts
+from .mismatch import FROM_START
 from .odds import ranked
 from .rollouts import (
     Rollouts,
@@ -427,8 +428,8 @@ def _mismatches(
     if is_farther_behind(facts, control):
         return
     is_earlier = facts.earlier_weights is not None and facts.earlier_weights.explains
-    if explained == "staleness" and declared_lag(facts).at_fall >= 1 and not is_earlier:
-        explained = "mismatch"  # the control lags as much
+    if explained == "staleness" and (declared_lag(facts).at_fall >= 1 or run.begins == FROM_START) and not is_earlier:
+        explained = "mismatch"  # the control lags as much, or no weights can be behind yet
     if parted is None and declared_lag(facts).at_fall >= 1:
         parted = _first_parted(facts, control)  # from there on the same lag is between other policies
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:

@@ -38,6 +38,8 @@ ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE =
     "advantages_or_rewards_part", "update_parts",
 )  # fmt: skip
 
+_OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
+"""What other prompts of a batch change as well, by its mean and its spread."""
 _ROUNDING = 1e-9
 """Nats by which the mean logprobs of two runs with the same bits differ at most: the order of a sum."""
 _FEWEST = 8
@@ -96,7 +98,9 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # What an environment does with other prompts is other, too; weights that differ chose the prompts.
-        if beside.share < 1 and (code in ("", SAMPLING, TOOL) or (beside.share < t.MANY_SHARED and code != UPDATE)):
+        if beside.share < 1 and (
+            code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
+        ):
             code, values = PROMPTS, {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
         if code:
             at = int(shared[number - 1]) if code == UPDATE and number else step
@@ -219,7 +223,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
-    if np.allclose(a.advantage, -b.advantage, equal_nan=True):
+    if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # of the other sign, some or all
         return ADVANTAGES, values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return ADVANTAGES_PERMUTED, values

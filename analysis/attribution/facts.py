@@ -38,6 +38,7 @@ from .rollouts import (
     changed_responses,
     correlation,
     explained_by_length,
+    explained_by_length_by_step,
     kept_rewards,
     least_reward,
     pays_length_otherwise,
@@ -68,6 +69,12 @@ _BREAK_STEPS = 10
 """Steps before and since a step whose advantages are held against each other."""
 _FEWEST_STEPS = 3
 """Fewest of these with rewards that differ."""
+_ONE_TOKEN = 0.5
+"""Least difference of two numbers of tokens."""
+_LONG_BEFORE, _LONG_SINCE = 20, 15
+"""Steps before a fall, and after it is there, whose rewards are held against lengths."""
+_FEWEST_OF_LENGTH = 5
+"""Of these at least so many that can tell."""
 _ENOUGH = 20
 """Steps before a fall of which half tell what was there before."""
 
@@ -293,6 +300,22 @@ class Facts:
         return pays_length_otherwise(since, before)
 
     @cached_property
+    def rewards_by_length(self) -> tuple[float, float] | None:
+        """Share of the variance of a step's rewards that lengths explain before a fall and since, where it was a small part and is most; else None."""
+        if self.fall is None:
+            return None
+        steps, share = explained_by_length_by_step(self.rollouts)
+        first = self.fall.interval[0] - t.AHEAD
+        before, since = (
+            share[steps < first][-_LONG_BEFORE:],
+            share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)],
+        )
+        if min(len(before), len(since)) < _FEWEST_OF_LENGTH:
+            return None
+        usual, now = float(np.median(before)), float(np.median(since))
+        return (usual, now) if usual < t.LENGTH_LITTLE and now >= t.LENGTH_MOST else None
+
+    @cached_property
     def reward_moved(self) -> float:
         """Standard deviation of what equal responses earn otherwise since a step, over that of all rewards before; 0 where nothing is known."""
         found = self.changed_rewards
@@ -312,6 +335,12 @@ class Facts:
         found = self._given_otherwise("reference", t.REFERENCE_MOVES)
         is_other = found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share
         return found if is_other else self._given_otherwise_for_good("reference", t.REFERENCE_MOVES)
+
+    @cached_property
+    def changed_masks(self) -> ChangedResponses | None:
+        """Equal responses of which other tokens count from a step near the fall on."""
+        found = None if self.fall is None else self._given_otherwise("num_masked", _ONE_TOKEN)
+        return found if found is not None and found.share > t.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
         """Equal responses that are given something else by more than `least`: near the fall; where nothing fell, anywhere."""

@@ -76,6 +76,8 @@ _FEWEST_KEPT = 3
 """The fewest of them."""
 _FEWEST_OF_LENGTH = 5
 """Responses of one length, and lengths, that say how rewards go with length."""
+_FEWEST_OF_A_LENGTH, _FEWEST_LENGTHS = 3, 3
+"""Responses of a length in a step, and such lengths, from which it is told how far length explains its rewards."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
 CERTAIN_LOGPROB = 1e-3
@@ -136,6 +138,11 @@ class Rollouts:
         return np.asarray(self.length + self.num_masked)
 
     @property
+    def counted(self) -> np.ndarray:
+        """[N] uint64: a number of the prompt, the response and how many tokens of it count, which a mean logprob is over."""
+        return _graded(self.whole, self.num_masked)
+
+    @property
     def distance(self) -> np.ndarray:
         """[N] by how much more likely the response is to the policy than to the reference, nats."""
         return np.asarray((self.likelihood - self.reference) * self.length)
@@ -182,8 +189,8 @@ class Rollouts:
 
     def keeps_reference(self, step: int) -> bool:
         """Whether the reference model scores responses that came before a step and after it as it did; not without any."""
-        order = np.lexsort((self.step, self.whole))
-        whole, at, reference = (values[order] for values in (self.whole, self.step, self.reference))
+        order = np.lexsort((self.step, self.counted))
+        whole, at, reference = (values[order] for values in (self.counted, self.step, self.reference))
         spans = (whole[1:] == whole[:-1]) & (at[:-1] < step) & (at[1:] >= step)
         moved = np.abs(reference[1:] - reference[:-1])[spans]
         moved = moved[np.isfinite(moved)]
@@ -479,8 +486,9 @@ def changed_responses(
     `column` is what they are given, `least` the least size of a difference. None where fewer than 10 came on both sides of
     every such step.
     """
-    order = np.lexsort((rollouts.step, rollouts.whole))
-    whole, step, given, length = (getattr(rollouts, name)[order] for name in ("whole", "step", column, "length"))
+    same = _same(rollouts, column)
+    order = np.lexsort((rollouts.step, same))
+    whole, step, given, length = same[order], *(getattr(rollouts, name)[order] for name in ("step", column, "length"))
     again = (whole[1:] == whole[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1]) & (step[1:] > step[:-1])
     low, high, difference = step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
     differs = np.abs(difference) > least
@@ -508,6 +516,11 @@ def changed_responses(
     inside = (high >= first) & (low <= last)
     _, earliest, latest = step_interval(differs[inside], low[inside], high[inside])
     return replace(best, low=min(earliest, best.step), high=max(latest, best.step))
+
+
+def _same(rollouts: Rollouts, column: str) -> np.ndarray:
+    """[N] what is equal of responses that may be given one value: a mean logprob is over the tokens that count."""
+    return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
@@ -542,8 +555,9 @@ def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
-    order = np.lexsort((rollouts.step, rollouts.whole))
-    whole = rollouts.whole[order]
+    same = _same(rollouts, column)
+    order = np.lexsort((rollouts.step, same))
+    whole = same[order]
     return _unequal(getattr(rollouts, column)[order], whole[1:] == whole[:-1], least)[1]
 
 
@@ -930,3 +944,25 @@ def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     count = np.bincount(group, known.astype(float))
     centred: np.ndarray = values - (total / np.maximum(count, 1))[group]
     return centred
+
+
+def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """[n] steps of which three lengths and more have three rewards each, and [n] the share of these rewards' variance that the length explains.
+
+    Adjusted for the number of lengths, so that it is 0 on average where length says nothing.
+    """
+    known = np.isfinite(rollouts.reward)
+    cell = np.stack([rollouts.step[known], rollouts.length[known].astype(np.int64)])
+    cells, place, count = np.unique(cell, axis=1, return_inverse=True, return_counts=True)
+    kept = (count >= _FEWEST_OF_A_LENGTH)[place.reshape(-1)]
+    place, reward = place.reshape(-1)[kept], rollouts.reward[known][kept]
+    steps, of_step = np.unique(cells[0][place], return_inverse=True)
+    _, place = np.unique(place, return_inverse=True)
+    lengths = np.bincount(of_step[np.unique(place, return_index=True)[1]], minlength=len(steps))
+    num = np.bincount(of_step, minlength=len(steps))
+    own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
+    left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]
+    total, within = (np.bincount(of_step, values**2, len(steps)) for values in (own, left))
+    judged = (lengths >= _FEWEST_LENGTHS) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
+    share = 1 - (within[judged] / (num - lengths)[judged]) / (total[judged] / (num - 1)[judged])
+    return steps[judged], share

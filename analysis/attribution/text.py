@@ -49,6 +49,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "loss_follows_distance": "since the fall the loss is a multiple of what it was and goes with the distance to the reference (correlation "
         "{correlation:.2f}): a KL term is most of it",
         "update_moves_first": "updates become larger at step {step}, after gradients as before and before the policy moves",
+        "masks_change": "from step {step} on the loss counts other tokens in {share:.0%} of {num_responses:,} responses that came before it and after it",
         "gradient_moves_first": "the gradient's norm grows at step {step}, before reward and policy move",
         "policy_moves_at_once": "at step {step} the policy is another one at once, after a gradient as before",
         "relation_breaks_alone": "from step {step} on likelier answers no longer earn more, while the step's rewards and the policy are what "
@@ -283,6 +284,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "length_pays": "within groups longer responses earn more (correlation {correlation:.2f})",
         "length_pays_since": "from step {step} on the same responses earn something else by their length (correlation "
         "{correlation:.2f}, {num_responses:,} responses)",
+        "length_explains_rewards": "lengths explain {share:.0%} of what the rewards of a step differ by since the fall, {before_share:.0%} before",
         "length_pays_while_hidden": "within groups longer responses earn more (correlation {correlation:.2f}), and the reward "
         "stays up while they grow and the evaluation falls",
         "length_costs_while_hidden": "within groups shorter responses earn more (correlation {correlation:.2f}), and the reward "
@@ -457,7 +459,7 @@ def unsure_clause(result: Attribution) -> str:
     """Where no suspect is more probable than all others together: which comes first, and what else may be."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
-        return "no cause is sure"
+        return f"no suspect explains it: {first.title} ({first.probability:.0%})"
     second = result.suspects[1] if named is first else first
     word = "then" if named is first else "behind"
     return f"no cause is sure: the first suspect is {named.title} ({named.probability:.0%}), {word} {second.title} ({second.probability:.0%})"

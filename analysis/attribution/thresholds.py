@@ -337,6 +337,8 @@ LOSS_GOES, LOSS_SINKS = 0.85, 2.0
 LOSS_FOLLOWS = 0.95
 """Correlation with the entropy, or with the distance to the reference, from which that term is theirs: of 10 such falls with the entropy 10
 were an entropy bonus's."""
+LENGTH_LITTLE, LENGTH_MOST, LENGTH_NEARLY_ALL = 0.35, 0.7, 0.9
+"""Share of the variance of a step's rewards that lengths explain before a fall and since, from which rewards are a matter of length."""
 TERM_WEIGHS = 0.6
 """Correlation of advantages within groups with the distance to the reference, or with the logprob, from which a term of it is most of the
 advantage."""

@@ -173,10 +173,12 @@ def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.nd
 
 
 def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """By step, the total variation of its tokens from those of the first tenth of the run."""
-    first = counts[: max(len(steps) // 10, 3)].sum(axis=0)
+    """By step, the total variation of its tokens from those of the first tenth of the run; NaN there, as a step is nearer to what it is a part of."""
+    begins = max(len(steps) // 10, 3)
+    first = counts[:begins].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
-    return steps, 0.5 * np.abs(shares - first / first.sum()).sum(axis=1)
+    apart = 0.5 * np.abs(shares - first / first.sum()).sum(axis=1)
+    return steps, np.where(np.arange(len(steps)) < begins, np.nan, apart)
 
 
 def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:

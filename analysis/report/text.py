@@ -197,12 +197,11 @@ def unseen_fall(silent: SilentChange, found: Attribution) -> AnswerText:
 
 
 def fall(found: Attribution, checked: CheckResult | None) -> AnswerText:
-    fall, first = found.fall, found.first_suspect
+    fall, first = found.fall, found.first_suspect or found.suspects[0]
     assert fall is not None
-    assert first is not None
     low, high = fall.interval
     return AnswerText(
-        short=f"it fell: {'' if found.cause else 'first suspect: '}{cause_title(first, checked)}",
+        short=f"it fell: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{cause_title(first, checked)}",
         figure=f"{fall.outcome} {fall.before:.3g} to {fall.after:.3g}, from step {fall.step} (95 % interval {low} to {high})",
         basis=f"{first.probability:.0%} by {found.kind}" + (" of one run" if found.control is None else ""),
         detail=found.sentence,

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize
 from tim_trace.analysis import attribute
+from tim_trace.analysis.attribution.attribution import MIN_PROBABILITY_OF_SUSPECT
 from tim_trace.analysis.attribution.factors import FACTORS
 from tim_trace.analysis.attribution.odds import kind_of
 from tim_trace.analysis.attribution.suspect import SUSPECTS
@@ -87,12 +88,9 @@ class Answer:
         return max(self.probabilities(factors).items(), key=lambda item: item[1])
 
     def first_suspect(self, factors: dict[str, float]) -> str:
-        """The first of the list that has a name, as the answer gives it whether it is sure or not; `none` where nothing is said."""
-        named = (
-            {name: value for name, value in self.probabilities(factors).items() if name != "unknown"}
-            if self.evidence
-            else {}
-        )
+        """The first of the list that has a name, as the answer gives it whether it is sure or not; `none` where there is none."""
+        found = self.probabilities(factors).items() if self.evidence else ()
+        named = {name: value for name, value in found if name != "unknown" and value >= MIN_PROBABILITY_OF_SUSPECT}
         return max(named, key=named.__getitem__, default="none")
 
 

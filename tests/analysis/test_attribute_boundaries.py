@@ -131,7 +131,7 @@ def facts(**given):
         ),
         "reordered": reordered(0.0), "changed_reference": None, "graded_elsewhere": None,
         "_given_otherwise_for_good": lambda column, least: None, "sorted_in_groups": None, "moves": NOTHING, "breaks": FALL.low,
-        "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0,
+        "earlier": (), "is_near": lambda change: True, "still_engine": None, "moved_rewards": None, "pays_length_since": 0.0, "rewards_by_length": None, "changed_masks": None,
         "advantages_break": None, "grows_from_nothing": False, "scored_rows": None, "reward_moved": 1.0,
         "earlier_weights": None, "disagreeing": (0.0, 0.0), "unequal_in_step": (np.nan, np.nan),
     }  # fmt: skip
@@ -265,14 +265,22 @@ def _distance(after, *, before=0.5, likelihood=None, keeps=False):
 def _sampled(surprisal, *, entropy=1.0, before=1.0):
     """-logprob of what is sampled before and since the fall, at a constant entropy."""
     kept = SimpleNamespace(sampled_by_step=(STEPS, -level(before, surprisal, at=60)))
-    return codes(mismatch._unsampled(facts(rollouts=kept, series={"entropy": np.full(100, entropy)})))
+    return codes(mismatch.unsampled(facts(rollouts=kept, series={"entropy": np.full(100, entropy)})))
 
 
-def _returned(share, *, before=0.4, mismatch=None, near=()):
-    """A policy that keeps a share of its distance to the reference."""
+def _returned(share, *, before=0.4, mismatch=None, near=(), surprisal=1.0):
+    """A policy that keeps a share of its distance to the reference; an entropy of 1, and what is sampled has that surprisal since."""
     distance = np.where(FALL.low > STEPS, before, share * before)
-    kept = SimpleNamespace(reference_distance_by_step=(STEPS, distance))
-    return codes(reference._returns(facts(rollouts=kept, mismatch=mismatch, near=near)))
+    sampled = np.where(FALL.low > STEPS, -1.0, -surprisal)
+    kept = SimpleNamespace(reference_distance_by_step=(STEPS, distance), sampled_by_step=(STEPS, sampled))
+    return codes(
+        reference._returns(facts(rollouts=kept, mismatch=mismatch, near=near, series={"entropy": np.ones(100)}))
+    )
+
+
+def test_of_tokens_that_no_policy_draws_the_distance_to_the_reference_says_nothing():
+    assert _returned(0.1) == {"returns_to_reference": DECISIVE}
+    assert _returned(0.1, surprisal=9.0) == {}
 
 
 def _graded(equal, by_chance):
@@ -1479,7 +1487,11 @@ def test_the_verdict_in_words():
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
     assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
     assert (told.cause, told.first_suspect.code) == ("reward", "reward")
-    assert attribution(suspect("unknown", 1.0)).first_suspect is None
+    assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
+    assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
+    assert attribution(suspect("unknown", 0.98), suspect("length", 0.02)).sentence == where + (
+        "By observation of one run no suspect explains it: something else, or what this trace does not show (98%)."
+    )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert "By intervention (the control shares its seeds) the cause is entropy collapse" in sure.sentence
     assert attribution(fall=None).sentence.startswith("No fall: reward did not go down for good")
@@ -1707,7 +1719,7 @@ def test_tokens_that_are_not_sampled_as_said_are_the_engine_s_whatever_both_side
     found = codes(mismatch.mismatch(given).evidence)
     assert (found["not_sampled_so"], found["mismatch_small"]) == (CERTAIN, 0.0)
     few = np.where((STEPS == 20) | (STEPS == 80), 1.0, np.nan)  # too few steps have an entropy
-    assert mismatch._unsampled(facts(rollouts=kept, series={"entropy": few})) == []
+    assert mismatch.unsampled(facts(rollouts=kept, series={"entropy": few})) == []
 
 
 @pytest.mark.parametrize(("slope", "by_length"), [(1.0, 1.0), (-1.0, -1.0), (0.0, 0.0)])
@@ -1954,7 +1966,7 @@ def test_the_trainer_s_entropy_says_nothing_of_an_engine_that_has_another_policy
     # -logprob is 4 nats above the entropy.
     kept = SimpleNamespace(sampled_by_step=(STEPS, -level(1.0, 5.0, at=60)))
     series = {"entropy": np.ones(100), "mean_abs_d": level(0.001, apart, at=60)}
-    found = codes(mismatch._unsampled(facts(rollouts=kept, series=series)))
+    found = codes(mismatch.unsampled(facts(rollouts=kept, series=series)))
     assert list(found) == ["not_sampled_so"] * is_told
 
 

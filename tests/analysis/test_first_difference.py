@@ -651,6 +651,27 @@ def test_what_advantages_differ_by_for_all_of_a_group_is_its_baseline():
     assert first_code(run_of(run), run_of(control)) == "advantages_part"
 
 
+def test_advantages_without_their_sign_are_no_term():
+    """Of |A| less A much goes with whatever A goes with."""
+    control = rows(n=40, group=np.zeros(40, int), advantage=np.sin(np.arange(40.0)))
+    control = replace(
+        control, first_advantage=control.advantage, likelihood=-1 + 0.1 * np.maximum(-control.advantage, 0)
+    )
+    run = replace(control, advantage=np.abs(control.advantage), first_advantage=np.abs(control.advantage))
+    assert first_code(run_of(run), run_of(control)) == "advantages_part"
+
+
+@pytest.mark.parametrize(("num_other", "code"), [(0, "advantages_by_distance_part"), (1, "prompts_part")])
+def test_other_prompts_of_a_step_change_the_advantages_of_the_rest(num_other, code):
+    """A mean and a spread over the batch are other ones, too."""
+    control = rows(n=40, group=np.zeros(40, int), likelihood=np.sin(np.arange(40.0)))
+    other = control.advantage + control.likelihood - control.reference
+    run = replace(control, advantage=other, first_advantage=other)
+    run.prompt[:num_other] += 90_000
+    run.whole[:num_other] += 90_000
+    assert first_code(run_of(run), run_of(rows(n=40, group=np.zeros(40, int), likelihood=control.likelihood))) == code
+
+
 @pytest.mark.parametrize("scale", [-1.0, 5.0, 1 / 3])
 def test_a_scale_of_the_advantages_is_no_term(scale):
     chance = np.random.default_rng(0)

@@ -280,7 +280,7 @@ def facts(**given):
     usual = {
         "trace": "run", "fall": FALL, "steps": STEPS, "moves": NOTHING, "clear": lambda *kinds: [],
         "is_given_otherwise": False,
-        "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0,
+        "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0, "rewards_by_length": None,
         "hides": False,
         "advantages_break": None, "still_engine": None, "scored_rows": None, "checked": None, "changed_rewards": None,
         "earlier_weights": None, "disagreeing": (0.0, 0.0), "unequal_in_step": (np.nan, np.nan),
@@ -629,6 +629,7 @@ def test_rewards_above_all_before_by_a_fifth_of_their_range_are_told(highest, nu
 
 def test_rewards_above_all_before_that_pay_length_are_its():
     assert beyond(2.0, pays_length_since=0.9) == {}
+    assert beyond(2.0, rewards_by_length=(0.1, 0.8)) == {}
     assert beyond(2.0, pays_length=0.9) == {}
     assert beyond(2.0, fall=None) == {}
 

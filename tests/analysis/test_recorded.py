@@ -15,6 +15,7 @@ from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story
 from tim_trace.analysis.dynamics.change_text import change_sentence
+from tim_trace.analysis.dynamics.conditions import read_conditions
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.recorded import read_recorded
 from tim_trace.analysis.report.report import report
@@ -376,6 +377,23 @@ def test_a_run_in_which_nothing_was_changed_has_no_change_of_what_it_was_given(t
     calm = record(tmp_path / "run", Plan(right=right))
     given = ("prompts", "sampling", "advantages", "setting", "contract", "reference")
     assert not [change for change in read_recorded(Database(calm), PAIR) if change.kind in given]
+
+
+def test_a_step_of_the_first_tenth_is_not_nearer_to_it_because_it_is_a_part_of_it(tmp_path):
+    """Prompts of 64 kinds, drawn alike at each of 100 steps: the first ten steps are what all are held against."""
+    draw = np.random.default_rng(0)
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 101):
+            prompts = draw.integers(0, 4, (16, 6)).tolist()
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=prompts, response_ids=[[2, 3]] * 16, reward=draw.random(16).tolist()
+            )
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]] * 16)
+    database = Database(tmp_path / "run")
+    series = read_conditions(database)
+    for name in ("prompt_shift", "prompt_form_shift", "prompt_pattern_shift"):
+        assert np.isnan(series[name].values).tolist() == [True] * 10 + [False] * 90
+    assert not [change for change in read_recorded(database, PAIR) if change.kind == "prompts"]
 
 
 @pytest.mark.slow

@@ -13,10 +13,13 @@ from tim_trace.analysis.attribution.moves import NOTHING, Moves, Quantity
 from tim_trace.analysis.attribution.rollouts import (
     Rollouts,
     ScoredRows,
+    changed_responses,
+    explained_by_length_by_step,
     read_rollouts,
     scored_rows,
     unequal_in_step,
     unequal_openings,
+    unequal_share,
 )
 from tim_trace.analysis.attribution.staleness import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.attribution.suspects import timing
@@ -26,9 +29,9 @@ from tim_trace.analysis.dynamics.recorded import RecordedChange, read_recorded
 from tim_trace.analysis.trace.database import Database
 
 # The functions of the package hide its modules of the same names.
-data, mismatch, optimizer, reward, staleness, truncation = (
+changed, data, length, mismatch, optimizer, reward, staleness, truncation = (
     import_module(f"tim_trace.analysis.attribution.suspects.{name}")
-    for name in ("data", "mismatch", "optimizer", "reward", "staleness", "truncation")
+    for name in ("changed", "data", "length", "mismatch", "optimizer", "reward", "staleness", "truncation")
 )
 
 CERTAIN = 7.0
@@ -271,9 +274,15 @@ def test_of_a_certain_policy_nearly_all_rows_have_to_fit(share, by_chance, expla
 
 
 @pytest.mark.parametrize(
-    ("lag", "earlier", "expected"), [(0.0, False, "staleness"), (2.0, False, "mismatch"), (2.0, True, "staleness")]
-)
-def test_a_mismatch_beside_a_control_that_lags_as_much_is_no_lag_s(monkeypatch, lag, earlier, expected):
+    ("lag", "begins", "earlier", "expected"),
+    [
+        (0.0, "later", False, "staleness"), (2.0, "later", False, "mismatch"), (2.0, "later", True, "staleness"),
+        (0.0, "from the start", False, "mismatch"), (0.0, "from the start", True, "staleness"),
+    ],
+)  # fmt: skip
+def test_a_mismatch_beside_a_control_that_lags_as_much_or_from_the_start_is_no_lag_s(
+    monkeypatch, lag, begins, earlier, expected
+):
     monkeypatch.setattr(control, "declared_lag", lambda facts: SimpleNamespace(at_fall=lag))
     for name, value in (
         ("_is_material", True),
@@ -282,7 +291,9 @@ def test_a_mismatch_beside_a_control_that_lags_as_much_is_no_lag_s(monkeypatch, 
         ("_first_parted", None),
     ):
         monkeypatch.setattr(control, name, lambda *given, value=value: value)
-    run = facts(earlier_weights=SimpleNamespace(explains=earlier), drop=None)
+    run = facts(
+        earlier_weights=SimpleNamespace(explains=earlier), drop=None, mismatch=SimpleNamespace(size=0.2, begins=begins)
+    )  # fmt: skip
     (found,) = control._mismatches(run, facts(), (SimpleNamespace(code="staleness"),))
     assert found.suspect == expected
 
@@ -442,3 +453,133 @@ def test_what_a_tool_wrote_is_no_part_of_a_response_s_likelihood(tmp_path):
     assert found.likelihood.tolist() == found.sampled.tolist() == [-1.5, -2.5]
     assert found.length.tolist() == [2.0, 4.0]
     assert found.num_tokens.tolist() == [4.0, 4.0]
+
+
+# --- a loss that counts other tokens, and rewards that are a matter of length -----------------------------------------------
+
+
+def with_masks(num_masked, **columns):
+    """Sixteen responses that come at every step, of which so many tokens do not count, [60, 1] or [60, 16]."""
+    return rows(n=16, whole=np.arange(16), num_masked=num_masked, **columns)
+
+
+def masks_of(rollouts, fall=FALL):
+    found = SimpleNamespace(rollouts=rollouts, fall=fall, steps=STEPS)
+    found._given_otherwise = lambda column, least: Facts._given_otherwise(found, column, least)
+    return Facts.changed_masks.func(found)
+
+
+def from_31(values):
+    return np.where(STEPS[:, None] >= 31, values, 2.0)
+
+
+@pytest.mark.parametrize(("num_other", "is_told"), [(8, False), (9, True), (16, True)])
+def test_equal_responses_of_which_other_tokens_count_are_no_suspect_s(num_other, is_told):
+    found = masks_of(with_masks(from_31(np.where(np.arange(16) < num_other, 5.0, 2.0))))
+    assert (found is not None) == is_told
+    evidence = changed.masks(facts(changed_masks=found))
+    assert codes(evidence) == ({"masks_change": CERTAIN} if is_told else {})
+    if is_told:
+        assert evidence[0].sentence.startswith("from step 31 on the loss counts other tokens in ")
+        assert evidence[0].values["series"] == "share_masked"
+
+
+def test_masks_that_differ_all_along_or_without_a_fall_are_no_change():
+    assert masks_of(with_masks(np.tile([[2.0], [5.0]], (30, 1)))) is None
+    assert masks_of(with_masks(from_31(5.0)), fall=None) is None
+
+
+def test_a_reference_is_not_held_against_other_tokens_of_a_response():
+    """The mean logprob of a response is over the tokens that count."""
+    same = dict(n=16, whole=np.arange(16), reference=np.where(STEPS[:, None] >= 31, -2.0, -1.0))
+    assert changed_responses(rows(**same), "reference", first=25, last=40, least=0.05).share == 1.0
+    other = changed_responses(rows(**same, num_masked=from_31(5.0)), "reference", first=25, last=40, least=0.05)
+    assert other.share == 0.0
+    assert rows(**same).keeps_reference(31) is False
+    assert unequal_share(rows(**same), "reference", 0.05) > 0
+    assert unequal_share(rows(**same, num_masked=from_31(5.0)), "reference", 0.05) == 0
+
+
+LENGTHS = np.repeat([3.0, 5.0, 8.0, 9.0], 5)
+
+
+def paid(share, n=20, lengths=LENGTHS, steps=60):
+    """The share of the variance of the rewards that lengths explain at each step, of rewards that lengths make so."""
+    draw = np.random.default_rng(0)
+    of_length = lengths - lengths.mean()
+    rest = draw.normal(size=(steps, n))
+    inside = (lengths[:, None] == np.unique(lengths)) @ np.diag(1 / np.unique(lengths, return_counts=True)[1])
+    rest = rest - rest @ inside @ (lengths[:, None] == np.unique(lengths)).T  # lengths say nothing of it
+    rest *= np.sqrt((of_length**2).sum() / (rest**2).sum(axis=1, keepdims=True))
+    rewards = np.sqrt(share) * of_length + np.sqrt(1 - share) * rest
+    return explained_by_length_by_step(rows(steps, n, length=lengths, reward=rewards))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_share_that_lengths_explain_is_adjusted_for_their_number(share):
+    steps, found = paid(share)
+    assert steps.tolist() == STEPS.tolist()
+    assert found == pytest.approx(1 - (1 - share) * 19 / 16)  # 20 rewards of 4 lengths
+
+
+@pytest.mark.parametrize(("lengths", "is_judged"), [
+    ([3.0] * 3 + [5.0] * 3 + [8.0] * 3, True), ([3.0] * 4 + [5.0] * 3 + [8.0] * 2, False), ([3.0] * 4 + [5.0] * 5, False),
+])  # fmt: skip
+def test_three_lengths_have_three_rewards_each(lengths, is_judged):
+    rollouts = rows(60, 9, length=np.array(lengths), reward=np.arange(9.0))
+    steps, share = explained_by_length_by_step(rollouts)
+    assert (len(steps), len(share)) == ((60, 60) if is_judged else (0, 0))
+    alike = rows(60, 9, length=np.array(lengths), reward=1.0)
+    assert len(explained_by_length_by_step(alike)[0]) == 0
+
+
+def by_length(monkeypatch, before=0.1, since=0.95, num_before=20, num_since=20, fall=FALL):
+    """What is told where lengths explain so much of the rewards of so many steps before a fall and since."""
+    first = FALL.interval[0] - 3
+    steps = np.r_[np.arange(first - num_before, first), np.arange(first, first + num_since)]
+    share = np.r_[np.full(num_before, before), np.full(num_since, since)]
+    monkeypatch.setattr(
+        "tim_trace.analysis.attribution.facts.explained_by_length_by_step", lambda rollouts: (steps, share)
+    )
+    found = Facts.rewards_by_length.func(SimpleNamespace(fall=fall, rollouts=None))
+    given = {"rewards_by_length": found, "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0,
+             "hides": False}  # fmt: skip
+    return codes(length._pays(facts(**given)))
+
+
+@pytest.mark.parametrize(("given", "points"), [
+    ({}, CERTAIN), ({"before": 0.34}, CERTAIN), ({"before": 0.36}, None), ({"since": 0.91}, CERTAIN), ({"since": 0.89}, 4.0),
+    ({"since": 0.71}, 4.0), ({"since": 0.69}, None), ({"num_before": 5}, CERTAIN), ({"num_before": 4}, None),
+    ({"num_since": 5}, CERTAIN), ({"num_since": 4}, None), ({"fall": None}, None),
+])  # fmt: skip
+def test_rewards_that_become_a_matter_of_length(monkeypatch, given, points):
+    assert by_length(monkeypatch, **given) == ({} if points is None else {"length_explains_rewards": points})
+
+
+def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(monkeypatch):
+    late = FALL.latest + 15
+    steps = np.r_[np.arange(6, 26), np.arange(late - 4, late + 6)]
+    share = np.r_[np.full(20, 0.1), np.full(5, 0.95), np.full(5, 0.1)]
+    monkeypatch.setattr(
+        "tim_trace.analysis.attribution.facts.explained_by_length_by_step", lambda rollouts: (steps, share)
+    )
+    assert Facts.rewards_by_length.func(SimpleNamespace(fall=FALL, rollouts=None)) == pytest.approx((0.1, 0.95))
+
+
+def test_a_reward_that_is_a_matter_of_length_is_not_called_a_wrong_one_for_hiding_a_fall():
+    given = {
+        "reward_beside": (0.5, 0.9), "outcome": SimpleNamespace(name="eval"), "hides": True, "changes": {}, "pays_length": 0.0,
+        "pays_length_since": 0.0,
+    }  # fmt: skip
+    assert codes(reward._hidden(facts(**given, rewards_by_length=(0.1, 0.9)))) == {"reward_hides_fall_pays_length": 0.0}
+    assert "reward_hides_fall" in codes(reward._hidden(facts(**given, rewards_by_length=None, mismatch=None)))
+
+
+def test_lengths_that_stay_do_not_speak_against_rewards_that_are_a_matter_of_them(monkeypatch):
+    given = {
+        "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0, "hides": False, "is_held_out": False,
+        "settings_of": lambda suspect: [],
+    }  # fmt: skip
+    for found, points in ((None, -2.5), ((0.1, 0.95), 0.0)):
+        monkeypatch.setattr(length, "query_lengths", lambda facts: None)
+        assert codes(length.length(facts(**given, rewards_by_length=found)).evidence)["length_steady"] == points

@@ -71,6 +71,14 @@ def policy_moves(facts: Facts, step: int) -> bool:
     return abs(float(since.mean() - before.mean())) > t.SAME_POLICY * max(robust_sd(np.diff(mean)), 1e-12)
 
 
+def masks(facts: Facts) -> list[Evidence]:
+    """Equal responses of which the loss counts other tokens since the fall, as no suspect makes it."""
+    found = facts.changed_masks
+    if found is None:
+        return []
+    return [Evidence(code="masks_change", values=found.values | {"series": "share_masked"}, points=t.CERTAIN)]
+
+
 def holds(facts: Facts, points: float) -> list[Evidence]:
     """An evaluation that holds while the reward of what was sampled falls: the policy is what it was."""
     return [Evidence(code="evaluation_holds", points=points)] if facts.is_held_out else []

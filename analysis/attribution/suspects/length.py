@@ -20,7 +20,7 @@ def length(facts: Facts) -> Suspect:
     paid = _pays(facts)
     moves = _moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES)
     if any(
-        each.code == "length_pays_since" for each in paid
+        each.code in ("length_pays_since", "length_explains_rewards") for each in paid
     ):  # what it pays outweighs the rest, where lengths stay, too
         moves = [replace(each, points=max(each.points, 0.0)) for each in moves]
     return Suspect(
@@ -76,6 +76,14 @@ def _pays(facts: Facts) -> list[Evidence]:
     if found is not None and facts.pays_length_since:
         values = {"correlation": facts.pays_length_since, "step": found.step, "num_responses": found.num_responses}
         return [Evidence(code="length_pays_since", values=values, points=t.CERTAIN)]
+    if facts.rewards_by_length is not None:
+        before_share, share = facts.rewards_by_length
+        points = t.CERTAIN if share >= t.LENGTH_NEARLY_ALL else t.DECISIVE
+        return [
+            Evidence(
+                code="length_explains_rewards", values={"before_share": before_share, "share": share}, points=points
+            )
+        ]
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}

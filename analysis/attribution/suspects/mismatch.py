@@ -45,10 +45,10 @@ def mismatch(facts: Facts) -> Suspect:
     size_and_order = [_size(facts.mismatch.size), *_order(facts)]
     if _trainer_moves(facts):  # engines that are updates behind differ from a trainer that leaps
         size_and_order = [*(replace(each, points=min(each.points, 0.0)) for each in size_and_order), _TRAINER_MOVES]
-    unsampled = _unsampled(facts)
+    not_sampled = unsampled(facts)
     if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
-    if unsampled:  # the size is that of logprobs that both sides agree on
+    if not_sampled:  # the size is that of logprobs that both sides agree on
         size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
     semantics = _semantics(facts)
     if any(
@@ -58,7 +58,7 @@ def mismatch(facts: Facts) -> Suspect:
             [replace(each, points=max(each.points, 0.0)) for each in part] for part in (size_and_order, semantics)
         )
     evidence = [
-        *size_and_order, *unsampled, *semantics, *_disagrees(facts), *_lag(facts), *settings(facts, "mismatch"),
+        *size_and_order, *not_sampled, *semantics, *_disagrees(facts), *_lag(facts), *settings(facts, "mismatch"),
         *holds(facts, t.WEAK),
     ]  # fmt: skip
     return Suspect(code="mismatch", detail=kind(facts), evidence=(*evidence, t.prior("mismatch")), next=_next(facts))
@@ -134,7 +134,7 @@ def is_of_other_rows(facts: Facts) -> bool:
     return is_found or facts.scored_rows is not None
 
 
-def _unsampled(facts: Facts) -> list[Evidence]:
+def unsampled(facts: Facts) -> list[Evidence]:
     """Tokens far less likely than their distribution's entropy, from a step near the fall on.
 
     Of a token that is sampled with the logprob that is said of it, -logprob is the entropy on average. Both sides may agree on

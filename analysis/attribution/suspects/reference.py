@@ -14,6 +14,7 @@ from ..next_steps import WITHOUT_KL_TERM
 from ..settings import suspect_of
 from ..suspect import Suspect
 from .changed import changed, holds, of_changed, policy_moves, settings
+from .mismatch import unsampled
 from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
 
 _BESIDE = 3
@@ -102,7 +103,10 @@ def _jump(facts: Facts) -> Evidence | None:
 def _returns(facts: Facts) -> list[Evidence]:
     """A policy that falls back to its reference: nothing but a KL term leads there."""
     steps, distance = facts.rollouts.reference_distance_by_step
-    if facts.fall is None or not len(steps) or (facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0):
+    is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
+    if (
+        facts.fall is None or not len(steps) or is_far or unsampled(facts)
+    ):  # of tokens that no policy draws it says nothing
         return []
     width = max(len(facts.steps) // 10, 3)
     until = distance[steps < facts.fall.low][-width:]

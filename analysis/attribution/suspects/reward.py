@@ -118,10 +118,15 @@ def _beyond(facts: Facts) -> list[Evidence]:
     if not len(before) or not len(since) or np.ptp(before) == 0:
         return []
     share = float((since > before.max() + t.BEYOND_RANGE * np.ptp(before)).mean())
-    if share < t.MANY_BEYOND or pays(facts) or facts.pays_length_since:
+    if share < t.MANY_BEYOND or _is_of_length(facts):
         return []
     values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
     return [Evidence(code="rewards_beyond_range", values=values, points=t.DECISIVE)]
+
+
+def _is_of_length(facts: Facts) -> bool:
+    """Whether rewards are a matter of length, which is a suspect of its own."""
+    return pays(facts) or bool(facts.pays_length_since) or facts.rewards_by_length is not None
 
 
 def _hidden(facts: Facts) -> list[Evidence]:
@@ -135,7 +140,7 @@ def _hidden(facts: Facts) -> list[Evidence]:
     }  # fmt: skip
     if not facts.hides:
         return [Evidence(code="reward_falls_too", values=values, points=-t.STRONG)]
-    if pays(facts) or facts.pays_length_since:
+    if _is_of_length(facts):
         return [Evidence(code="reward_hides_fall_pays_length", values=values, points=0.0)]
     if facts.mismatch is not None and facts.mismatch.size >= t.APART / 2:
         return [Evidence(code="reward_hides_fall_of_other_policy", values=values, points=0.0)]
