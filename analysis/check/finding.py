@@ -53,8 +53,8 @@ TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 Number = float | int | str | None
 
-Broken = Literal["recording", "engine"]
-"""`recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
+Broken = Literal["recording", "engine", "versions"]
+"""`versions`: nothing is, but policy versions say that the two sides had other weights, as asynchronous training makes it. `recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
 (engine or trainer) computed it with other weights, caches, experts or precision than it should."""
 
 _ENGINE = frozenset(
@@ -119,4 +119,6 @@ class Finding:
         """What has to be mended; None without a fault."""
         if not self.fails:
             return None
+        if self.signal == "policy_versions":
+            return "versions"
         return "engine" if self.code in _ENGINE else "recording"

@@ -179,7 +179,11 @@ NOTES: Mapping[str, str] = {
 }
 """Code of a note -> its sentence."""
 
-BROKEN: Mapping[str | None, str] = {"recording": "the recording is broken", "engine": "an engine is broken"}
+BROKEN: Mapping[str | None, str] = {
+    "recording": "the recording is broken",
+    "engine": "an engine is broken",
+    "versions": "two versions of the weights are compared, as the trace says",
+}
 """What is broken -> in words."""
 
 

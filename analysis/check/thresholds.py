@@ -139,6 +139,8 @@ MIN_SUBSET_TOKENS = 20
 """Telling tokens of a value of a column, so that its mean is one."""
 MAX_SUBSET_SHARE = 0.95
 """A part that is nearly everything carries no more than its share."""
+MIN_DECLARED_SHARE = 0.95
+"""Share of the sequences whose prompt came before that were sampled by older weights, as versions say, where these explain them."""
 MAX_GROUPS_SHARE = 0.5
 """The same for prompts, of which some always lie low together."""
 MIN_FALL = 1.5

@@ -139,6 +139,17 @@ def test_an_engine_that_was_exact_in_its_first_steps_is_no_copy_of_its_trainer(s
     assert [each.code for each in found] == ["copies"] * is_copied
 
 
+@pytest.mark.parametrize(("num_equal", "is_copied"), [(0, True), (30, False)])
+def test_rows_agree_by_chance_as_often_as_others_of_their_steps(num_equal, is_copied):
+    """Two rows of step 1 agree to the last bit; two more do but for some tokens; from step 2 on the engine has other weights."""
+    b = np.full(8 * 32, -1.0)
+    off = np.full((8, 32), 0.1)
+    off[:4] = np.where(np.arange(32) < num_equal, 0.0, 1e-7)
+    off[:2] = 0.0
+    found = equality.find_copied_rows(pair_data(b + off.ravel(), b, [32] * 8, steps=[1, 1, 1, 1, 2, 2, 2, 2]))
+    assert [each.code for each in found] == ["copies"] * is_copied
+
+
 def constant(value, other, rest=200, tokens=None):
     """A value of rollout where train has `other`; the rest agrees at logprobs of its own."""
     values = np.linspace(-4.2, -3.8, rest)
@@ -482,6 +493,20 @@ def routed(monkeypatch, num, times=100.0, *, of=10_000, mixture=True, effect=0.0
     return code_of(numerics.find_router_flips(data))
 
 
+@pytest.mark.parametrize(
+    ("mixture", "versions", "expected"),
+    [(None, 3.0, "router_flips"), (None, 4.0, None), (None, np.nan, "router_flips"), (True, 4.0, "router_flips")],
+)
+def test_weights_that_are_declared_to_be_others_are_not_taken_for_experts(monkeypatch, mixture, versions, expected):
+    b = np.full(10_000, math.log(0.5))
+    data = pair_data(b - 1e-3, b)
+    data.noise = np.where(np.arange(10_000) < 100, 1.0, 1e-3)
+    data.sample.a.versions[:], data.sample.b.versions[:] = versions, 3.0
+    monkeypatch.setattr(numerics, "is_mixture", lambda _: mixture)
+    monkeypatch.setattr(numerics, "token_effect", lambda _: (0.0, 0.0))
+    assert code_of(numerics.find_router_flips(data)) == expected
+
+
 def flipped_by(monkeypatch, noise):
     """A hundredth of the tokens lies so far off, nats of a logit, and the others as far as float32 rounds."""
     b = np.full(10_000, math.log(0.5))
@@ -655,6 +680,22 @@ def test_prompts_that_all_came_before_from_a_step_on_are_a_range_of_steps(prompt
     b = -draw.exponential(1.5, 20 * 40) - 0.1
     a = b + draw.normal(0, np.repeat(np.where(seen, nats, 1e-5), 40)) * -np.expm1(b)
     assert code_of(subsets.find_subset(pair_data(a, b, [40] * 20, steps=steps, prompts=asked))) == expected
+
+
+def cached_prompts(num_behind):
+    """Twenty sequences whose prompt came before are off, so many of them by versions that say so, and twenty others are not."""
+    draw = np.random.default_rng(0)
+    asked = [[1] if place >= 4 and place % 2 else [100 + place] for place in range(44)]
+    asked[0] = [1]
+    steps = np.repeat([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 4)
+    seen = np.array([prompt == [1] and place > 0 for place, prompt in enumerate(asked)])
+    b = -draw.exponential(1.5, 44 * 40) - 0.1
+    a = b + draw.normal(0, np.repeat(np.where(seen, 0.2, 1e-5), 40)) * -np.expm1(b)
+    data = pair_data(a, b, [40] * 44, steps=steps, prompts=asked)
+    data.sample.a.versions[:], data.sample.b.versions[:] = 5.0, 5.0
+    data.sample.b.versions[np.flatnonzero(seen)[:num_behind]] = 3.0
+    assert seen.sum() == 20
+    return code_of(subsets.find_subset(data))
 
 
 def since(monkeypatch, fall=9.0, score=9.0):
@@ -869,6 +910,7 @@ BOUNDARIES = [
     ("EXCESS", lambda x: excessive(x, None, None), (0.079, False), (0.081, True)),
     ("MIN_WEIGHTS_NOISE", lambda x: of_weights(level=x), (0.98e-3, False), (1.02e-3, True)),
     ("MIN_TOKEN_EFFECT", lambda x: of_weights(effect=x), (0.149, False), (0.151, True)),
+    ("MIN_DECLARED_SHARE", cached_prompts, (19, "change_inside_sequence"), (20, "subset")),
     ("MIN_EFFECT_IDS", lambda x: of_weights(num_ids=x), (7, False), (8, True)),
     ("MIN_TOKEN_SCORE", lambda x: of_weights(score=x), (4.9, False), (5.1, True)),
     ("MIN_EFFECT_TOKENS", effect_tokens, (399, False), (400, True)),

@@ -49,7 +49,9 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     others = ~same & (num > 0)
     if not copied.any() or not others.any() or _was_exact(data, copied, others):
         return []
-    telling_others = others[data.seq] & (data.b < -1e-3)
+    beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
+    # What an engine agrees with by chance it does in the same steps: from another one on it may hold other weights.
+    telling_others = (beside if beside.any() else others)[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
     expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
     if not np.any(expected < COPIED_BY_CHANCE):

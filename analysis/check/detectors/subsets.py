@@ -16,6 +16,7 @@ from ..thresholds import (
     HALF,
     MAX_GROUPS_SHARE,
     MAX_SUBSET_SHARE,
+    MIN_DECLARED_SHARE,
     MIN_LEVEL_RATIO,
     MIN_SINCE_SHARE,
     MIN_SUBSET_R2,
@@ -135,6 +136,7 @@ def _best(data: PairData, columns: dict[str, list[Any]]) -> Split | None:
         if (split := _split(name, values, level, weight))
         and _noise(data, ~split.rows) <= healthy
         and (not _changes_anyhow(data, split) or _is_more_than_change(data, split.rows))
+        and not _is_declared(data, split)
     ]
     if not splits:
         return None
@@ -147,6 +149,12 @@ def _changes_anyhow(data: PairData, split: Split) -> bool:
     """Whether the mismatch of the parts differs without a fault; prompts that all came before from one step on are a range of steps."""
     is_range = split.column == SEEN_BEFORE and _begin(data.sample.steps, split.rows) is not None
     return is_range or split.column in CHANGING
+
+
+def _is_declared(data: PairData, split: Split) -> bool:
+    """Whether prompts that came before are those which recorded versions say were sampled by older weights."""
+    behind = np.nan_to_num(data.sample.a.versions - data.sample.b.versions) != 0
+    return split.column == SEEN_BEFORE and float(behind[split.rows].mean()) > MIN_DECLARED_SHARE
 
 
 def _told(data: PairData, best: Split, since: int | None) -> Finding:
