@@ -175,8 +175,8 @@ def test_points_of_evidence_and_priors():
     named = [thresholds.WEAK, thresholds.MEDIUM, thresholds.STRONG, thresholds.DECISIVE, thresholds.CERTAIN]
     assert [*named, thresholds.CONTROL] == [WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN, 7.0]
     assert {code: thresholds.prior(code).points for code in SUSPECTS} == {
-        "mismatch": -0.2, "staleness": 0.1, "optimizer": -0.5, "reward": -2.1, "pairing": 0.6, "entropy": -1.3,
-        "length": 0.3, "data": -0.1, "truncation": 0.3, "reference": -0.7, "advantages": 1.3, "unknown": 2.4,
+        "mismatch": 0.5, "staleness": 0.1, "optimizer": -0.6, "reward": -2.2, "pairing": 0.7, "entropy": -1.5,
+        "length": -0.4, "data": 0.3, "truncation": 0.6, "reference": -1.0, "advantages": 0.9, "unknown": 2.5,
     }  # fmt: skip
 
 
@@ -310,8 +310,8 @@ def _grows_at_fall(before, after, lag=0.0):
     return codes(mismatch._order(given))
 
 
-def _new_prompts(moved):
-    near = (given_change("share_new_prompts", "prompts", 0.5, 0.5 + moved),)
+def _new_prompts(moved, series="share_new_prompts"):
+    near = (given_change(series, "prompts", 0.5, 0.5 + moved),)
     return next(iter(codes(data.data(facts(near=near)).evidence)))
 
 
@@ -440,6 +440,7 @@ TABLE = [
         {"mismatch_grows_with_fall": DECISIVE}, {"mismatch_grows_with_fall": WEAK},
     )),
     ("NEW_PROMPTS", _new_prompts, 0.2, ("prompts_steady", "prompts_changed")),
+    ("OTHER_PATTERNS", lambda x: _new_prompts(x, "prompt_pattern_shift"), 0.1, ("prompts_steady", "prompts_changed")),
     ("RESCALED", _rescaled, 3.0, ({"advantages_steady": -STRONG}, {"advantages_changed": CERTAIN})),
     ("RESCALED", lambda own: _rescaled(9.0, own), 3.0, ({"advantages_steady": -STRONG}, {"advantages_changed": CERTAIN})),
     ("TOGETHER_SD", lambda size: _prompts_together(size, second=0.0), 3.5, ("prompts_steady", "prompts_changed")),
@@ -450,7 +451,7 @@ TABLE = [
     ("LENGTH_PAYS", _pays, 0.5, ({}, {"length_pays": DECISIVE})),
     ("LENGTH_PAYS", _pays_hidden, 0.25, ({}, {"length_pays_while_hidden": STRONG})),
     ("LENGTH_MOVES", _length_moves, 1.3, (
-        {"length_steady": -STRONG, "prior": 0.3}, {"length_changes": WEAK, "prior": 0.3},
+        {"length_steady": -STRONG, "prior": -0.4}, {"length_changes": WEAK, "prior": -0.4},
     )),
     ("LENGTH_MOVES_PAID", lambda x: list(_length_moves(x, 0.9)), 1.05, (
         ["length_steady", "length_pays", "prior"], ["length_changes", "length_pays", "prior"],
@@ -1504,19 +1505,19 @@ def test_probabilities_are_those_of_the_points():
         [Suspect(code=code, evidence=(Evidence(code="prior", points=points),)) for code, points in evidence.items()]
     )
     assert (first.code, second.code) == ("mismatch", "reward")
-    assert (thresholds.WORTH, thresholds.WORTH_BESIDE) == (0.6, 0.4)
-    assert first.probability / second.probability == pytest.approx(np.e**0.6)
+    assert (thresholds.WORTH, thresholds.WORTH_BESIDE) == (0.5, 0.3)
+    assert first.probability / second.probability == pytest.approx(np.e**0.5)
     beside = control._without((first, second), "reward")
-    assert beside[0].probability / beside[1].probability == pytest.approx(np.e**0.4)
+    assert beside[0].probability / beside[1].probability == pytest.approx(np.e**0.3)
 
 
 def test_evidence_counts_as_falls_say():
     given = {"setting_changed": 4.0, "reward_drops_with_policy": 2.5, "update_bursts": 1.5, "prior": -1.0}
     suspect = Suspect(code="optimizer", evidence=tuple(Evidence(code=code, points=given[code]) for code in given))
-    assert [each.points for each in weighed(suspect).evidence] == pytest.approx([8.4, 4.0, 1.5, -1.0])
+    assert [each.points for each in weighed(suspect).evidence] == pytest.approx([9.6, 4.5, 1.5, -1.0])
     # A setting that somebody changed counts alike for every suspect; what the factors have of another one does not.
     of_others = [Suspect(code="entropy", evidence=(Evidence(code=code, points=4.0),)) for code in given]
-    assert [weighed(one).points for one in of_others] == pytest.approx([8.4, 4.0, 4.0, 4.0])
+    assert [weighed(one).points for one in of_others] == pytest.approx([9.6, 4.0, 4.0, 4.0])
 
 
 def test_factors_are_of_evidence_that_there_is_and_never_turn_it():
@@ -1796,10 +1797,10 @@ def test_an_entropy_that_parts_first_is_told_from_the_other_terms_of_a_loss(monk
     for name in ("_prompts", "_rewards", "_advantages", "_lags", "_rates", "_settings", "_mismatches", "_changed"):
         monkeypatch.setattr(control, name, lambda *arguments: [])
     suspects = ranked([Suspect(code=each, evidence=(thresholds.prior(each),)) for each in ("unknown", "entropy")])
-    for size, points in ((1.1, 7.0 + MEDIUM - 1.3), (1.0, 7.0 - 1.3)):
+    for size, points in ((1.1, 7.0 + MEDIUM - 1.5), (1.0, 7.0 - 1.5)):
         run, other = facts(series={"entropy": np.full(100, size)}), facts(series={"entropy": np.ones(100)}, fall=None)
         compared = control.compare(run, other, suspects)
-        assert {each.code: each.points for each in compared.suspects} == {"unknown": 9.4, "entropy": points}
+        assert {each.code: each.points for each in compared.suspects} == {"unknown": 9.5, "entropy": points}
 
 
 def columns_of(rollouts):

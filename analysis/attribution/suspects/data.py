@@ -51,5 +51,6 @@ def _together(facts: Facts) -> list[RecordedChange]:
 
 
 def _is_material(change: RecordedChange) -> bool:
-    """Whether the share of new prompts moves by more than a few that happen to come first."""
-    return change.series != "share_new_prompts" or abs(float(change.after) - float(change.before)) > t.NEW_PROMPTS
+    """Whether the share of new prompts, or of those whose equal places are others, moves by more than a few that happen to come."""
+    least = {"share_new_prompts": t.NEW_PROMPTS, "prompt_pattern_shift": t.OTHER_PATTERNS}.get(change.series)
+    return least is None or abs(float(change.after) - float(change.before)) > least
