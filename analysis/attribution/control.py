@@ -54,7 +54,7 @@ from .settings import suspect_of
 from .suspect import Suspect
 from .suspects.advantages import one_sided
 from .suspects.lag import declared_lag, is_farther_behind
-from .suspects.mismatch import is_of_other_rows, trainer_disagrees
+from .suspects.mismatch import cause_of_weights, is_of_other_rows, trainer_disagrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,10 @@ def _of_divergence(
 ) -> Iterator[Difference]:
     """What differs first, once for each suspect that it may belong to."""
     codes = _SUSPECTS_OF.get(parted.code, ())
-    if parted.code == ENGINE and is_farther_behind(facts, control):
+    held = cause_of_weights(facts) if parted.code == ENGINE else None
+    if held is not None:
+        codes = ("staleness" if held == "stale_weights" else "mismatch",)
+    elif parted.code == ENGINE and is_farther_behind(facts, control):
         codes = ("staleness",)
     elif parted.code == ENGINE and parted.num_before == 0:  # no weights can be behind yet
         codes = ("mismatch",)

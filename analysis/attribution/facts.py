@@ -73,7 +73,7 @@ _ONE_TOKEN = 0.5
 """Least difference of two numbers of tokens."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
 """Steps before a fall, and after it is there, whose rewards are held against lengths."""
-_FEWEST_OF_LENGTH = 5
+_FEWEST_TELLING = 5
 """Of these at least so many that can tell."""
 _ENOUGH = 20
 """Steps before a fall of which half tell what was there before."""
@@ -310,7 +310,7 @@ class Facts:
             share[steps < first][-_LONG_BEFORE:],
             share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)],
         )
-        if min(len(before), len(since)) < _FEWEST_OF_LENGTH:
+        if min(len(before), len(since)) < _FEWEST_TELLING:
             return None
         usual, now = float(np.median(before)), float(np.median(since))
         return (usual, now) if usual < t.LENGTH_LITTLE and now >= t.LENGTH_MOST else None
@@ -339,7 +339,9 @@ class Facts:
     @cached_property
     def changed_masks(self) -> ChangedResponses | None:
         """Equal responses of which other tokens count from a step near the fall on."""
-        found = None if self.fall is None else self._given_otherwise("num_masked", _ONE_TOKEN)
+        if self.fall is None or not self.rollouts.num_masked.any():
+            return None
+        found = self._given_otherwise("num_masked", _ONE_TOKEN)
         return found if found is not None and found.share > t.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:

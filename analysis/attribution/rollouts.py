@@ -952,13 +952,13 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
     Adjusted for the number of lengths, so that it is 0 on average where length says nothing.
     """
     known = np.isfinite(rollouts.reward)
-    cell = np.stack([rollouts.step[known], rollouts.length[known].astype(np.int64)])
-    cells, place, count = np.unique(cell, axis=1, return_inverse=True, return_counts=True)
-    kept = (count >= _FEWEST_OF_A_LENGTH)[place.reshape(-1)]
-    place, reward = place.reshape(-1)[kept], rollouts.reward[known][kept]
-    steps, of_step = np.unique(cells[0][place], return_inverse=True)
-    _, place = np.unique(place, return_inverse=True)
-    lengths = np.bincount(of_step[np.unique(place, return_index=True)[1]], minlength=len(steps))
+    length = rollouts.length[known].astype(np.int64)
+    longest = int(length.max(initial=0)) + 1
+    _, place, count = np.unique(rollouts.step[known] * longest + length, return_inverse=True, return_counts=True)
+    kept = (count >= _FEWEST_OF_A_LENGTH)[place]
+    steps, of_step = np.unique(rollouts.step[known][kept], return_inverse=True)
+    _, first, place = np.unique(place[kept], return_index=True, return_inverse=True)
+    reward, lengths = rollouts.reward[known][kept], np.bincount(of_step[first], minlength=len(steps))
     num = np.bincount(of_step, minlength=len(steps))
     own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
     left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]

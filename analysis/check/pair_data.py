@@ -80,6 +80,11 @@ class PairData:
         return np.asarray(self.sample.position[self.keep])
 
     @cached_property
+    def updates_behind(self) -> np.ndarray:
+        """[S] updates that pass b's weights are behind pass a's, as recorded policy versions say; 0 where they do not."""
+        return np.nan_to_num(self.sample.a.versions - self.sample.b.versions)
+
+    @cached_property
     def entropy(self) -> np.ndarray | None:
         """[K] entropy of what each token was drawn from, nats, as pass a or else b has it; None where none was recorded."""
         for side in (self.sample.a, self.sample.b):

@@ -65,13 +65,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     said = f"{down}."
     if lead is not None:
         apart = fall.step - lead.step
-        beside = (
-            f"{apart} {'step' if apart == 1 else 'steps'} before"
-            if apart > 0
-            else "the step where"
-            if apart == 0
-            else "as"
-        )
+        before = f"{apart} {'step' if apart == 1 else 'steps'} before"
+        beside = before if apart > 0 else "the step where" if apart == 0 else "as"
         said = f"{change_sentence(lead)}, {beside} {down}."
     return f"{f'{broken}. ' if broken else ''}{said} {_cause(attribution, checked)}"
 

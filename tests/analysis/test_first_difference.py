@@ -414,7 +414,7 @@ def run_of(*steps, **series):
     numbers = np.unique(rollouts.step)
     empty = np.full(len(numbers), np.nan)
     return SimpleNamespace(
-        rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None,
+        rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None, checked=None,
         values=lambda name: np.asarray(series[name], float) if name in series else empty,
     )  # fmt: skip
 
@@ -972,6 +972,18 @@ def test_rewards_that_were_earned_under_another_prompt_are_of_other_rows(monkeyp
     run.graded_elsewhere = SimpleNamespace(shift=1)
     assert owners(monkeypatch, "rewards_part", run=run) == ["pairing"]
     assert owners(monkeypatch, "rewards_part") == ["reward"]
+
+
+@pytest.mark.parametrize(("signal", "cause", "expected"), [
+    ("engine_weights", "quantised", ["mismatch"]), ("engine_weights", "partial_sync", ["mismatch"]),
+    ("engine_weights", "stale_weights", ["staleness"]), ("logits", "stale_weights", ["mismatch", "staleness"]),
+])  # fmt: skip
+def test_what_digests_say_of_the_engine_s_weights_decides_whose_its_difference_is(monkeypatch, signal, cause, expected):
+    monkeypatch.setattr(control_module, "is_farther_behind", lambda run, control: False)
+    run = run_of(rows())
+    run.checked = SimpleNamespace(findings=[SimpleNamespace(signal=signal, numbers={"cause": cause})])
+    assert owners(monkeypatch, "engine_parts", run=run, num_before=1) == expected
+    assert owners(monkeypatch, "reference_parts", run=run, num_before=1) == ["reference"]
 
 
 @pytest.mark.parametrize("is_behind", [False, True])

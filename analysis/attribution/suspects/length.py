@@ -79,11 +79,8 @@ def _pays(facts: Facts) -> list[Evidence]:
     if facts.rewards_by_length is not None:
         before_share, share = facts.rewards_by_length
         points = t.CERTAIN if share >= t.LENGTH_NEARLY_ALL else t.DECISIVE
-        return [
-            Evidence(
-                code="length_explains_rewards", values={"before_share": before_share, "share": share}, points=points
-            )
-        ]
+        values = {"before_share": before_share, "share": share}
+        return [Evidence(code="length_explains_rewards", values=values, points=points)]
     if not pays(facts):
         return []
     values = {"correlation": facts.pays_length}

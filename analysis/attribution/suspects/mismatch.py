@@ -96,8 +96,8 @@ def kind(facts: Facts) -> str:
     first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
     first = first if first and _carries(facts, first) else None
     code = first.code if first else ""
-    if first and first.signal == "engine_weights":  # seen tensor by tensor
-        return str(first.numbers["cause"])
+    if (cause := cause_of_weights(facts)) is not None and first is not None:
+        return cause
     run, stale = facts.mismatch, facts.stale_weights
     if run is None or code not in (*_OF_WEIGHTS, "copies"):
         return code
@@ -112,6 +112,12 @@ def kind(facts: Facts) -> str:
         is_stuck = run.grows or (stale is not None and stale.is_excluded)
         return "partial_sync" if is_stuck else "stale_weights"
     return str(first.numbers.get("cause") or code) if first else code
+
+
+def cause_of_weights(facts: Facts) -> str | None:
+    """Why the engine's weights are others, where that was seen tensor by tensor: a code of check; None where it was not."""
+    finding = facts.checked.findings[0] if facts.checked else None
+    return str(finding.numbers["cause"]) if finding is not None and finding.signal == "engine_weights" else None
 
 
 def _carries(facts: Facts, finding: Finding) -> bool:

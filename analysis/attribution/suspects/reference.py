@@ -104,9 +104,8 @@ def _returns(facts: Facts) -> list[Evidence]:
     """A policy that falls back to its reference: nothing but a KL term leads there."""
     steps, distance = facts.rollouts.reference_distance_by_step
     is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
-    if (
-        facts.fall is None or not len(steps) or is_far or unsampled(facts)
-    ):  # of tokens that no policy draws it says nothing
+    # Of tokens that no policy draws it says nothing.
+    if facts.fall is None or not len(steps) or is_far or unsampled(facts):
         return []
     width = max(len(facts.steps) // 10, 3)
     until = distance[steps < facts.fall.low][-width:]

@@ -109,8 +109,7 @@ def find_router_flips(data: PairData) -> list[Finding]:
         return []
     bulk = float(np.median(noise))
     mixture = is_mixture(data)
-    behind = np.nan_to_num(data.sample.a.versions - data.sample.b.versions) != 0
-    if mixture is None and behind.any():  # weights that are known to be others explain a tail as well
+    if mixture is None and data.updates_behind.any():  # weights that are known to be others explain a tail as well
         return []
     tail = noise > ROUTER_TAIL_RATIO * bulk
     if mixture is False or not ROUTER_TAIL_SHARE < tail.mean() < (0.4 if mixture else MAX_ROUTER_TAIL_SHARE):

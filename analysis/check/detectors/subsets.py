@@ -153,8 +153,8 @@ def _changes_anyhow(data: PairData, split: Split) -> bool:
 
 def _is_declared(data: PairData, split: Split) -> bool:
     """Whether prompts that came before are those which recorded versions say were sampled by older weights."""
-    behind = np.nan_to_num(data.sample.a.versions - data.sample.b.versions) != 0
-    return split.column == SEEN_BEFORE and float(behind[split.rows].mean()) > MIN_DECLARED_SHARE
+    is_behind = data.updates_behind != 0
+    return split.column == SEEN_BEFORE and float(is_behind[split.rows].mean()) > MIN_DECLARED_SHARE
 
 
 def _told(data: PairData, best: Split, since: int | None) -> Finding:

@@ -111,11 +111,10 @@ def find_declared(data: PairData) -> list[Finding]:
 
 
 def _versions(data: PairData) -> list[Finding]:
-    behind = data.sample.a.versions - data.sample.b.versions
-    rows = np.flatnonzero(np.nan_to_num(behind) != 0)
+    rows = np.flatnonzero(data.updates_behind)
     if not len(rows):
         return []
-    lag = int(np.median(behind[rows]))
+    lag = int(np.median(data.updates_behind[rows]))
     query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
     return [
         data.finding(
