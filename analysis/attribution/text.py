@@ -459,7 +459,9 @@ def unsure_clause(result: Attribution) -> str:
     """Where no suspect is more probable than all others together: which comes first, and what else may be."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
-        return f"no suspect explains it: {first.title} ({first.probability:.0%})"
+        seen = [each for each in first.evidence if first.code == "unknown" and each.code != "prior" and each.points > 0]
+        told = max(seen, key=lambda each: each.points).sentence if seen else first.title
+        return f"no suspect explains it ({first.probability:.0%}): {told}"
     second = result.suspects[1] if named is first else first
     word = "then" if named is first else "behind"
     return f"no cause is sure: the first suspect is {named.title} ({named.probability:.0%}), {word} {second.title} ({second.probability:.0%})"

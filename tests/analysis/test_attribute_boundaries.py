@@ -1491,8 +1491,15 @@ def test_the_verdict_in_words():
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
     assert attribution(suspect("unknown", 0.98), suspect("length", 0.02)).sentence == where + (
-        "By observation of one run no suspect explains it: something else, or what this trace does not show (98%)."
+        "By observation of one run no suspect explains it (98%): something else, or what this trace does not show."
     )
+    seen = Evidence(code="masks_change", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
+    for evidence in ((seen, thresholds.prior("unknown")), (thresholds.prior("unknown"), seen)):
+        counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
+        assert counted.sentence == where + (
+            "By observation of one run no suspect explains it (98%): from step 40 on the loss counts other tokens in 100% of 70 "
+            "responses that came before it and after it."
+        )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert "By intervention (the control shares its seeds) the cause is entropy collapse" in sure.sentence
     assert attribution(fall=None).sentence.startswith("No fall: reward did not go down for good")
