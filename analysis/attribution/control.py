@@ -175,6 +175,8 @@ def _of_divergence(
     if parted.code == UPDATE:
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
         codes = ("unknown", "optimizer", "entropy", "reference", *unseen)
+        if is_of_other_rows(facts):  # beside an engine that is behind they look like an update
+            codes = ("pairing",)
     # What somebody set otherwise acts by the update, or by the sampling; beside anything else it is a second difference.
     own = () if given and parted.code in (UPDATE, SAMPLING) else codes
     codes = (*own, *sorted(given - set(own)))

@@ -36,7 +36,7 @@ _SUSPECTS = (
     ("reward", ("reward", "rewards", "verifier", "judge", "scorer", "grader", "rm", "score", "bonus", "penalty")),
     ("staleness", ("sync", "staleness", "stale", "lag", "lags", "async", "refresh", "off_policy", "behind")),
     ("optimizer", ("lr", "learning_rate", "rate", "betas", "beta1", "beta2", "eps", "epsilon", "adam", "weight_decay", "wd", "decay", "l2",
-                   "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "updates",
+                   "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
 """Suspect -> words of the names of its settings; the first that has one counts. A norm that is clipped is the gradient's."""

@@ -2016,6 +2016,7 @@ def test_a_rate_that_rose_before_a_fall_is_decisive_where_it_is_still_ten_times_
         ("limit", "truncation"), ("gen.tokens_limit", "truncation"), ("max_gen_tokens", "truncation"), ("max_response_length", "truncation"),
         ("max_prompt_length", "data"), ("kl_limit", "reference"), ("clip_limit", "optimizer"), ("betas2", "optimizer"),
         ("optim/beta_1", "optimizer"), ("adam_beta2", "optimizer"), ("beta", "reference"), ("speed_limit", "unknown"),
+        ("schedule", "optimizer"), ("optim/scheduler", "optimizer"), ("kl_schedule", "reference"),
     ],
 )  # fmt: skip
 def test_a_setting_belongs_to_a_suspect_by_its_name(name, owner):

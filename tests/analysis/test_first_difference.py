@@ -414,7 +414,7 @@ def run_of(*steps, **series):
     numbers = np.unique(rollouts.step)
     empty = np.full(len(numbers), np.nan)
     return SimpleNamespace(
-        rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None, checked=None,
+        rollouts=rollouts, steps=numbers, fall=None, pair=("train", "rollout"), database=None, graded_elsewhere=None, checked=None, scored_rows=None,
         values=lambda name: np.asarray(series[name], float) if name in series else empty,
     )  # fmt: skip
 
@@ -965,6 +965,13 @@ def test_an_update_from_advantages_that_nobody_recorded_may_be_theirs(monkeypatc
     assert owners(monkeypatch, "update_parts", run=unseen) == [
         "unknown", "optimizer", "entropy", "reference", "advantages", "pairing",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_an_update_from_logprobs_of_other_rows_is_the_pairing_s(monkeypatch, is_other):
+    monkeypatch.setattr(control_module, "is_of_other_rows", lambda facts: is_other)
+    found = owners(monkeypatch, "update_parts")
+    assert found == (["pairing"] if is_other else ["unknown", "optimizer", "entropy", "reference"])
 
 
 def test_rewards_that_were_earned_under_another_prompt_are_of_other_rows(monkeypatch):

@@ -183,6 +183,15 @@ def test_noise_counts_from_a_third_on_that_was_not_there_before(monkeypatch, sin
     assert Facts.disagreeing.func(facts(rollouts=rows())) == expected
 
 
+@pytest.mark.parametrize(("size", "expected"), [(0.029, (0.0, 0.0)), (0.031, (0.9, 0.0))])
+def test_of_two_logprobs_of_one_opening_that_are_rounded_otherwise_no_noise_is_told(monkeypatch, size, expected):
+    """A bf16 engine rounds by the shapes of its batches."""
+    of = iter([(0.9, 0.0), (np.nan, np.nan)])
+    monkeypatch.setattr("tim_trace.analysis.attribution.facts.unequal_openings", lambda part: next(of))
+    monkeypatch.setattr("tim_trace.analysis.attribution.facts._mismatch_begins", lambda facts: 30)
+    assert Facts.disagreeing.func(facts(rollouts=rows(), mismatch=SimpleNamespace(size=size))) == expected
+
+
 @pytest.mark.parametrize(("disagreeing", "of_mismatch", "of_unknown"), [
     ((0.5, 0.0), {"engine_disagrees": CERTAIN}, {}), ((0.0, 0.5), {"trainer_disagrees": -CERTAIN}, {"trainer_disagrees": CERTAIN}),
     ((0.0, 0.0), {}, {}),
