@@ -174,9 +174,8 @@ def _of_divergence(
     given = {each.suspect for each in (*_rates(facts, control), *_settings(facts, control), *changed)}
     if parted.code == UPDATE:
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
-        codes = ("unknown", "optimizer", "entropy", "reference", *unseen)
-        if is_of_other_rows(facts):  # beside an engine that is behind they look like an update
-            codes = ("pairing",)
+        # Logprobs of other rows look like an update beside an engine that is behind.
+        codes = ("pairing",) if is_of_other_rows(facts) else ("unknown", "optimizer", "entropy", "reference", *unseen)
     # What somebody set otherwise acts by the update, or by the sampling; beside anything else it is a second difference.
     own = () if given and parted.code in (UPDATE, SAMPLING) else codes
     codes = (*own, *sorted(given - set(own)))
@@ -217,8 +216,8 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
         max(update / max(gradient, 1.0), gradient / max(update, 1e-12)) if np.isfinite(update * gradient) else 1.0
     )
     squared = 1.0 if math.isnan(gradient) else gradient**2  # which Adam's second moment is a mean of
-    is_other_moment = not min(1.0, squared) - t.MOMENT_DIFFERS <= moment <= max(1.0, squared) + t.MOMENT_DIFFERS
-    if by_optimizer >= t.UPDATE_GROWS or (is_other_moment and not math.isnan(moment)):
+    is_other_moment = moment < min(1.0, squared) - t.MOMENT_DIFFERS or moment > max(1.0, squared) + t.MOMENT_DIFFERS
+    if by_optimizer >= t.UPDATE_GROWS or is_other_moment:
         yield "optimizer", Evidence(code="update_is_other", values=values, points=t.CERTAIN)
     elif is_equal and abs(update - 1) <= _LOGGED:
         yield "unknown", Evidence(code="update_is_equal", values=values, points=t.DECISIVE)

@@ -490,9 +490,8 @@ class Facts:
     def disagreeing(self) -> tuple[float, float]:
         """Share of equal openings of one step to which engine and trainer give two logprobs since the mismatch begins; 0 where they did before."""
         begins = _mismatch_begins(self)
-        if (
-            begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0
-        ):  # what rounding makes differs by the batch
+        # What rounding makes of an opening differs by the shape of its batch.
+        if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
             return 0.0, 0.0
         step = int(self.steps[begins])
         since, before = unequal_openings(self.rollouts.since(step)), unequal_openings(self.rollouts.until(step - 1))

@@ -76,7 +76,7 @@ _FEWEST_KEPT = 3
 """The fewest of them."""
 _FEWEST_OF_LENGTH = 5
 """Responses of one length, and lengths, that say how rewards go with length."""
-_FEWEST_OF_A_LENGTH, _FEWEST_LENGTHS = 3, 3
+_FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
 """Responses of a length in a step, and such lengths, from which it is told how far length explains its rewards."""
 _FEWEST_SPANNING = 10
 """Responses on both sides of a step below which it is not looked at."""
@@ -189,9 +189,10 @@ class Rollouts:
 
     def keeps_reference(self, step: int) -> bool:
         """Whether the reference model scores responses that came before a step and after it as it did; not without any."""
-        order = np.lexsort((self.step, self.counted))
-        whole, at, reference = (values[order] for values in (self.counted, self.step, self.reference))
-        spans = (whole[1:] == whole[:-1]) & (at[:-1] < step) & (at[1:] >= step)
+        same = _same(self, "reference")
+        order = np.lexsort((self.step, same))
+        same, at, reference = (values[order] for values in (same, self.step, self.reference))
+        spans = (same[1:] == same[:-1]) & (at[:-1] < step) & (at[1:] >= step)
         moved = np.abs(reference[1:] - reference[:-1])[spans]
         moved = moved[np.isfinite(moved)]
         return bool(len(moved)) and float(np.median(moved)) <= t.REFERENCE_MOVES
@@ -488,8 +489,8 @@ def changed_responses(
     """
     same = _same(rollouts, column)
     order = np.lexsort((rollouts.step, same))
-    whole, step, given, length = same[order], *(getattr(rollouts, name)[order] for name in ("step", column, "length"))
-    again = (whole[1:] == whole[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1]) & (step[1:] > step[:-1])
+    same, step, given, length = same[order], *(getattr(rollouts, name)[order] for name in ("step", column, "length"))
+    again = (same[1:] == same[:-1]) & np.isfinite(given[1:]) & np.isfinite(given[:-1]) & (step[1:] > step[:-1])
     low, high, difference = step[:-1][again], step[1:][again], (given[1:] - given[:-1])[again]
     differs = np.abs(difference) > least
     before = differs[high < first]
@@ -557,8 +558,8 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     """Share of repeated responses that are given two things, more than `least` apart; NaN where fewer than 30 came again."""
     same = _same(rollouts, column)
     order = np.lexsort((rollouts.step, same))
-    whole = same[order]
-    return _unequal(getattr(rollouts, column)[order], whole[1:] == whole[:-1], least)[1]
+    same = same[order]
+    return _unequal(getattr(rollouts, column)[order], same[1:] == same[:-1], least)[1]
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
@@ -955,7 +956,7 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
     length = rollouts.length[known].astype(np.int64)
     longest = int(length.max(initial=0)) + 1
     _, place, count = np.unique(rollouts.step[known] * longest + length, return_inverse=True, return_counts=True)
-    kept = (count >= _FEWEST_OF_A_LENGTH)[place]
+    kept = (count >= _FEWEST_OF_LENGTH_IN_STEP)[place]
     steps, of_step = np.unique(rollouts.step[known][kept], return_inverse=True)
     _, first, place = np.unique(place[kept], return_index=True, return_inverse=True)
     reward, lengths = rollouts.reward[known][kept], np.bincount(of_step[first], minlength=len(steps))
@@ -963,6 +964,6 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
     own = reward - (np.bincount(of_step, reward) / np.maximum(num, 1))[of_step]
     left = reward - (np.bincount(place, reward) / np.maximum(np.bincount(place), 1))[place]
     total, within = (np.bincount(of_step, values**2, len(steps)) for values in (own, left))
-    judged = (lengths >= _FEWEST_LENGTHS) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
+    judged = (lengths >= _FEWEST_LENGTHS_IN_STEP) & (num > lengths) & (total > 1e-12 * np.maximum(num, 1))
     share = 1 - (within[judged] / (num - lengths)[judged]) / (total[judged] / (num - 1)[judged])
     return steps[judged], share

@@ -45,6 +45,12 @@ class Suspect:
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     @property
+    def for_it(self) -> tuple[Evidence, ...]:
+        """What speaks for it beside what it begins with, the strongest first."""
+        found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
+        return tuple(sorted(found, key=lambda each: -each.points))
+
+    @property
     def points(self) -> float:
         """The sum of all evidence."""
         return sum(evidence.points for evidence in self.evidence)

@@ -459,8 +459,7 @@ def unsure_clause(result: Attribution) -> str:
     """Where no suspect is more probable than all others together: which comes first, and what else may be."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
-        seen = [each for each in first.evidence if first.code == "unknown" and each.code != "prior" and each.points > 0]
-        told = max(seen, key=lambda each: each.points).sentence if seen else first.title
+        told = first.for_it[0].sentence if first.code == "unknown" and first.for_it else first.title
         return f"no suspect explains it ({first.probability:.0%}): {told}"
     second = result.suspects[1] if named is first else first
     word = "then" if named is first else "behind"

@@ -54,8 +54,9 @@ TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 Number = float | int | str | None
 
 Broken = Literal["recording", "engine", "versions"]
-"""`versions`: nothing is, but policy versions say that the two sides had other weights, as asynchronous training makes it. `recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
-(engine or trainer) computed it with other weights, caches, experts or precision than it should."""
+"""`recording`: the numbers of the two passes are not the same quantity of the same tokens. `engine`: they are, and one side
+(engine or trainer) computed it with other weights, caches, experts or precision than it should. `versions`: nothing is broken; policy
+versions say that the two sides had other weights, as in asynchronous training."""
 
 _ENGINE = frozenset(
     {

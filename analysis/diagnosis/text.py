@@ -90,17 +90,6 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     return f"Most probably {cause_title(first, checked)} ({first.probability:.0%})."
 
 
-def _asked(attribution: Attribution) -> list[Suspect]:
-    """The most probable suspect, and the first that has a name."""
-    return [*attribution.suspects[:1], *([] if attribution.first_suspect is None else [attribution.first_suspect])]
-
-
-def _speaks_for(suspect: Suspect) -> list[str]:
-    """What speaks for a suspect, the strongest first."""
-    strongest = sorted(suspect.evidence, key=lambda each: -each.points)
-    return [each.sentence for each in strongest if each.points > 0 and each.code != "prior"]
-
-
 def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
     """A suspect in words; of a mismatch that grows at some step without the step, which stands beside it."""
     is_told = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
@@ -111,6 +100,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     """A line or two for each question."""
     finding, attribution = found.checked.findings[0], found.attribution
     raised = [alarm_sentence(reading) for reading in found.alarms.raised]
+    asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
         ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
         ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
@@ -120,7 +110,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ),
     ]
     if attribution.fall is not None:
-        for_it = next((speaks for each in _asked(attribution) if (speaks := _speaks_for(each))), [])[:2]
+        for_it = next(([one.sentence for one in each.for_it[:2]] for each in asked if each.for_it), [])
         how = "from this run alone"
         if attribution.control:
             how = "beside a control" if attribution.is_intervention else "beside another run"
@@ -134,11 +124,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         where = found.located
         rows.append(("where", f"{sentence(where)} (a is {where.a}, b is {where.b}; step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
-    suspected = next(
-        (each for each in _asked(attribution) if each.next and (each.code == attribution.cause or _speaks_for(each))),
-        None,
-    )
-    advice = [*found.next, *([suspected.next] if suspected is not None else [])]
+    of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
+    advice = [*found.next, *of_suspects[:1]]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
     return "\n".join(lines)
 

@@ -104,15 +104,15 @@ def _returns(facts: Facts) -> list[Evidence]:
     """A policy that falls back to its reference: nothing but a KL term leads there."""
     steps, distance = facts.rollouts.reference_distance_by_step
     is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
-    # Of tokens that no policy draws it says nothing.
-    if facts.fall is None or not len(steps) or is_far or unsampled(facts):
+    if facts.fall is None or not len(steps) or is_far:
         return []
     width = max(len(facts.steps) // 10, 3)
     until = distance[steps < facts.fall.low][-width:]
     if not len(until):
         return []
     before, last = float(np.median(until)), float(np.median(distance[-width:]))
-    if before < t.REFERENCE_MOVES or last > t.RETURNS * before:
+    # Of tokens that no policy draws the distance says nothing.
+    if before < t.REFERENCE_MOVES or last > t.RETURNS * before or unsampled(facts):
         return []
     points = t.CERTAIN if _coefficient_grows(facts) else t.DECISIVE
     values: dict[str, Measured] = {"distance_before": before, "distance_after": last}
