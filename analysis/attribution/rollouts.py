@@ -139,7 +139,7 @@ class Rollouts:
 
     @property
     def counted(self) -> np.ndarray:
-        """[N] uint64: a number of the prompt, the response and how many tokens of it count, which a mean logprob is over."""
+        """[N] uint64: a hash of the prompt, the response and how many of its tokens count; a mean logprob is over those."""
         return _graded(self.whole, self.num_masked)
 
     @property
@@ -520,7 +520,7 @@ def changed_responses(
 
 
 def _same(rollouts: Rollouts, column: str) -> np.ndarray:
-    """[N] what is equal of responses that may be given one value: a mean logprob is over the tokens that count."""
+    """[N] hashes that are equal for responses whose values of a column can be compared; a mean logprob is over the tokens that count."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 

@@ -140,7 +140,8 @@ MIN_SUBSET_TOKENS = 20
 MAX_SUBSET_SHARE = 0.95
 """A part that is nearly everything carries no more than its share."""
 MIN_DECLARED_SHARE = 0.95
-"""Share of the sequences whose prompt came before that were sampled by older weights, as versions say, where these explain them."""
+"""Of the sequences whose prompt came before, and whose mismatch is the larger: the share that older weights sampled by their policy
+versions, above which these explain it."""
 MAX_GROUPS_SHARE = 0.5
 """The same for prompts, of which some always lie low together."""
 MIN_FALL = 1.5
@@ -228,7 +229,7 @@ MIN_TOKEN_SCORE = 5.0
 MIN_EFFECT_TOKENS = 400
 """Different contexts, so that a token effect is one."""
 MIN_EFFECT_IDS = 8
-"""Different tokens: of a handful each stands in contexts of its own, and rounding of a context belongs to them as well."""
+"""Different token ids, at least: each of a handful stands in few contexts, so that the rounding of a context looks like a matter of the id."""
 
 ROUTER_TAIL_RATIO = 10.0
 """Times the median: rounding alone reaches six to eight."""
