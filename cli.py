@@ -284,6 +284,15 @@ _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder of the run's checkpoints, where the trace has no weights of its own."
 )
 
+_ray = click.option(
+    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+    help="Divide the work among the nodes of a Ray cluster: auto or HOST:PORT; without ADDRESS one is started here.",
+)  # fmt: skip
+_gpus_per_arm = click.option(
+    "--gpus-per-arm", type=float, metavar="N",
+    help="Share of a GPU, up to 1, that each of Ray's actors takes.  [default: 1 with a GPU, else 0]",
+)  # fmt: skip
+
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
     """End a command's help with an example that is run by a test."""
@@ -442,8 +451,9 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
+@_ray
 @_prints()
-def verify(trace: str, form: _Form) -> None:
+def verify(trace: str, ray: str | None, form: _Form) -> None:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
     The exit code is 2 when something is damaged or missing. Other verbs compare what they read; this one reads everything.
@@ -453,7 +463,8 @@ def verify(trace: str, form: _Form) -> None:
     from .analysis import verify as read_all
     from .analysis.verify import verification_text
 
-    found = read_all(trace, progress=_progress)
+    with _library_output_held_back() if ray else nullcontext():
+        found = read_all(trace, ray=ray, progress=_progress)
     form.answer(
         json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
         text=lambda width: verification_text(found, width),
@@ -568,15 +579,17 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own numbers, by its own definitions; its own options are below.",
 )  # fmt: skip
+@_ray
 @_prints()
-def stats(traces: Sequence[str], steps: str, like: str | None, form: _Form, **options: Any) -> None:
+def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Compare two passes: how far their log-probabilities lie apart, in one row a run, step or sequence."""
     from .analysis import stats as compare
     from .analysis.stats import approximate, likeness
     from .analysis.trace.database import Database
 
-    database = Database(list(traces), steps)
-    rows = compare(database, like=like, progress=_progress, **options)
+    database = Database(list(traces), steps, ray=ray)
+    with _library_output_held_back() if ray else nullcontext():
+        rows = compare(database, like=like, progress=_progress, **options)
     form.table(rows, "" if like else "stats")
     for sentence in approximate(rows):
         _tell(sentence)
@@ -616,8 +629,9 @@ def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **opti
 @_pair
 @_steps
 @click.option("--partial", is_flag=True, default=False, help="Answer from what can be read of a damaged trace.")
+@_ray
 @_prints(csv=False, wide=False)
-def check(trace: str, pair: str, steps: str, partial: bool, form: _Form) -> None:
+def check(trace: str, form: _Form, **options: Any) -> None:
     """Say whether two passes may be compared, or which fault lies between them.
 
     The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
@@ -627,7 +641,8 @@ def check(trace: str, pair: str, steps: str, partial: bool, form: _Form) -> None
     from .analysis import check as look
     from .analysis.check.text import checked_json, checked_text
 
-    found = look(trace, pair=pair, steps=steps, partial=partial, progress=_progress)
+    with _library_output_held_back() if options["ray"] else nullcontext():
+        found = look(trace, progress=_progress, **options)
     form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
     if not found.is_valid:
         raise click.exceptions.Exit(1)
@@ -732,6 +747,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     "--by", default="run", show_default=True, type=click.Choice(["run", "step"]),
     help="What a row stands for; run adds the worst steps.",
 )  # fmt: skip
+@_ray
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
@@ -743,7 +759,8 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_rows, objective_text
 
-    found = bend(trace, progress=_progress, **options)
+    with _library_output_held_back() if options["ray"] else nullcontext():
+        found = bend(trace, progress=_progress, **options)
     form.answer(
         json=lambda: objective_json(found),
         text=lambda width: objective_text(found, width, by),
@@ -850,14 +867,8 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--dry-run", is_flag=True, default=False,
     help="Write nothing: print what each arm still has to do, and how long that takes at the pace of the first rows.",
 )  # fmt: skip
-@click.option(
-    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
-    help="Divide the steps among the nodes of a Ray cluster: auto or HOST:PORT; without ADDRESS one is started here.",
-)  # fmt: skip
-@click.option(
-    "--gpus-per-arm", type=float, metavar="N",
-    help="Share of a GPU, up to 1, that each of Ray's actors takes.  [default: 1 with a GPU, else 0]",
-)  # fmt: skip
+@_ray
+@_gpus_per_arm
 @_prints(json="Print JSON, a row a step; with --sample or --dry-run, an arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
@@ -905,6 +916,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 )
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, as dtype=bf16; can be repeated.")
 @_weights_from
+@_ray
+@_gpus_per_arm
 @click.option(
     "--by", default="side", show_default=True, type=click.Choice(["side", "arm", "probability", "position"]),
     help="What a row of --csv stands for.",
@@ -947,6 +960,8 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="What builds a model that transformers does not know.")
 @_weights_from
+@_ray
+@_gpus_per_arm
 @click.option(
     "--by", default="step", show_default=True, type=click.Choice(["step", "module", "arm"]),
     help="What a row stands for.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..replay.cluster import connected
 from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..schemas.steps import ALL_STEPS
 from ..tracer.progress import Progress, no_progress
@@ -33,6 +34,7 @@ def stats(
     steps: str = ALL_STEPS,
     exact: bool = False,
     like: str | None = None,
+    ray: str | None = None,
     progress: Progress = no_progress,
     **options: Any,
 ) -> Rows:
@@ -50,6 +52,9 @@ def stats(
     The quantiles of a run of more than 33,554,432 tokens come from histograms of its steps, and are within 2^-10 (0.1 %) of the
     exact ones: `quantile_error` says so, and is 0 where they are exact. `exact` reads the tokens once more for exact ones.
 
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
+    actors, which send back sums.
+
     With `like` the numbers are those of a framework, under its own names and by its own definitions: `verl`, `trl`, `slime`,
     `nemo-rl`, `prime-rl` or `openrlhf`, a row a step, or a run taken as one batch. `options` are then the framework's own,
     under its own names: the fields of `analysis.frameworks`' dataclasses. Pass a of the pair is the trainer, b the engine.
@@ -59,10 +64,12 @@ def stats(
     names = parse_pair(pair)
     if by not in BY:
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
-    database = opened(traces, steps)
+    database = opened(traces, steps, ray)
     if like is not None:
         if exact:
             raise InvalidOption("has no effect on a framework's numbers, which need no quantiles", option="exact")
+        if database.ray is not None:
+            raise InvalidOption("has no effect on a framework's numbers, which one process makes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     tell_sampled(database, names)
@@ -71,10 +78,11 @@ def stats(
         if not routed:
             raise NothingToCompare(_why_not_routed(database, names))
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
-    if ensure(database, names, of_run=by == "run", progress=progress):
-        keep(database, names)
-    if exact and by == "run":
-        make_exact(database, names, progress)
+    with connected(database.ray):
+        if ensure(database, names, of_run=by == "run", progress=progress):
+            keep(database, names)
+        if exact and by == "run":
+            make_exact(database, names, progress)
     query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if routed:
         query = f"""

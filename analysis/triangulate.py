@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..replay.arms import Arm, parse_arm
+from ..replay.cluster import gpus_of_actor
 from ..replay.engine import replay
 from ..replay.recorded import RecordedRun
 from ..schemas.errors import InvalidOption, NothingToCompare
@@ -113,16 +114,20 @@ def triangulate(
     reference: str = "fp64",
     arm: Sequence[str] = (),
     weights_from: str | os.PathLike[str] | None = None,
+    ray: str | None = None,
+    gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> Triangulation:
     """Say which side carries the gap between trainer and engine, and what each single change removes of it.
 
     Replays what is missing of the reference (fp64 or fp32) and of each arm (`dtype=bf16`, ...), on the steps given.
     Compared are the tokens that count in the loss and have a finite logprob on both sides and in the reference. `weights_from`
-    is the folder of the run's checkpoints, where the trace has no weights of its own.
+    is the folder of the run's checkpoints, where the trace has no weights of its own. `ray` and `gpus_per_arm` divide the replays among
+    the actors of a Ray cluster, as `replay` does.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
+    gpus_of_actor(ray, gpus_per_arm)
     if reference not in ("fp64", "fp32"):
         raise InvalidOption(f"got {reference!r}; use fp64 or fp32", option="reference")
     run = RecordedRun(trace, weights_from=weights_from)
@@ -130,7 +135,7 @@ def triangulate(
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no gap to explain")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
-    replayed = _replay_missing(run, arms, chosen, progress)
+    replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
     database = Database([run.store.url])
     tell_sampled(database, [REPLAY_PREFIX + single.name for single in arms])
     held = _identity_held(database, chosen) if replayed is None else replayed
@@ -143,12 +148,16 @@ def triangulate(
         return _measure(run, names, chosen, columns[0], held, columns[1:])
 
 
-def _replay_missing(run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress) -> bool | None:
+def _replay_missing(
+    run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
+) -> bool | None:
     """Replay the arms that lack one of the steps; returns whether the recorded bits came back, None without a replay."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
-    results = replay(run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, progress=progress)
+    results = replay(
+        run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, progress=progress, **cluster
+    )
     return all(result.identity_held for result in results)
 
 

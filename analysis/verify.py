@@ -24,8 +24,10 @@ from ..tracer.verified_file import VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .rows import Rows, printable, to_text
+from .trace.cache import cached
 from .trace.database import Database
 from .trace.source import Source, open_source
+from .trace.spread import UNITS, spread
 
 COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
 
@@ -60,16 +62,17 @@ class _Count:
     num_damaged: int = 0
 
 
-def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
+def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: Progress = no_progress) -> Verification:
     """Read all of a trace and compare it with what its writers say they wrote: every byte, row count, chunk and version.
 
-    Other verbs compare what they read; this one reads everything. Raises TraceNotFound, NewerTrace or DamagedTrace when
-    there is no trace to look at.
+    Other verbs compare what they read; this one reads everything. With `ray`, an address or `local`, files, groups and versions
+    are divided among the actors of a Ray cluster. Raises TraceNotFound, NewerTrace or DamagedTrace when there is no trace to look
+    at.
     """
     source = open_source(os.fspath(trace))
     found = _Verifier(source)
     with progress("verifying", found.num_bytes) as advance:
-        for num_bytes in found.run():
+        for num_bytes in found.run(ray):
             advance(num_bytes)
     return Verification(
         trace=os.fspath(trace),
@@ -95,6 +98,22 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What is read at once, and compared with what its writer said of it."""
+
+    folder: str
+    name: str
+    """No other part of the folder has it."""
+    num_bytes: int
+    is_checked: bool
+    """Whether its writer left checksums."""
+    read: Callable[[], Any]
+    """Raises what is wrong with it."""
+    of_parts: Callable[[], list[str]] = list
+    """What is wrong with the parts of one that cannot be read."""
+
+
 class _Verifier:
     """Goes through a trace, folder by folder."""
 
@@ -111,8 +130,27 @@ class _Verifier:
         """Bytes that will be read, of the folders that are large."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
-    def run(self) -> Iterator[int]:
+    def run(self, ray: str | None) -> Iterator[int]:
         """Read everything, and tell after each part how many bytes it had."""
+        entries = list(self.parts())
+        parts = [entry for entry in entries if isinstance(entry, _Part)]
+        if ray is None:
+            found: Iterator[list[str]] = (self.damage_of(part) for part in parts)
+        else:
+            found = spread(Database(self.source, ray=ray), _damages, _units(parts))
+        for entry in entries:
+            if isinstance(entry, str):
+                self.damaged.append(entry)
+            else:
+                self._note(entry, next(found))
+                yield entry.num_bytes
+        self._ask_for_groups()
+        for part in self._results():
+            self._note(part, self.damage_of(part))
+            yield part.num_bytes
+
+    def parts(self) -> Iterator[_Part | str]:
+        """What is to be read, but for the results of `locate`, and in its place what is wrong with what cannot be."""
         for table in TABLES:
             for entry in self.snapshot.files[table]:
                 yield self._file(table, entry.relative, entry.file)
@@ -136,9 +174,28 @@ class _Verifier:
                 yield self._document(folder, relative, record)
         yield from self._groups()
         yield from self._weights()
-        yield from self._results()
 
-    def _file(self, folder: str, relative: str, file: VerifiedFile) -> int:
+    def damage_of(self, part: _Part) -> list[str]:
+        """Read a part: what is wrong with it, a sentence each."""
+        try:
+            part.read()
+        except TimTraceError as error:
+            found = str(error)
+        except Exception as error:  # whatever a library says of bytes that nobody wrote so
+            found = f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy"
+        else:
+            return []
+        return [found, *part.of_parts()]
+
+    def _note(self, part: _Part, damage: list[str]) -> None:
+        count = self.counts[part.folder]
+        count.num_files += 1
+        count.num_bytes += part.num_bytes
+        count.num_checked += part.is_checked
+        count.num_damaged += bool(damage)
+        self.damaged += damage
+
+    def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part:
         record = self._records.get(relative)
 
         def read() -> None:
@@ -151,9 +208,9 @@ class _Verifier:
 
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
 
-        return self._read(folder, relative, file.num_bytes, file.has_checksums, read)
+        return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=file.has_checksums, read=read)
 
-    def _document(self, folder: str, relative: str, record: SealedFile) -> int:
+    def _document(self, folder: str, relative: str, record: SealedFile) -> _Part:
         def read() -> None:
             try:
                 content = self.store.read_bytes(relative)
@@ -162,24 +219,31 @@ class _Verifier:
             if whole_hash(content) != record.hash:
                 raise ValueError("its content is not what its writer wrote")
 
-        return self._read(folder, relative, record.num_bytes, True, read)
+        return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, is_checked=True, read=read)
 
-    def _groups(self) -> Iterator[int]:
-        """The sealed groups of captured distributions, and those that scores name."""
+    def _groups(self) -> Iterator[_Part | str]:
+        """The sealed groups of captured distributions, and the journals of others."""
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
-            size = self.store.size(relative)
             if segment is None:
-                self.damaged.append(f"{self.store.shown(relative)}: no folder of a trace; remove it")
+                yield f"{self.store.shown(relative)}: no folder of a trace; remove it"
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
                 continue  # its journal is read below
-            is_checked = f"{relative}/zarr.json" in self._records
-            yield self._read(DENSE, relative, size, is_checked, partial(self._group, segment))
+            yield _Part(
+                folder=DENSE, name=relative, num_bytes=self.store.size(relative),
+                is_checked=f"{relative}/zarr.json" in self._records, read=partial(self._group, segment),
+            )  # fmt: skip
         for segment, tables in journaled_segments(self.store).items():
             if DENSE_TABLE in tables and not is_sealed(self.store, segment):
                 where = segment.journal(DENSE_TABLE)
-                yield self._read(DENSE, where, self.store.file_size(where), True, partial(self._journal, segment))
+                yield _Part(
+                    folder=DENSE, name=where, num_bytes=self.store.file_size(where), is_checked=True,
+                    read=partial(self._journal, segment),
+                )  # fmt: skip
+
+    def _ask_for_groups(self) -> None:
+        """Look for the groups of captured distributions that scores name."""
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
@@ -206,26 +270,27 @@ class _Verifier:
 
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
-    def _weights(self) -> Iterator[int]:
-        """Every version of the weights, rebuilt and compared with its hashes."""
+    def _weights(self) -> Iterator[_Part | str]:
+        """Every version of the weights, to be rebuilt and compared with its hashes."""
         reader = open_weights(self.store)
         if not isinstance(reader, WeightReader):  # checkpoints, which lie elsewhere and are the run's own
             return
-        self.damaged += reader.damaged
+        yield from reader.damaged
         for relative, record in self._records.items():
             if relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1:
                 yield self._document(WEIGHTS, relative, record)
         for version in reader.versions:
             num_bytes = sum(part.num_bytes for part in reader.parts[version])
-            for attempt in reader.attempts(version):
-                read = partial(reader.load, version, attempt)
-                before = self.counts[WEIGHTS].num_damaged
-                yield self._read(WEIGHTS, f"{WEIGHTS}: version {version}", num_bytes, True, read)
-                if self.counts[WEIGHTS].num_damaged > before:  # by one writer's part: others may be, too
-                    self.damaged += reader.damaged_parts(version, attempt)
+            attempts = reader.attempts(version)
+            for attempt in attempts:
+                name = f"{WEIGHTS}: version {version}" + (f", attempt {attempt}" if len(attempts) > 1 else "")
+                yield _Part(
+                    folder=WEIGHTS, name=name, num_bytes=num_bytes, is_checked=True,
+                    read=partial(reader.load, version, attempt), of_parts=partial(reader.damaged_parts, version, attempt),
+                )  # fmt: skip
 
-    def _results(self) -> Iterator[int]:
-        """The results of `locate`, header and tables."""
+    def _results(self) -> Iterator[_Part]:
+        """The results of `locate`, header and tables; a header is read before its tables are known."""
         seen: set[str] = set()
         for result in result_ids(self.store):
             relative = header_path(result)
@@ -235,30 +300,47 @@ class _Verifier:
             def read_into(result: str = result, headers: list[ResultHeader] = headers) -> None:
                 headers.append(read_header(self.store, result))
 
-            yield self._read(LOCATE, relative, self.store.file_size(relative), True, read_into)
+            num_bytes = self.store.file_size(relative)
+            yield _Part(folder=LOCATE, name=relative, num_bytes=num_bytes, is_checked=True, read=read_into)
             for header in headers:
                 for name, record in header.files.items():
                     seen.add(name)
-                    yield self._read(
-                        LOCATE, name, record.num_bytes, True, partial(read_whole_table, self.store, header, name)
-                    )
+                    read = partial(read_whole_table, self.store, header, name)
+                    yield _Part(folder=LOCATE, name=name, num_bytes=record.num_bytes, is_checked=True, read=read)
         self.ignored += [
             f"{self.store.shown(f'{LOCATE}/{name}')}: is of no result of locate that can be read; remove it"
             for name in self.store.files(LOCATE)
             if f"{LOCATE}/{name}" not in seen
         ]
 
-    def _read(self, folder: str, relative: str, num_bytes: int, is_checked: bool, read: Callable[[], Any]) -> int:
-        count = self.counts[folder]
-        count.num_files += 1
-        count.num_bytes += num_bytes
-        count.num_checked += is_checked
-        try:
-            read()
-        except TimTraceError as error:
-            self.damaged.append(str(error))
-            count.num_damaged += 1
-        except Exception as error:  # whatever a library says of bytes that nobody wrote so
-            self.damaged.append(f"{self.store.shown(relative)}: {first_line(error)}; restore it from a copy")
-            count.num_damaged += 1
-        return num_bytes
+
+_Names = list[tuple[str, str]]
+"""Folder and name of parts."""
+
+
+def _units(parts: list[_Part]) -> list[_Names]:
+    """Neighbouring parts that are read by one actor; of the versions of weights each is made from those before it."""
+    most = max(sum(part.num_bytes for part in parts) // UNITS, 1)
+    units: list[_Names] = []
+    num_bytes = most
+    for part in parts:
+        if num_bytes >= most:
+            units.append([])
+            num_bytes = 0
+        units[-1].append((part.folder, part.name))
+        num_bytes += part.num_bytes
+    return units
+
+
+def _damages(database: Database, names: _Names) -> Iterator[list[str]]:
+    """What is wrong with each of some parts."""
+    verifier, parts = _parts_of(database)
+    for name in names:
+        yield verifier.damage_of(parts[name])
+
+
+@cached
+def _parts_of(database: Database) -> tuple[_Verifier, dict[tuple[str, str], _Part]]:
+    verifier = _Verifier(database.sources[0])
+    parts = (part for part in verifier.parts() if isinstance(part, _Part))
+    return verifier, {(part.folder, part.name): part for part in parts}

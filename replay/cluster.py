@@ -1,4 +1,4 @@
-"""Work that is divided among the actors of a Ray cluster; the only module of `replay` that imports ray."""
+"""Work that is divided among the actors of a Ray cluster; the only module but the recording hook that imports ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-from ..schemas.errors import CannotReplay, InvalidOption, NotInstalled, TimTraceError, speaking_options, speaks_options
+from ..schemas.errors import (
+    ClusterFailed,
+    InvalidOption,
+    NotInstalled,
+    TimTraceError,
+    option,
+    speaking_options,
+    speaks_options,
+)  # fmt: skip
 
 LOCAL = "local"
 """In place of an address: a cluster that is started on this machine and ends with the work."""
@@ -58,6 +66,28 @@ class _Held:
         self._worker.close()
 
 
+def device_here() -> str:
+    """`cuda` where torch has one, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
+    """The share of a GPU that an actor with a model takes. Raises InvalidOption."""
+    if ray is None:
+        if gpus_per_arm is not None:
+            raise InvalidOption(f"is a share of a cluster's GPUs; add {option('ray', 'auto')}", option="gpus_per_arm")
+        return 0.0
+    if gpus_per_arm is None:
+        return 1.0 if device_here() == "cuda" else 0.0
+    if not 0 <= gpus_per_arm <= 1:
+        raise InvalidOption(
+            f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm"
+        )
+    return float(gpus_per_arm)
+
+
 def run_units(
     address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
@@ -67,9 +97,9 @@ def run_units(
     `worker`; `num_cpus` of one are those of the largest node where that has fewer. A unit whose actor or node dies is given to
     another. What a worker refuses is raised here.
 
-    Raises NotInstalled, InvalidOption where no cluster answers, CannotReplay where no node has room or a unit kills TRIES actors.
+    Raises NotInstalled, InvalidOption where no cluster answers, ClusterFailed where no node has room or a unit kills TRIES actors.
     """
-    with _connected(address) as ray:
+    with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
         try:
             yield from pool.run(units)
@@ -79,8 +109,14 @@ def run_units(
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[Any]:
-    """Ray, connected; a connection that was there before stays."""
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected for all work meanwhile; a connection that was there before stays. Nothing without an address.
+
+    Raises NotInstalled, InvalidOption where no cluster answers.
+    """
+    if address is None:
+        yield None
+        return
     try:
         import ray
     except ImportError as error:
@@ -147,7 +183,7 @@ class _Pool:
             ended, _ = self._ray.wait(list(self._running), timeout=LOOK_S)
             empty = 0 if ended or self._room() else empty + 1
             if empty >= PATIENCE:
-                raise CannotReplay(
+                raise ClusterFailed(
                     f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor"
                 )
             for reference in ended:
@@ -159,7 +195,7 @@ class _Pool:
                     if unit is not None:
                         deaths[unit] += 1
                         if deaths[unit] >= TRIES:
-                            raise CannotReplay(
+                            raise ClusterFailed(
                                 f"{TRIES} actors died of the same unit ({units[unit]}); does a node run out of memory?"
                             ) from error
                         waiting.appendleft(unit)

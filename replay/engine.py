@@ -21,7 +21,7 @@ from ..tracer.progress import Advance, Progress, no_progress
 from .arm_pass import ArmPass
 from .arms import Arm, check_distinct, parse_arm, read_arms
 from .batching import check_tokens
-from .cluster import run_units
+from .cluster import device_here, gpus_of_actor, run_units
 from .differences import differences
 from .loaded import LoadedModel
 from .meter import Meter, Told, untold
@@ -110,8 +110,10 @@ def replay(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
-    gpus = _gpus(ray, gpus_per_arm, dry_run)
-    device = _device() if ray is None else "cuda" if gpus else "cpu"
+    gpus = gpus_of_actor(ray, gpus_per_arm)
+    if ray is not None and dry_run:
+        raise InvalidOption("a dry run measures this process alone; leave one of the two out", option="ray")
+    device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, arm_file, changes)
     if as_recorded and len(arms) > 1:
         raise InvalidOption(f"changes nothing, and {arms[1].name} does; leave one of them out", option="as_recorded")
@@ -367,9 +369,7 @@ class _UnitScorer:
         threads: int,
     ):
         """`threads` are torch's, as they would be in one process."""
-        self._trace = run.folder.resolve()
-        weights_from = None if run.weights_from is None else os.path.abspath(run.weights_from)
-        self._options = {"model_factory": run.model_factory, "weights_from": weights_from}
+        self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
         self._capture, self._sample = capture, sample
@@ -400,7 +400,7 @@ class _UnitScorer:
         import torch
 
         torch.set_num_threads(self._threads)
-        run = RecordedRun(self._trace, **self._options)
+        run = RecordedRun(**self._opening)
         for arm in self._arms:
             scorer = scorer_of(run, arm, self._contract, self._device, self._capture)
             self._entries[arm.name] = scorer, ArmPass(run, arm, self._capture)
@@ -461,23 +461,6 @@ def _units(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> It
                 },
                 work=sum(entry.work * len(own) for entry, own in own_steps),
             )
-
-
-def _gpus(ray: str | None, gpus_per_arm: float | None, dry_run: bool) -> float:
-    """The share of a GPU that an actor takes."""
-    if ray is None:
-        if gpus_per_arm is not None:
-            raise InvalidOption(f"is a share of a cluster's GPUs; add {option('ray', 'auto')}", option="gpus_per_arm")
-        return 0.0
-    if dry_run:
-        raise InvalidOption("a dry run measures this process alone; leave one of the two out", option="ray")
-    if gpus_per_arm is None:
-        return 1.0 if _device() == "cuda" else 0.0
-    if not 0 <= gpus_per_arm <= 1:
-        raise InvalidOption(
-            f"got {gpus_per_arm:g}; a model is on one GPU, or on none: use 0 to 1", option="gpus_per_arm"
-        )
-    return float(gpus_per_arm)
 
 
 def _read(run: RecordedRun, group: list[_Wanted]) -> Iterator[tuple[int, list[RecordedRow]]]:
@@ -622,9 +605,3 @@ def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tup
             f"policy version: not recorded, now {rows[0].policy_version}, the only one whose weights there are"
         )
     return (*words, *differences(scorer.contract, contract))
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

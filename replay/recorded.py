@@ -112,6 +112,12 @@ class RecordedRun:
         }
         tell_damage(self.snapshot.damaged)
 
+    @property
+    def opening(self) -> dict[str, Any]:
+        """What another process opens the same trace with."""
+        weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
+        return {"trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from}
+
     @cached_property
     def weights(self) -> WeightReader | CheckpointReader:
         """The weights of its versions."""

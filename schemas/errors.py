@@ -125,6 +125,10 @@ class CannotReplay(TimTraceError, RuntimeError):
     """What is asked for cannot be replayed on this trace or this machine."""
 
 
+class ClusterFailed(TimTraceError, RuntimeError):
+    """A Ray cluster has no room for the work, or its actors die of it."""
+
+
 class InvalidOption(TimTraceError, ValueError):
     """An option has a value that it cannot take."""
 

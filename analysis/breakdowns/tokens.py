@@ -52,7 +52,7 @@ def read_chosen_tokens(database: Database, pair: Pair, chosen: Chosen) -> Chosen
         keys="" if chosen.largest_key is None else f"{KEY.format(rows='')} <= {chosen.largest_key}",
         where="len(a.logprobs) > 0 AND len(b.logprobs) > 0",
     )  # fmt: skip
-    database.connection.execute("RESET threads")
+    database.connection.use_threads()
     rows = database.connection.sql(query).to_arrow_table()
     if not len(rows):
         return None

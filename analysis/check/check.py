@@ -32,18 +32,20 @@ def check(
     pair: str = "train:rollout",
     steps: str = ALL_STEPS,
     partial: bool = False,
+    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> CheckResult:
     """Say whether two passes may be compared, or which fault lies between them.
 
     Faults are those of FAULTS, each with its data, its effect in nats, the share of tokens that it affects and the
     command that would confirm it. Sums of the whole run are looked at, and the tokens of some of its steps; `steps` (3:80,
-    -10:, 2:200:2) takes a part of the run.
+    -10:, 2:200:2) takes a part of the run. `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is
+    started here), divides the tokens of the sums among its actors.
 
     Raises NothingToCompare when the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace when a part of the
     trace cannot be read or is missing, unless `partial` asks for the answer from the rest.
     """
-    database = Database(trace, steps)
+    database = Database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
     with database.telling(progress):
         data = gather(database, parse_pair(pair), trace=os.fspath(trace))

@@ -13,6 +13,7 @@ from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
 from ..trace.ragged import counted
 from ..trace.sampling import tokens_by_step
 from ..trace.source import Pair
+from ..trace.sums import ensure
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 
 LOST = ("num_nan", "num_inf")
@@ -34,8 +35,8 @@ class PairSums:
         return int(self.columns["num_tokens"].sum())
 
     def mean(self, name: str) -> float:
-        """A sum over all tokens, divided by their number."""
-        return float(self.columns[name].sum() / max(self.num_tokens, 1))
+        """A sum over all tokens, with one result whatever the order of the rows, divided by their number."""
+        return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
 
     @property
     def num_not_finite(self) -> int:
@@ -57,7 +58,9 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """The sums that the trace keeps, or else those of tokens."""
+    """The sums that the trace keeps, or else those of tokens; on a cluster those are made first."""
+    if database.ray is not None:
+        ensure(database, pair, of_run=False, progress=database.progress)
     if pair in database.covered:
         kept = database.connection.execute(_kept(pair, has_mask=sequence_columns(database).mask)).fetchnumpy()
         columns = {name: np.asarray(values) for name, values in kept.items()}

@@ -115,7 +115,7 @@ def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[
 def rows_of(database: Database, calls: Iterable[str]) -> Iterator[tuple[str, pa.Table]]:
     """Each macro with the rows that this call of it gives, in one order whatever the threads; later ones may use earlier ones."""
     for call in calls:
-        database.connection.execute("RESET threads")
+        database.connection.use_threads()
         query = f"SELECT * FROM {call} ORDER BY ALL"
         yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
@@ -133,7 +133,7 @@ def _lower_medians(connection: Connection, tokens: str, column: str, run: str, n
     """
     within = f"{tokens} JOIN temp.left_out USING ({', '.join(KEYS)}) WHERE run = ? AND {column} IS NOT NULL"
     bin = _BIN.format(x=column)
-    connection.execute("RESET threads")
+    connection.use_threads()
     counted = connection.execute(
         f"SELECT part, {bin} AS bin, count(*) AS num_tokens FROM {within} GROUP BY ALL", [run]
     ).fetchnumpy()

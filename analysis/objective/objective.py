@@ -50,6 +50,7 @@ def objective(
     correction_low: float | None = None,
     correction_high: float | None = None,
     confidence: float = 0.95,
+    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Objective:
     """Say what the mismatch does to the objective that a run trained on: does it push one way, by how much, and where.
@@ -68,12 +69,15 @@ def objective(
     few terms carry sum |b| counts terms alike. `steps` (3:80, -10:, 2:200:2) takes a part of the run. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is
     left out.
 
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` for one that is started here), divides the tokens among its
+    actors, which send back sums.
+
     What cannot be answered (no advantages, no pass `current`, one side only, an unknown loss) is listed in `cannot` and
     `notes`, and the rest is answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
-    database = opened(trace, steps)
+    database = opened(trace, steps, ray)
     options = {
         "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,
         "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,

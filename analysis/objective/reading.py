@@ -8,7 +8,6 @@ import pyarrow as pa
 
 from ..statistics.intervals import unit
 from ..trace.database import Database
-from ..trace.sampling import step_ranges, tokens_by_step
 from ..trace.tokens import PassRows, token_query
 from .pass_roles import PassRoles
 
@@ -19,14 +18,12 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
     return tuple(name for name, is_read in has.items() if is_read)
 
 
-def read_batches(database: Database, sides: PassRoles) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches of sequences with the number of the range of steps that they are from; a step is in one range alone.
+def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
+    """Batches of the sequences of some steps.
 
     They are all that went through the loss, also those without a token or without logprobs: see `is_whole`.
     """
-    for number, steps in enumerate(step_ranges(tokens_by_step(database))):
-        for batch in database.connection.batches(_query(sides, steps)):
-            yield number, batch
+    yield from database.connection.batches(_query(sides, steps))
 
 
 def _query(sides: PassRoles, steps: range) -> str:

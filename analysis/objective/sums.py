@@ -5,7 +5,7 @@ Shapes: N sequences, R also those that cannot be compared, U updates (step and i
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,9 @@ from ...tracer.progress import Progress
 from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.ragged import blocks, counted
-from ..trace.sampling import tokens_by_step
-from ..trace.threads import mapped
+from ..trace.sampling import CHUNK_TOKENS, step_ranges, tokens_by_step
+from ..trace.spread import spread, unit_tokens
+from ..trace.threads import mapped, num_threads
 from ..trace.tokens import tokens_of_rows
 from .concentration import NUM_BINS, Carried, bins_of
 from .pass_roles import PassRoles
@@ -79,9 +80,12 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     """Read every token once."""
     batches: list[_Batch] = []
     carried = Carried()
-    num_tokens = sum(tokens_by_step(database).values())
-    with ThreadPoolExecutor(os.cpu_count()) as pool, progress("reading tokens", num_tokens) as advance:
-        for batch in mapped(pool, partial(_of_batch, sides), read_batches(database, sides)):
+    tokens = tokens_by_step(database)
+    num_tokens = sum(tokens.values())
+    ranges = step_ranges(tokens, unit_tokens(database, CHUNK_TOKENS, num_tokens))
+    units = [(sides, number, steps) for number, steps in enumerate(ranges)]
+    with progress("reading tokens", num_tokens) as advance:
+        for batch in spread(database, _of_range, units):
             carried.add(batch.number, batch.updates, batch.bins, batch.num_terms)
             advance(batch.num_read)
             batches.append(batch)
@@ -119,8 +123,14 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
-def _of_batch(sides: PassRoles, batch: tuple[int, pa.RecordBatch]) -> _Batch:
-    number, rows = batch
+def _of_range(database: Database, unit: tuple[PassRoles, int, range]) -> Iterator[_Batch]:
+    """The sums of a range of steps, which is in no other unit."""
+    sides, number, steps = unit
+    with ThreadPoolExecutor(num_threads()) as pool:
+        yield from mapped(pool, partial(_of_batch, sides, number), read_batches(database, sides, steps))
+
+
+def _of_batch(sides: PassRoles, number: int, rows: pa.RecordBatch) -> _Batch:
     keys = {name: rows.column(name).to_numpy() for name in _KEYS}
     is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)
     whole = rows if is_whole_R.all() else rows.filter(rows.column("is_whole"))

@@ -1,13 +1,13 @@
 -- pair(a, b): one row a response token that both passes have a row for; d = logprob(a) - logprob(b), nats.
 -- logprob_a, logprob_b and d are NULL where a pass gave the token no value; mask is true where the loss counts it.
+-- Token ids are looked up in their list, which is read for questions that ask for them alone: DuckDB reads all lists that it unnests.
 CREATE OR REPLACE MACRO pair(a, b) AS TABLE
-    SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, token_id, mask, advantage,
+    SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, response_ids[position + 1] AS token_id, mask, advantage,
            logprob_a, logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d
     FROM (
-        SELECT s.run, s.step, s.seq_id, s.group_id,
+        SELECT s.run, s.step, s.seq_id, s.group_id, s.response_ids,
                scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
                unnest(range(s.num_response_tokens::BIGINT)) AS position,
-               unnest(s.response_ids) AS token_id,
                unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
                unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage,
                unnest(scores_a.logprobs) AS logprob_a,

@@ -64,10 +64,10 @@ def read_sequence_mismatch(
         return _gaps(pa.table({name: pa.array([], kind) for name, kind in _SCHEMA.items()}))
     within = f"run = {quoted(run)} AND step IN ({', '.join(str(step) for step in steps)})"
     if not compares:
-        database.connection.execute("RESET threads")
+        database.connection.use_threads()
         return _gaps(database.connection.sql(_KEYS.format(within=within)).to_arrow_table())
     if pair in database.covered:
-        database.connection.execute("RESET threads")
+        database.connection.use_threads()
         query = _KEPT.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
         return _gaps(database.connection.sql(query).to_arrow_table())
     passes = {side: PassRows(name=name, optional=True) for side, name in zip(("a", "b"), pair, strict=True)}

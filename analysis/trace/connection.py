@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import pyarrow as pa
 
 from ...schemas.errors import TimTraceError
 from .macros import words_of
-from .threads import mapped
+from .threads import is_limited, mapped, num_threads
 
 Made = TypeVar("Made")
 
@@ -59,8 +58,12 @@ class Connection:
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
         """A query's rows, in batches that are computed by all threads while they are asked for."""
-        self.execute("RESET threads")
+        self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
+
+    def use_threads(self) -> None:
+        """Let the next questions be computed by all threads that this process may use."""
+        self.execute(f"SET threads = {num_threads()}" if is_limited() else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
@@ -68,7 +71,7 @@ class Connection:
         """Results of a function of batches of a query's rows, by several threads beside the reading; one at least."""
         rows = self.batches(query, num_rows)
         is_empty = True
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(num_threads()) as pool:
             for made in mapped(pool, function, rows):
                 is_empty = False
                 yield made

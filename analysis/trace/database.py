@@ -75,12 +75,13 @@ _SQL_TYPES = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER
 class Database:
     """Traces that are open for questions."""
 
-    def __init__(self, traces: Traces | Source | Database, steps: str = ALL_STEPS):
+    def __init__(self, traces: Traces | Source | Database, steps: str = ALL_STEPS, *, ray: str | None = None):
         """Look at the traces and define views; macros are defined when a question first names them.
 
         A Source is a trace that was looked at already, of which parts may have been taken out; of a Database the traces are
         taken as they were looked at then. `steps`, as parse_steps reads it, is chosen of each trace: nothing of another step
-        is in any view then, but for hyperparameters, which hold from the step that they were recorded at.
+        is in any view then, but for hyperparameters, which hold from the step that they were recorded at. `ray` is the cluster
+        that readings of all tokens are divided among, where they can be: see spread.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption where a trace has none of the steps.
         """
@@ -114,8 +115,11 @@ class Database:
         """What was read of it once: see cached."""
         self.progress: Progress = no_progress
         """Told by readings of all tokens how many they have read: see `telling`."""
+        self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # no file of a trace changes
+        if all(source.store.is_local for source in self.sources):  # ahead it reads a megabyte of each list at least
+            self.connection.execute("SET disable_parquet_prefetching = true")
         for table in TABLES:
             self._define_table(TABLE_SPECS[table])
         _define_passes(self.connection, self.sources)
@@ -446,14 +450,14 @@ class Database:
             _define_view(self.connection, spec.name, parts, columns, spec.schema)
 
 
-def opened(traces: Traces | Database, steps: str = ALL_STEPS) -> Database:
-    """Traces as a database of some steps; one that is open already stays as it is, or is opened again for these steps.
+def opened(traces: Traces | Database, steps: str = ALL_STEPS, ray: str | None = None) -> Database:
+    """Traces as a database of some steps; one that is open already stays as it is, or is opened again for these steps or a cluster.
 
     Raises InvalidOption where a trace has none of the steps, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    if isinstance(traces, Database) and steps in (ALL_STEPS, traces.steps):
+    if isinstance(traces, Database) and steps in (ALL_STEPS, traces.steps) and ray in (None, traces.ray):
         return traces
-    return Database(traces, steps)
+    return Database(traces, steps, ray=ray)
 
 
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:

@@ -118,8 +118,20 @@ class Gathered:
             parts.append((values, np.ones(len(values), np.int64)))
             self._num_kept += len(values)
         if self._num_kept > _GATHERED:
-            self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
-            self._num_kept = 0
+            self.count()
+
+    def count(self) -> None:
+        """Keep equal values once."""
+        self._parts = {bin: [_counted(parts)] for bin, parts in self._parts.items()}
+        self._num_kept = 0
+
+    def take(self, other: Gathered) -> None:
+        """Take what was gathered by the same histogram elsewhere."""
+        for bin, parts in other._parts.items():
+            self._parts[bin] += parts
+            self._num_kept += sum(len(values) for values, _ in parts)
+        if self._num_kept > _GATHERED:
+            self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
         """The exact quantiles, once every value was given."""

@@ -26,7 +26,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
     return dict(database.connection.execute(query, {"run": run}).fetchall())
 
 
-def step_ranges(tokens: Mapping[int, int]) -> list[range]:
+def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
     """Ranges of steps that fit in memory, in order; a larger step is one alone.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
@@ -35,7 +35,7 @@ def step_ranges(tokens: Mapping[int, int]) -> list[range]:
     ranges: list[range] = []
     num_tokens = num_steps = 0
     for step, num in tokens.items():
-        if ranges and num_tokens + num <= CHUNK_TOKENS and num_steps < CHUNK_STEPS:
+        if ranges and num_tokens + num <= most_tokens and num_steps < CHUNK_STEPS:
             ranges[-1] = range(ranges[-1].start, step + 1)
             num_tokens, num_steps = num_tokens + num, num_steps + 1
         else:

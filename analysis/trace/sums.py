@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -31,8 +31,9 @@ from ...tracer.whole_file import unnamed_file
 from .computed import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
 from .database import Database, Traces, quoted, sql_file, statistics_of_groups
 from .pair_sums import Sizes, computed, sizes_read
-from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, quantile_cont, quantiles
+from .quantiles import ERROR, SHARES, Cuts, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, sums_file
+from .spread import spread, unit_tokens
 
 Write = Callable[[pa.Table], None]
 
@@ -46,6 +47,20 @@ CHUNK_SEQUENCES = 1 << 18
 
 EXACT_TOKENS = 32 << 20
 """Tokens to compare of a run, up to which its quantiles are exact unless asked: they fit in memory, as a chunk does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChunkSums:
+    """What the tokens of a range of steps give."""
+
+    sums: pa.Table
+    """Of its sequences, in order."""
+    histograms: pa.Table
+    """Of its steps."""
+    quantiles: pa.Table
+    """Of its steps, exact ones."""
+    sizes: Sizes
+    """|d| of its tokens, where the quantiles of the run are taken of them; else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +140,11 @@ def _cover(database: Database, pair: Pair, progress: Progress) -> None:
     """
     database.begin_sums(pair)
     chunks = _marked_chunks(database, pair)
-    whole = _whole_runs(chunks)
-    with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks if chunk.is_missing)) as advance:
+    # |d| of tokens is taken along where it is of a whole run, and is where the quantiles are made.
+    whole = _whole_runs(chunks) if database.ray is None else set()
+    units = [(pair, chunk, chunk.run in whole) for chunk in chunks if chunk.is_missing]
+    computed_units = spread(database, _compute, units)
+    with progress("reading tokens", sum(chunk.num_tokens for _, chunk, _ in units)) as advance:
         for source in database.sources:
             sizes: Sizes = []
             files = database.computed
@@ -140,33 +158,42 @@ def _cover(database: Database, pair: Pair, progress: Progress) -> None:
                     if not chunk.is_missing:
                         _copy(database, pair, chunk, write_sums, write_histograms)
                         continue
-                    found = _compute(database, pair, chunk, write_sums, write_histograms)
-                    if source.run in whole:
-                        sizes += found
+                    found = next(computed_units)
+                    write_sums(found.sums)
+                    write_histograms(found.histograms)
+                    _add_step_quantiles(database, chunk.run, found.quantiles)
+                    sizes += found.sizes
                     advance(chunk.num_tokens)
             if source.run in whole:
                 _add_quantiles_of(database, pair, source.run, sizes)
 
 
-def _compute(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> Sizes:
-    """Write the sums and histograms of a range of steps, add their quantiles, and return |d|."""
-    connection = database.connection
+def _compute(database: Database, unit: tuple[Pair, Chunk, bool]) -> Iterator[_ChunkSums]:
+    """The sums, histograms and quantiles of a range of steps, and |d| of its tokens where it is wanted."""
+    pair, chunk, wants_sizes = unit
     batches, sizes = [], []
-    for batch, of_batch in computed(connection, _lists(pair, chunk), chunk.mean_tokens):
+    for batch, of_batch in computed(database.connection, _lists(pair, chunk), chunk.mean_tokens):
         batches.append(batch)
         sizes += of_batch
     a, b = quoted(pair[0]), quoted(pair[1])
     with _registered(database, pa.Table.from_batches(batches)) as name:
         query = f"SELECT {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
-        write_sums(connection.sql(query).to_arrow_table())
+        sums = database.connection.sql(query).to_arrow_table()
     steps = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in _by_step(sizes)]
-    write_histograms(_with_pair(_histogram_rows(steps), pair))
-    with _registered(database, _with_pair(_quantile_rows(steps), pair)) as name:
+    yield _ChunkSums(
+        sums=sums,
+        histograms=_with_pair(_histogram_rows(steps), pair),
+        quantiles=_with_pair(_quantile_rows(steps), pair),
+        sizes=sizes if wants_sizes else [],
+    )
+
+
+def _add_step_quantiles(database: Database, run: str, rows: pa.Table) -> None:
+    with _registered(database, rows) as name:
         columns = ", ".join(STEP_QUANTILES.schema.names)
-        connection.execute(
-            f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT {quoted(chunk.run)}, {columns} FROM {name}"
+        database.connection.execute(
+            f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT {quoted(run)}, {columns} FROM {name}"
         )
-    return sizes
 
 
 def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write_histograms: Write) -> None:
@@ -327,14 +354,13 @@ def _marked_chunks(database: Database, pair: Pair) -> list[Chunk]:
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = {
         (chunk.run, step)
-        for chunk in _joined(step for step in steps if step.run in kept)
+        for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS)
         for (step,) in database.connection.execute(_missing(pair, chunk)).fetchall()
     }
-    return list(
-        _joined(
-            replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
-        )
-    )
+    marked = [
+        replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
+    ]
+    return list(_joined(marked, _most_tokens(database, marked)))
 
 
 def _missing(pair: Pair, chunk: Chunk) -> str:
@@ -347,8 +373,13 @@ def _missing(pair: Pair, chunk: Chunk) -> str:
     )
 
 
-def _joined(steps: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Join neighbouring steps of one kind to ranges of about CHUNK_TOKENS or CHUNK_SEQUENCES; a larger step is one alone."""
+def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
+    """Tokens that are worked on at once, of these."""
+    return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
+
+
+def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
+    """Join neighbouring steps of one kind to ranges of about so many tokens or CHUNK_SEQUENCES; a larger step is one alone."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         chunk: Chunk | None = None
         for step in of_kind:
@@ -356,7 +387,7 @@ def _joined(steps: Iterable[Chunk]) -> Iterator[Chunk]:
                 chunk = step
                 continue
             num_tokens, num_sequences = chunk.num_tokens + step.num_tokens, chunk.num_sequences + step.num_sequences
-            if num_tokens > CHUNK_TOKENS or num_sequences > CHUNK_SEQUENCES:
+            if num_tokens > most_tokens or num_sequences > CHUNK_SEQUENCES:
                 yield chunk
                 chunk = step
                 continue
@@ -376,13 +407,15 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def _run_chunks(database: Database, run: str) -> list[Chunk]:
+    """The steps of a run in ranges that are worked on at once, here or on a cluster."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences WHERE run = ? GROUP BY step ORDER BY step
     """
-    rows = database.connection.execute(query, [run]).fetchall()
-    return list(
-        _joined(Chunk(run, step, step, num_tokens, num_sequences, True) for step, num_tokens, num_sequences in rows)
-    )
+    steps = [
+        Chunk(run, step, step, num_tokens, num_sequences, True)
+        for step, num_tokens, num_sequences in database.connection.execute(query, [run]).fetchall()
+    ]
+    return list(_joined(steps, _most_tokens(database, steps)))
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
@@ -403,9 +436,12 @@ def _take_kept(database: Database, spec: Table, pair: Pair, run: str) -> None:
 
 
 def _add_quantiles_of(database: Database, pair: Pair, run: str, sizes: Sizes) -> None:
-    """Add the exact quantiles of a run from |d| of all of its tokens."""
-    abs_d_T = np.concatenate([part for _, part in sizes]) if sizes else np.zeros(0)
-    _put_run_quantiles(database, pair, run, len(abs_d_T), quantiles(abs_d_T, Histogram.of(abs_d_T)), 0.0)
+    """Add the exact quantiles of a run from |d| of all of its tokens, which stay in the parts in which they were read."""
+    histogram = merged(Histogram.of(part) for _, part in sizes)
+    gathered = Gathered(histogram)
+    for _, part in sizes:
+        gathered.add(part)
+    _put_run_quantiles(database, pair, run, histogram.num_values, gathered.cuts(), 0.0)
 
 
 def _add_run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> None:
@@ -426,13 +462,23 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
         return 0, tuple(None for _ in SHARES)
     chunks = _run_chunks(database, run)
     gathered = Gathered(histogram)
+    parts = spread(database, _gather, [(pair, chunk, histogram) for chunk in chunks])
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
-        for chunk in chunks:
-            for sizes in sizes_read(database.connection, _lists(pair, chunk), chunk.mean_tokens):
-                for _, abs_d_T in sizes:
-                    gathered.add(abs_d_T)
+        for chunk, part in zip(chunks, parts, strict=True):
+            gathered.take(part)
             advance(chunk.num_tokens)
     return histogram.num_values, gathered.cuts()
+
+
+def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
+    """The values of a range of steps in the bins of the run's quantiles."""
+    pair, chunk, histogram = unit
+    gathered = Gathered(histogram)
+    for sizes in sizes_read(database.connection, _lists(pair, chunk), chunk.mean_tokens):
+        for _, abs_d_T in sizes:
+            gathered.add(abs_d_T)
+    gathered.count()
+    yield gathered
 
 
 def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:

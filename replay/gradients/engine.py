@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
-from ...tracer.progress import Progress, no_progress
+from ...tracer.progress import Advance, Progress, no_progress
 from ..arms import check_distinct
 from ..batching import check_tokens
-from ..meter import Meter
+from ..cluster import gpus_of_actor, run_units
+from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .divisors import divisors
@@ -39,6 +40,8 @@ def gradient(
     smoothness: float | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
+    ray: str | None = None,
+    gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> GradientReport:
     """Take the gradient of recorded steps again, as recorded and under each arm, and say how far they lie apart.
@@ -58,8 +61,13 @@ def gradient(
     transformers does not know its class. `weights_from` is the folder of the run's checkpoints, where the trace has no weights
     of its own. Nothing is written.
 
+    `ray` divides the steps among the actors of a Ray cluster: `local` for one that is started here, or the address of one that
+    runs (`auto`, `host:port`), whose nodes see the trace at the same path. `gpus_per_arm` is an actor's share of a GPU, up to 1; by
+    default 1 where this machine has a GPU, else 0.
+
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
+    gpus = gpus_of_actor(ray, gpus_per_arm)
     if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
         raise InvalidOption(
             f"got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none", option="micro_batches"
@@ -78,25 +86,84 @@ def gradient(
     )
     found: list[GradientStep] = []
     notes: list[str] = []
-    taken = _Taken(run, arms, asked)
-    try:
-        with progress("taking gradients", len(chosen) * _UNITS) as advance:
-            for step in chosen:
-                meter = Meter(advance, _UNITS)
-                try:
-                    for result, share in taken.step(step):
-                        found.append(result)
-                        meter.add(share)
-                except (WeightsMissing, CannotReplay) as error:
-                    if len(chosen) == 1:
-                        raise
-                    notes.append(f"step {step}: {error}")
-                meter.finish()
-    finally:
-        taken.close()
+    with progress("taking gradients", len(chosen) * _UNITS) as advance:
+        outcomes = (
+            _here(run, arms, asked, chosen, advance)
+            if ray is None
+            else _on_cluster(run, arms, asked, chosen, advance, ray, gpus)
+        )
+        for outcome in outcomes:
+            found += outcome.results
+            if outcome.refusal is not None:
+                if len(chosen) == 1:
+                    raise outcome.refusal
+                notes.append(f"step {outcome.step}: {outcome.refusal}")
     if not found:
         raise CannotReplay(notes[0])
     return GradientReport(run=run.store.name, loss=asked.loss, steps=tuple(found), notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What became of a step."""
+
+    step: int
+    results: list[GradientStep]
+    """Of each update and arm, those before a refusal."""
+    refusal: WeightsMissing | CannotReplay | None
+
+
+def _here(
+    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
+) -> Iterator[_Outcome]:
+    """One step after the other."""
+    taken = _Taken(run, arms, asked)
+    try:
+        for step in steps:
+            meter = Meter(advance, _UNITS)
+            yield taken.outcome(step, meter.add)
+            meter.finish()
+    finally:
+        taken.close()
+
+
+def _on_cluster(
+    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance, address: str,
+    gpus: float,
+) -> Iterator[_Outcome]:  # fmt: skip
+    """In the order of one process."""
+    import torch
+
+    threads = torch.get_num_threads()
+    outcomes: dict[int, _Outcome] = {}
+    worker = _StepTaker(run, arms, asked, threads)
+    for number, outcome in run_units(address, worker, steps, num_cpus=1 if gpus else threads, num_gpus=gpus):
+        outcomes[number] = outcome
+        advance(_UNITS)
+    yield from (outcomes[number] for number in range(len(steps)))
+
+
+class _StepTaker:
+    """What an actor does: it opens the trace, and keeps a model from step to step."""
+
+    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int):
+        """`threads` are torch's, as they would be in one process."""
+        self._opening = run.opening
+        self._arms, self._asked, self._threads = arms, asked, threads
+        self._taken: _Taken | None = None
+
+    def run(self, step: int) -> _Outcome:
+        if self._taken is None:
+            import torch
+
+            torch.set_num_threads(self._threads)
+            self._taken = _Taken(RecordedRun(**self._opening), self._arms, self._asked)
+        return self._taken.outcome(step, untold)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._taken is not None:
+            self._taken.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +198,17 @@ class _Taken:
             check_tokens([entry.row for entry in update.rows], self.run.model["config"])
             for result in self._update(update):
                 yield result, 1 / (len(found) * len(self.arms))
+
+    def outcome(self, step: int, told: Told) -> _Outcome:
+        """The results of a step, or why it has none; `told` is given the share of the work that each was."""
+        results: list[GradientStep] = []
+        try:
+            for result, share in self.step(step):
+                results.append(result)
+                told(share)
+        except (WeightsMissing, CannotReplay) as error:
+            return _Outcome(step=step, results=results, refusal=error)
+        return _Outcome(step=step, results=results, refusal=None)
 
     def close(self) -> None:
         """Let go of the model."""

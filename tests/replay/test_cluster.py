@@ -9,8 +9,10 @@ import time
 
 import pytest
 from builders import TIM_TRACE, tim_trace
+from clusters import two_nodes
 from runs import train
-from tim_trace.analysis.trace.database import connect
+from tim_trace.analysis.trace.database import Database, connect
+from tim_trace.analysis.trace.spread import spread
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import InvalidOption
 
@@ -47,16 +49,8 @@ def trace(recording, tmp_path):
 
 @pytest.fixture
 def cluster():
-    """A head that scores nothing, and two nodes that take an actor each."""
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
-    nodes = [made.add_node(num_cpus=1, object_store_memory=10**8) for _ in range(2)]
-    made.wait_for_nodes()
-    try:
-        yield made, nodes
-    finally:
-        made.shutdown()
+    with two_nodes() as made:
+        yield made
 
 
 def wait_for_the_first_step(trace, process=None):
@@ -108,6 +102,27 @@ def test_what_a_node_had_when_it_died_is_scored_on_another(trace, alone, cluster
         thread.join()
     assert found == results
     assert bits(trace) == logprobs
+
+
+@pytest.mark.slow
+def test_what_a_node_had_when_it_died_is_read_on_another(recording, cluster):
+    made, nodes = cluster
+    steps = [(1, "train"), (1, "rollout"), (2, "train"), (2, "rollout"), (3, "train"), (3, "rollout")]
+    database = Database(recording, ray=made.address)
+    found = spread(database, slow_sum, steps)
+    read = [next(found)]
+    made.remove_node(nodes[0], allow_graceful=False)
+    assert read + list(found) == [total(Database(recording), step) for step in steps]
+
+
+def total(database, step):
+    query = 'SELECT sum(list_sum(logprobs)) FROM scores WHERE step = ? AND "pass" = ?'
+    return database.connection.execute(query, step).fetchall()
+
+
+def slow_sum(database, step):
+    time.sleep(2)
+    yield total(database, step)
 
 
 @pytest.mark.slow

@@ -1,0 +1,165 @@
+"""Verbs that divide their reading among the nodes of a real Ray cluster. What they give is compared with one process, to the last bit."""
+
+import shutil
+from functools import partial
+
+import pytest
+from builders import tim_trace
+from clusters import two_nodes
+from runs import train
+from segmented import make_run
+from tim_trace.analysis import check, gradient, objective, stats, triangulate, verify
+from tim_trace.schemas.errors import DamagedTrace, InvalidOption
+from tim_trace.tracer.recorder import Recorder
+
+pytestmark = [
+    # Ray's own: pipes of its processes that it leaves to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    """Three writers that sealed twice each, with attempts, masks, groups and advantages."""
+    path = tmp_path_factory.mktemp("recording") / "run"
+    make_run(path)
+    return path
+
+
+@pytest.fixture
+def trace(recording, tmp_path):
+    shutil.copytree(recording, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def without_sums(trace):
+    """The same trace, of which nothing is kept that was asked before."""
+    shutil.rmtree(trace / "sums", ignore_errors=True)
+    return trace
+
+
+def test_sums_that_actors_made_are_those_of_one_process_and_are_kept(trace):
+    alone = stats(trace, by="step")
+    num_files = len(list((trace / "sums").iterdir()))
+    assert stats(without_sums(trace), by="step", ray="local") == alone
+    assert len(list((trace / "sums").iterdir())) == num_files
+    assert stats(trace, by="step") == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ask",
+    [
+        partial(stats, by="run"),
+        partial(stats, by="run", exact=True),
+        partial(stats, by="sequence", pair="current:rollout"),
+        partial(stats, by="step", steps="2:9:3"),
+        check,
+        partial(check, steps="3:"),
+        objective,
+        partial(objective, steps=":7"),
+        verify,
+    ],
+)
+def test_two_nodes_give_the_digits_of_one_process(ask, trace, cluster):
+    alone = ask(without_sums(trace))
+    assert ask(without_sums(trace), ray=cluster[0].address) == alone
+
+
+@pytest.mark.slow
+def test_quantiles_of_runs_that_are_not_read_at_once_are_the_same(trace, cluster, monkeypatch):
+    exact = stats(without_sums(trace))
+    monkeypatch.setattr("tim_trace.analysis.trace.sums.EXACT_TOKENS", 100)
+    alone = stats(without_sums(trace))
+    assert alone != exact
+    assert stats(without_sums(trace), ray=cluster[0].address) == alone
+    assert stats(without_sums(trace), exact=True, ray=cluster[0].address) == exact
+
+
+@pytest.mark.slow
+def test_damage_is_told_in_the_same_words(trace, cluster):
+    for file in sorted((trace / "scores").iterdir())[:2]:
+        content = bytearray(file.read_bytes())
+        content[64] ^= 1
+        file.write_bytes(content)
+    alone = verify(trace)
+    assert len(alone.damaged) >= 2
+    assert verify(trace, ray=cluster[0].address) == alone
+    refusals = []
+    for ray in (None, cluster[0].address):
+        with pytest.raises(DamagedTrace) as refusal:
+            stats(without_sums(trace), ray=ray)
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
+
+
+@pytest.mark.slow
+def test_weights_and_groups_are_verified_where_they_are_read(tmp_path, cluster):
+    trace = tmp_path / "run"
+    shutil.copytree(train(capture="topk:4").trace, trace)
+    whole = verify(trace)
+    assert whole.is_whole
+    assert verify(trace, ray=cluster[0].address) == whole
+    for file in (trace / "weights").rglob("*"):
+        if file.is_file() and "/c/" in file.as_posix():
+            file.write_bytes(b"\0" * 64)
+    alone = verify(trace)
+    assert not alone.is_whole
+    assert verify(trace, ray=cluster[0].address) == alone
+
+
+@pytest.mark.slow
+def test_gradients_of_two_nodes_are_those_of_one_process(cluster):
+    trace = train(capture="logprobs").trace
+    arms = ("batch-size=1", "correction=none")
+    alone = gradient(trace, arm=arms)
+    assert len(alone.steps) > 3
+    assert gradient(trace, arm=arms, ray=cluster[0].address) == alone
+    with pytest.raises(InvalidOption, match="ray: no cluster answers"):
+        gradient(trace, ray="127.0.0.1:1")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_triangulation_replays_on_the_nodes(tmp_path, cluster):
+    trace = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5").trace
+    found = []
+    for name, ray in (("alone", None), ("divided", cluster[0].address)):
+        shutil.copytree(trace, tmp_path / name / "run")
+        found.append(triangulate(tmp_path / name / "run", arm=("dtype=bf16",), ray=ray))
+    assert found[0] == found[1]
+
+
+def test_a_trace_that_grows_is_not_divided(tmp_path):
+    recorder = Recorder(tmp_path / "run")
+    batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])
+    for name in ("train", "rollout"):
+        recorder.add_scores(name, batch, logprobs=[[-0.5, -0.25]])
+    recorder.flush()
+    try:
+        for ask in (stats, objective, verify):
+            with pytest.raises(InvalidOption, match=r"ray: .* is being recorded, or was not finished"):
+                ask(tmp_path / "run", ray="local")
+    finally:
+        recorder.close()
+
+
+def test_numbers_of_a_framework_are_of_one_process(trace):
+    with pytest.raises(InvalidOption, match="ray: has no effect on a framework's numbers"):
+        stats(trace, like="verl", ray="local")
+
+
+def test_the_command_line_takes_an_address(trace):
+    told = tim_trace("verify", trace, "--ray", "127.0.0.1:1")
+    assert told.code == 2
+    assert "--ray: no cluster answers at '127.0.0.1:1'" in told.stderr
+    told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
+    assert told.code == 2
+    assert "--gpus-per-arm: is a share of a cluster's GPUs; add --ray auto" in told.stderr
