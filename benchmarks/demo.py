@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -16,12 +17,18 @@ ROUNDS = 5
 
 def compare():
     """The whole GRPO example (200 steps, vLLM rollouts), recorded and bare."""
-    shares, training = [], {"recorded": [], "bare": []}
+    shares, training, cpu = [], {"recorded": [], "bare": []}, {"recorded": [], "bare": []}
+
+    def counted(name, run):
+        before = _cpu_s()
+        training[name].append(run())
+        cpu[name].append(_cpu_s() - before)
+
     with tempfile.TemporaryDirectory() as folder:
         taken = in_turn(
             ROUNDS,
-            recorded=lambda: training["recorded"].append(_recorded(folder, shares)),
-            bare=lambda: training["bare"].append(_run(folder, sys.executable, EXAMPLE)),
+            recorded=lambda: counted("recorded", lambda: _recorded(folder, shares)),
+            bare=lambda: counted("bare", lambda: _run(folder, sys.executable, EXAMPLE)),
         )
     yield Comparison(
         what="share of the wall time that recording takes from the training thread", values=shares, at_most=0.03
@@ -31,6 +38,15 @@ def compare():
         values=ratios(training["recorded"], training["bare"]),
     )
     yield Comparison(what="wall time over that of the bare run", values=ratios(taken["recorded"], taken["bare"]))
+    yield Comparison(
+        what="CPU time of all processes over that of the bare run", values=ratios(cpu["recorded"], cpu["bare"])
+    )
+
+
+def _cpu_s():
+    """Seconds of CPU time of all processes that were started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _recorded(folder, shares):
