@@ -151,6 +151,12 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
+def _last_line(error: Exception) -> str:
+    """What an error in an actor is about: Ray puts its traceback before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 @contextmanager
 def _without_tips() -> Iterator[None]:
     """Ray announces its coming versions as warnings."""
@@ -174,7 +180,7 @@ class _Pool:
             self._start()
 
     def run(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        waiting, deaths, empty = deque(range(len(units))), Counter[int](), 0
+        waiting, deaths, empty, stillborn = deque(range(len(units))), Counter[int](), 0, 0
         while waiting or any(number is not None for number, _ in self._running.values()):
             while waiting and self._idle:
                 actor = self._idle.pop()
@@ -192,7 +198,14 @@ class _Pool:
                     result = self._ray.get(reference)
                 except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
                     self._replace(actor)
-                    if unit is not None:
+                    if unit is None:
+                        stillborn += 1
+                        if stillborn >= TRIES:
+                            raise ClusterFailed(
+                                f"{TRIES} actors died before they were ready ({_last_line(error)}); is tim-trace, and what the "
+                                "options name, installed on every node?"
+                            ) from error
+                    else:
                         deaths[unit] += 1
                         if deaths[unit] >= TRIES:
                             raise ClusterFailed(
@@ -201,6 +214,7 @@ class _Pool:
                         waiting.appendleft(unit)
                     continue
                 self._idle.append(actor)
+                stillborn = 0
                 if isinstance(result, TimTraceError):
                     raise result
                 if unit is not None:

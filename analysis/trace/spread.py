@@ -18,7 +18,7 @@ CPUS = 4
 """That an actor takes: readings are done by threads, and each actor opens the trace once."""
 
 UNITS = 64
-"""Parts of a run that are few tokens, at least: actors that are done early have others left."""
+"""Into which a reading is divided that is not large: actors that are done early find others left."""
 
 
 def spread(

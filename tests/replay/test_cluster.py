@@ -14,7 +14,7 @@ from runs import train
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.spread import spread
 from tim_trace.replay.engine import replay
-from tim_trace.schemas.errors import InvalidOption
+from tim_trace.schemas.errors import ClusterFailed, InvalidOption
 
 pytestmark = [
     pytest.mark.engine,
@@ -106,23 +106,31 @@ def test_what_a_node_had_when_it_died_is_scored_on_another(trace, alone, cluster
 
 @pytest.mark.slow
 def test_what_a_node_had_when_it_died_is_read_on_another(recording, cluster):
+    def total(database, step):
+        query = "SELECT sum(list_sum(logprobs)) FROM scores WHERE step = ?"
+        return database.connection.execute(query, [step]).fetchall()
+
+    def slow_total(database, step):
+        time.sleep(2)
+        yield total(database, step)
+
     made, nodes = cluster
-    steps = [(1, "train"), (1, "rollout"), (2, "train"), (2, "rollout"), (3, "train"), (3, "rollout")]
-    database = Database(recording, ray=made.address)
-    found = spread(database, slow_sum, steps)
+    steps = [1, 2, 3, 1, 2, 3]
+    found = spread(Database(recording, ray=made.address), slow_total, steps)
     read = [next(found)]
     made.remove_node(nodes[0], allow_graceful=False)
     assert read + list(found) == [total(Database(recording), step) for step in steps]
 
 
-def total(database, step):
-    query = 'SELECT sum(list_sum(logprobs)) FROM scores WHERE step = ? AND "pass" = ?'
-    return database.connection.execute(query, step).fetchall()
+def of_this_module(database, step):
+    """Actors do not find the tests."""
+    yield step
 
 
-def slow_sum(database, step):
-    time.sleep(2)
-    yield total(database, step)
+@pytest.mark.slow
+def test_actors_that_cannot_start_end_the_work(recording, cluster):
+    with pytest.raises(ClusterFailed, match=r"3 actors died before they were ready .*is tim-trace, and what"):
+        list(spread(Database(recording, ray=cluster[0].address), of_this_module, [1, 2, 3]))
 
 
 @pytest.mark.slow
