@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .pickles import Budget, Known, NotPlain, Stateful
+from ...schemas.checksums import Bytes
+from .pickles import BYTES, Budget, Known, NotPlain, Stateful
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -70,13 +71,13 @@ class NumpyArray(Stateful, Held):
     def __init__(self, *_: Any):
         self._shape: tuple[int, ...] = (0,)
         self._dtype, self._fortran = NumpyDtype("f4"), False
-        self._bytes: bytes | list[Any] = b""
+        self._bytes: Bytes | list[Any] = b""
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
             raise NotPlain("a NumPy array has a state of another form")
         shape, dtype, fortran, content = state[-4:]
-        if not isinstance(dtype, NumpyDtype) or not isinstance(content, (bytes, str, list)):
+        if not isinstance(dtype, NumpyDtype) or not isinstance(content, (*BYTES, str, list)):
             raise NotPlain("a NumPy array has a state of another form")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
@@ -97,14 +98,14 @@ class Storage:
 
     __slots__ = ("content", "dtype")
 
-    def __init__(self, dtype: str | None, content: bytes | None = None):
+    def __init__(self, dtype: str | None, content: Bytes | None = None):
         self.dtype, self.content = dtype, content
 
 
 class Tensor(Held):
     """A torch tensor: some elements of a storage."""
 
-    __slots__ = ("_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
+    __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
         if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
@@ -112,6 +113,7 @@ class Tensor(Held):
         self._storage, self._offset, self._budget = storage, offset, budget
         self._shape, self._strides = checked_shape(shape), checked_shape(strides)
         self._dtype = dtype
+        self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
             raise NotPlain("a tensor has other strides than its shape")
 
@@ -122,6 +124,11 @@ class Tensor(Held):
         return _ONE_NAME.get(name, name) if name is not None else None
 
     def array(self) -> np.ndarray:
+        if self._array is None:
+            self._array = self._made()
+        return self._array
+
+    def _made(self) -> np.ndarray:
         name = self._dtype or self._storage.dtype
         if self._storage.content is None or name not in TORCH_DTYPES:
             raise NotPlain(f"a tensor of dtype {name}" if self._storage.content else "a tensor without its bytes")
@@ -134,8 +141,11 @@ class Tensor(Held):
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
-        steps = [step * dtype.itemsize for step in self._strides]
-        view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
+        if self._strides == _contiguous(self._shape):
+            view = flat[self._offset : self._offset + count].reshape(self._shape)
+        else:
+            steps = [step * dtype.itemsize for step in self._strides]
+            view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
         return from_bfloat16(view) if name == "bfloat16" else view
 
 
@@ -149,6 +159,11 @@ class Shell(Stateful):
 
     def give_state(self, state: Any) -> None:
         self.state = state
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of elements that lie one after the other."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -165,7 +180,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def shaped(content: bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
+def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
     """Bytes as an array. Raises NotPlain unless they are as many as its shape says."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
         raise NotPlain(f"an array of shape {shape} has {len(content)} bytes")
@@ -175,13 +190,20 @@ def shaped(content: bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     """A tensor that was written as the name of its dtype, its shape and its bytes. Raises NotPlain."""
     if isinstance(content, Held):
-        content = content.array().tobytes()
+        content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-    if name not in TORCH_DTYPES or not isinstance(content, bytes):
+    if name not in TORCH_DTYPES or not isinstance(content, BYTES):
         raise NotPlain(f"a tensor of dtype {dtype!r}")
     is_bfloat16 = name == "bfloat16"
     found = shaped(content, np.dtype("<u2" if is_bfloat16 else TORCH_DTYPES[name]), checked_shape(shape))
     return from_bfloat16(found) if is_bfloat16 else found
+
+
+def bytes_of(array: np.ndarray) -> Bytes:
+    """An array's bytes, not copied where they lie one after the other. Raises NotPlain for an array of objects."""
+    if array.dtype.hasobject:
+        raise NotPlain("an array of objects where bytes belong")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
@@ -190,7 +212,7 @@ def settled(value: Any) -> Any:
 
 
 def _sequence(value: Any = ()) -> list[Any]:
-    if not isinstance(value, (list, tuple, bytes)):
+    if not isinstance(value, (list, tuple, *BYTES)):
         raise NotPlain("a list of another form")
     return list(value)
 
@@ -211,8 +233,8 @@ def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:
-    return content if isinstance(content, bytes) else _latin1(content, encoding)
+def _bytes(content: Any = b"", encoding: Any = "latin1") -> Bytes:
+    return content if isinstance(content, BYTES) else _latin1(content, encoding)
 
 
 def _scalar(dtype: Any, content: Any) -> Any:

@@ -224,7 +224,7 @@ class _Job:
             rows.log(step, values)
         for name in part.files:
             lines = reading.last_line.get(name) if self.format.lines else None
-            self.sources[name] = content_of(self.folder.path(name), lines=lines)
+            self.sources[name] = reading.sources.get(name) or content_of(self.folder.path(name), lines=lines)
         return num_rows
 
     def _reading(self, part: Part) -> Reading:

@@ -16,6 +16,10 @@ from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
 """What an empty list, dictionary or tuple takes in memory, and no byte of the file stands for."""
+VIEWED_BYTES = 1 << 16
+"""From how many on a file's bytes are not copied: a value is a view of them, of which arrays are made."""
+BYTES = (bytes, memoryview)
+"""What a pickle's bytes become."""
 
 
 class NotPlain(ValueError):
@@ -99,6 +103,7 @@ class _Machine:
     """One run over one pickle."""
 
     def __init__(self, data: bytes, names: Names, where: str, budget: Budget, persistent: Persistent | None):
+        self._view = memoryview(data)
         self._data, self._names, self._where, self._budget = data, names, where, budget
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -132,7 +137,10 @@ class _Machine:
                 if len(data) - position < length or position > size:
                     raise IndexError
                 self._budget.take(length)
-                self._stack.append(_value(kind, data[position : position + length]))
+                if kind == "bytes" and length >= VIEWED_BYTES:
+                    self._stack.append(self._view[position : position + length])
+                else:
+                    self._stack.append(_value(kind, data[position : position + length]))
                 position += length
             elif code in _FIXED:
                 width = _FIXED[code]

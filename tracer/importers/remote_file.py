@@ -60,6 +60,14 @@ DumpFile = Path | RemoteFile
 """One file of a dump, here or on object storage."""
 
 
+def whole_content(path: DumpFile) -> bytes:
+    """All that a file holds. Raises ImportFailed."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
 class _Stream(io.RawIOBase):
     """A file of fsspec, whose errors name it."""
 

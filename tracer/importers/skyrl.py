@@ -15,9 +15,9 @@ from ..ragged import Padding
 from .arrays import Shell, raw_tensor
 from .dump import DumpFolder, Format, Part, Reading
 from .dump_rows import advantage_column, list_column
-from .pickles import Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
-from .torch_files import read_bytes, read_pickled
+from .torch_files import read_bytes, unpickled
 
 _FILE = r"global_step_(\d+)_training_input\.pkl"
 _MODULES = (
@@ -46,9 +46,9 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
-    (path,) = reading.paths()
+    ((path, content),) = reading.contents()
     budget = reading.budget()
-    batch = _tensors(read_pickled(path, _SHELLS), str(path), budget)
+    batch = _tensors(unpickled(content, str(path), _SHELLS), str(path), budget)
     fields = reading.fields(batch, str(path), budget)
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
@@ -122,7 +122,7 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
 def _tensor(value: Mapping[str, Any], where: str, budget: Budget) -> Any:
     if value.get("format") == "torch":
         content = value.get("data")
-        if not isinstance(content, bytes):
+        if not isinstance(content, BYTES):
             raise NotPlain("a tensor without its bytes")
         return read_bytes(content, where, {}, budget)
     return raw_tensor(value.get("dtype"), value.get("shape"), value.get("data"))

@@ -20,11 +20,10 @@ from .dump_rows import advantage_column, list_column
 from .experts import routed
 from .fields import Fields
 from .line_files import first_object, rows_of_lines
-from .pickles import Budget, Known, NotPlain
-from .remote_file import DumpFile
+from .pickles import BYTES, Budget, Known, NotPlain
 from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
-from .torch_files import read_bytes, read_pickled, tensors_in
+from .torch_files import read_bytes, tensors_in, unpickled
 
 _SHELLS = {
     (module, name): Known(Shell) for module in ("verl.protocol", "verl") for name in ("DataProto", "DataProtoItem")
@@ -89,8 +88,9 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if path.suffix == ".jsonl":
         yield from rows_of_lines(reading, lambda fields, name: _text_row(fields, name, reading.part.step))
         return
+    ((_, content),) = reading.contents()
     budget = reading.budget()
-    record, meta = _batch(path, budget)
+    record, meta = _batch(content, str(path), budget)
     fields = reading.fields(record, str(path), budget)
     step = reading.part.step
     if step is None:
@@ -103,9 +103,9 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     yield _rows(fields, str(path), step, temperature)
 
 
-def _batch(path: DumpFile, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
+def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and other columns of a DataProto, and its meta_info."""
-    found = read_pickled(path, _SHELLS)
+    found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
         if isinstance(state, dict):
@@ -113,14 +113,14 @@ def _batch(path: DumpFile, budget: Budget) -> tuple[dict[str, Any], dict[str, An
         if not (isinstance(state, tuple) and len(state) == 3):
             raise NotPlain("it is none")
         batch, others, meta = state
-        if isinstance(batch, bytes):
-            batch = read_bytes(batch, str(path), _SHELLS, budget)
+        if isinstance(batch, BYTES):
+            batch = read_bytes(batch, where, _SHELLS, budget)
         tensors = _encoded(batch) if isinstance(batch, tuple) else tensors_in(batch or {})
         return {**tensors, **(others or {})}, dict(meta or {})
     except (ValueError, TypeError) as error:
         if isinstance(error, ImportFailed):
             raise
-        raise ImportFailed(f"{path}: is no DataProto of verl ({error})") from error
+        raise ImportFailed(f"{where}: is no DataProto of verl ({error})") from error
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
