@@ -17,6 +17,7 @@ TORCH_DTYPES = {
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
 """torch's name of a dtype -> NumPy's; bfloat16 has none, and is read as float32, which holds it exactly."""
+_NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
@@ -129,21 +130,23 @@ class Tensor(Held):
         return self._array
 
     def _made(self) -> np.ndarray:
-        name = self._dtype or self._storage.dtype
-        if self._storage.content is None or name not in TORCH_DTYPES:
-            raise NotPlain(f"a tensor of dtype {name}" if self._storage.content else "a tensor without its bytes")
-        dtype = np.dtype("<u2" if name == "bfloat16" else TORCH_DTYPES[name])
-        flat = np.frombuffer(self._storage.content, dtype, len(self._storage.content) // dtype.itemsize)
-        count = math.prod(self._shape)
-        last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
-        if count and last >= len(flat):
+        name, content = self._dtype or self._storage.dtype, self._storage.content
+        if content is None or name not in TORCH_DTYPES:
+            raise NotPlain(f"a tensor of dtype {name}" if content else "a tensor without its bytes")
+        dtype = _NUMPY_DTYPES[name]
+        count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
+        last = self._offset + (
+            count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
+        )
+        if count and last >= len(content) // dtype.itemsize:
             raise NotPlain("a tensor reaches beyond its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
-        if self._strides == _contiguous(self._shape):
-            view = flat[self._offset : self._offset + count].reshape(self._shape)
+        if is_flat:
+            view = np.frombuffer(content, dtype, count, self._offset * dtype.itemsize).reshape(self._shape)
         else:
+            flat = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
             steps = [step * dtype.itemsize for step in self._strides]
             view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
         return from_bfloat16(view) if name == "bfloat16" else view
@@ -163,6 +166,8 @@ class Shell(Stateful):
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of elements that lie one after the other."""
+    if len(shape) == 1:
+        return (1,)
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -175,8 +180,9 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     """A shape, or strides. Raises NotPlain for what is neither."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("an array of another shape")
-    if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
-        raise NotPlain("an array of another shape")
+    for size in shape:
+        if type(size) is not int or not 0 <= size < 2**48:
+            raise NotPlain("an array of another shape")
     return tuple(shape)
 
 
@@ -195,7 +201,7 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     if name not in TORCH_DTYPES or not isinstance(content, BYTES):
         raise NotPlain(f"a tensor of dtype {dtype!r}")
     is_bfloat16 = name == "bfloat16"
-    found = shaped(content, np.dtype("<u2" if is_bfloat16 else TORCH_DTYPES[name]), checked_shape(shape))
+    found = shaped(content, _NUMPY_DTYPES[name], checked_shape(shape))
     return from_bfloat16(found) if is_bfloat16 else found
 
 
