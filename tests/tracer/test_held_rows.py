@@ -1,7 +1,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import make_step, record
+from segmented import add_steps
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.schemas.writer_state import CLOSED
@@ -11,16 +11,17 @@ from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.writer import TraceWriter
 
-OWN = ("writer", "contract")
-"""Columns that name the writer."""
+OWN = ("writer", "contract", "seq_id")
+"""Columns that name the writer; names of sequences are made of its name."""
 
 
 def tables(folder):
-    """Rows of every file of a trace's tables: folder -> [rows of a file], but for what names the writer."""
-    return {
-        kind: [pq.read_table(path).drop_columns([*OWN]) for path in sorted((folder / kind).glob("*.parquet"))]
-        for kind in ("sequences", "scores")
-    }
+    """Rows of the files of a trace, without what names the writer: folder -> [rows of a file]."""
+    found = {}
+    for kind in ("sequences", "scores"):
+        parts = [pq.read_table(path) for path in sorted((folder / kind).glob("*.parquet"))]
+        found[kind] = [part.drop_columns([name for name in OWN if name in part.column_names]) for part in parts]
+    return found
 
 
 def write(folder, *, journals, seal_bytes):
@@ -30,7 +31,7 @@ def write(folder, *, journals, seal_bytes):
         writer.segments.seal_bytes = seal_bytes
         with Recorder.of_writer(writer, Capture()) as recorder:
             for step in range(1, 4):
-                record(recorder, step, make_step(step, num_sequences=5, longest=9))
+                add_steps(recorder, 1, [step])
                 recorder.flush()
     return writer
 
@@ -45,8 +46,8 @@ def test_rows_that_wait_in_memory_are_sealed_when_they_are_many(tmp_path):
     writer = write(tmp_path / "run", journals=False, seal_bytes=1)
     found = tables(tmp_path / "run")
     assert len(found["sequences"]) > 1
-    assert sum(table.num_rows for table in found["sequences"]) == 15
-    assert sum(table.num_rows for table in found["scores"]) == 30
+    assert sum(table.num_rows for table in found["sequences"]) == 18
+    assert sum(table.num_rows for table in found["scores"]) == 54
     (state,) = Store(tmp_path / "run").writers()[0]
     assert (state.state, state.journals) == (CLOSED, ())
     assert set(state.files) == set(writer.state.files)

@@ -157,7 +157,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
         return np.zeros(len(logprobs), bool)
     ends = np.cumsum(logprobs.lengths)
     counts = _sums(known, logprobs.lengths, ends)
-    return (counts > 0) & (counts == _sums(is_zero, logprobs.lengths, ends))
+    return np.asarray((counts > 0) & (counts == _sums(is_zero, logprobs.lengths, ends)))
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
