@@ -303,7 +303,7 @@ def test_a_wrong_value_ends_the_command_with_2_in_one_line(tmp_path):
 
 
 def test_an_error_of_the_writing_thread_is_the_import_s(tmp_path, monkeypatch, capfd):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     write_json(tmp_path / "dump.jsonl", [ROW])

@@ -60,6 +60,11 @@ DumpFile = Path | RemoteFile
 """One file of a dump, here or on object storage."""
 
 
+def opened(path: DumpFile) -> BinaryIO:
+    """A file to be read from its beginning to its end, whose lines are long."""
+    return path.open("rb") if isinstance(path, RemoteFile) else path.open("rb", buffering=_BUFFER_BYTES)
+
+
 def whole_content(path: DumpFile) -> bytes:
     """All that a file holds. Raises ImportFailed."""
     try:
