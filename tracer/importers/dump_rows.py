@@ -89,7 +89,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """The same of rows that lie end to end: one advantage a row where no row's tokens in the mask have several, else lists."""
+    """Advantages of rows that lie end to end: one number a row where the tokens of each row in the mask have one, else lists."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]
