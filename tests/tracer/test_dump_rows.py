@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.tracer.importers.dump_rows import DumpRows, advantage_column, list_column
 
@@ -9,6 +9,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.booleans(), st.booleans())
+@settings(deadline=None)
 def test_rows_that_lie_end_to_end_become_the_columns_that_they_become_one_by_one(rows, masked, alike):
     values = [np.array([0.5 if alike else value for value, _ in row], np.float32) for row in rows]
     masks = [np.array([counts for _, counts in row], bool) for row in rows]

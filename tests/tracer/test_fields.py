@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.schemas.errors import ImportFailed
 from tim_trace.tracer.importers.fields import Fields
@@ -14,6 +14,7 @@ def values(items):
 
 
 @given(st.lists(NUMBERS, max_size=12) | st.lists(st.integers(-(2**63), 2**63 - 1)) | st.lists(st.floats()))
+@settings(deadline=None)
 def test_a_list_of_numbers_becomes_what_numpy_makes_of_it(items):
     found = values(items)
     expected = np.array(items, np.float64 if float in map(type, items) else np.int64)
@@ -24,6 +25,7 @@ def test_a_list_of_numbers_becomes_what_numpy_makes_of_it(items):
 
 
 @given(st.lists(st.none() | st.floats(width=32, allow_nan=False), min_size=1, max_size=12))
+@settings(deadline=None)
 def test_none_in_a_list_is_not_known(items):
     found = values(items)
     assert [value if known else None for value, known in zip(*found, strict=True)] == items

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import tim_trace
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.tracer.importers import rowbatch
 from tim_trace.tracer.importers.neutral import import_parquet
@@ -156,6 +156,7 @@ LISTS = st.lists(st.lists(st.sampled_from([0.0, -1.0, -0.125, float("nan"), None
 
 
 @given(LISTS, st.sampled_from([0.0, -1.0]))
+@settings(deadline=None)
 def test_verdicts_are_those_that_are_reached_when_every_list_is_judged(rollout, other):
     train = [[other if value == 0.0 else value for value in row] for row in rollout]
     given = {name: flatten(rows, np.float32, None, name) for name, rows in {"rollout": rollout, "train": train}.items()}
