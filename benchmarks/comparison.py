@@ -36,11 +36,15 @@ def seconds(function, clock=time.perf_counter):
     return clock() - start
 
 
-def in_turn(rounds, *, clock=time.perf_counter, **functions):
-    """Seconds of each function in each round, called in turn: name -> [rounds]. The order turns round every round."""
+def in_turn(rounds, *, clock=time.perf_counter, before=lambda: None, **functions):
+    """Seconds of each function in each round, called in turn: name -> [rounds]. The order turns round every round.
+
+    `before` is called before each of them, outside of its seconds.
+    """
     taken = {name: [] for name in functions}
     for number in range(rounds):
         for name in list(functions)[:: 1 if number % 2 == 0 else -1]:
+            before()
             taken[name].append(seconds(functions[name], clock))
     return taken
 

@@ -25,7 +25,8 @@ Record = TypeVar("Record")
 
 def to_document(values: Mapping[str, Any]) -> str:
     """JSON with a checksum of its content."""
-    return json.dumps({**plain(values), CHECKSUM: whole_hash(canonical_json(values).encode())}, indent=1) + "\n"
+    content = plain(values)
+    return json.dumps({**content, CHECKSUM: whole_hash(canonical_json(content).encode())}, indent=1) + "\n"
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .checksums import SealedFile
@@ -91,7 +91,10 @@ class WriterState:
         return self.writer == LAUNCHER or self.writer.startswith(f"{LAUNCHER}-")
 
     def to_json(self) -> str:
-        return to_document(asdict(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("files", "sources"):
+            values[name] = values[name] and {path: asdict(file) for path, file in values[name].items()}
+        return to_document(values)
 
 
 def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = False) -> WriterState:

@@ -60,7 +60,8 @@ def all_versions() -> dict[str, str]:
             names = os.listdir(folder or ".")
         except OSError:
             continue
-        for match in filter(None, map(_INSTALLED.fullmatch, names)):
+        named = (name for name in names if name.endswith("-info"))
+        for match in filter(None, map(_INSTALLED.fullmatch, named)):
             found[re.sub(r"[-_.]+", "-", match["name"]).lower()] = match["version"]
     return dict(sorted(found.items()))
 

@@ -120,6 +120,8 @@ def remove_unfinished(folder: Path) -> None:
 
 def tokenizer_files(store: Store) -> set[str]:
     """The tokenizer's files, whose names are the tokenizer's own: those that writers say they wrote."""
+    if not os.path.isdir(store.path(TOKENIZER)):
+        return set()
     with contextlib.suppress(TimTraceError):
         return {name for state in store.writers()[0] for name in state.files or () if name.startswith(f"{TOKENIZER}/")}
     return set()

@@ -39,14 +39,20 @@ def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool 
 
     Raises InvalidRecord for a value that the column does not hold, and for another number of them than `rows`.
     """
-    if value is None:
-        return None
+    if value is None or _is_column(value, rows, type):
+        return value
     if isinstance(value, (str, bytes, Real)) or (_is_array(value) and value.shape == ()):
         return _one(value, type, what, flags)
     values = listed(value, rows, what)
     if isinstance(values, np.ndarray) and values.dtype.kind == "f" and pa.types.is_floating(type):
         return number_array(values.astype(np.float64), type)
     return column_array([_one(item, type, f"{what}: row {row}", flags) for row, item in enumerate(values)], type)
+
+
+def _is_column(value: Any, rows: int, type: pa.DataType) -> bool:
+    """Whether numbers are the column already."""
+    is_array = isinstance(value, pa.Array) and value.type == type and not pa.types.is_string(type)
+    return is_array and value.offset == 0 and len(value) == rows
 
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
@@ -87,10 +93,10 @@ def text(value: str, what: str) -> str:
 
 
 def _name(value: Any, what: str, optional: bool) -> str | None:
-    if _is_array(value) and value.shape == ():
-        value = value.item()
     if isinstance(value, str):
         return text(value, what)
+    if _is_array(value) and value.shape == ():
+        value = value.item()
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))
     if value is None and optional:

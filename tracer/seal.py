@@ -51,7 +51,12 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
     content = read_journal(Store(folder), segment, table)
     if content.damage is not None:
         raise DamagedTrace(f"{folder / segment.journal(table)}: {content.damage}")
-    batches = [batch for batch in content.batches if batch.num_rows]
+    return seal_rows(folder, segment, table, content.batches)
+
+
+def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
+    """Write rows of a segment as Parquet, or Zarr for distributions, and return what was written, by its path."""
+    batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
     if table == DENSE_TABLE:

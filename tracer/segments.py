@@ -13,12 +13,15 @@ from ..schemas.checksums import SealedFile
 from ..schemas.layout import SCORES, Segment
 from ..schemas.tables import TABLES
 from . import dense
+from .held_rows import HeldRows
 from .journal import DENSE_SCHEMA, DENSE_TABLE, JournalStream
-from .seal import seal_table
+from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
 """Journal bytes that are sealed together: about four million tokens of ids and three passes."""
+
+_Stream = JournalStream | HeldRows
 
 
 class Account(Protocol):
@@ -28,7 +31,7 @@ class Account(Protocol):
         """A journal was begun."""
 
     def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
-        """A journal was sealed into these files, of which there are none where it held no row; it is removed next."""
+        """Rows were sealed into these files, none where there was no row; the journal, where there is one, is removed next."""
 
 
 class SegmentWriter:
@@ -38,12 +41,16 @@ class SegmentWriter:
     from these, too. Appending never waits for sealing; who gives it more asks `is_behind` first.
     """
 
-    def __init__(self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES):
+    def __init__(
+        self, folder: Path, writer: str, account: Account, seal_bytes: int = SEAL_BYTES, *, journals: bool = True
+    ):
+        """Without `journals`, rows wait in memory until they are sealed."""
         self.folder = folder
         self.seal_bytes = seal_bytes
         self._account = account
+        self._journals = journals
         self.segment = Segment(writer, 0)
-        self._streams: dict[str, JournalStream] = {}
+        self._streams: dict[str, _Stream] = {}
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
@@ -86,12 +93,12 @@ class SegmentWriter:
         Without `distributions` theirs stays a journal.
         """
         if self._streams:
-            tables, segment = list(self._streams), self.segment
+            streams, segment = self._streams, self.segment
             self._close_streams()
             if not distributions:
-                tables = [table for table in tables if table != DENSE_TABLE]
+                streams = {table: stream for table, stream in streams.items() if table != DENSE_TABLE}
             for is_scores, sealer in self._sealers.items():
-                mine = [table for table in tables if (table == SCORES) == is_scores]
+                mine = {table: stream for table, stream in streams.items() if (table == SCORES) == is_scores}
                 sealer.submit(partial(self._seal_tables, segment, mine), 1)
             self.segment = Segment(segment.writer, segment.number + 1)
             self._num_bytes = 0
@@ -121,8 +128,10 @@ class SegmentWriter:
             if sealer.error is not None:
                 raise sealer.error
 
-    def _stream(self, table: str) -> JournalStream:
-        if table not in self._streams:
+    def _stream(self, table: str) -> _Stream:
+        if table not in self._streams and not self._journals:
+            self._streams[table] = HeldRows()
+        elif table not in self._streams:
             schema = DENSE_SCHEMA if table == DENSE_TABLE else TABLES[table].schema
             self._streams[table] = JournalStream(self.folder, self.segment, table, schema)
             self._account.opened(self.segment.journal(table))
@@ -138,8 +147,11 @@ class SegmentWriter:
         for stream in streams.values():
             stream.close()
 
-    def _seal_tables(self, segment: Segment, tables: list[str]) -> None:
-        for table in tables:
+    def _seal_tables(self, segment: Segment, streams: dict[str, _Stream]) -> None:
+        for table, stream in streams.items():
             journal = segment.journal(table)
-            self._account.sealed(journal, seal_table(self.folder, segment, table))
-            (self.folder / journal).unlink()
+            if isinstance(stream, HeldRows):
+                self._account.sealed(journal, seal_rows(self.folder, segment, table, stream.batches))
+            else:
+                self._account.sealed(journal, seal_table(self.folder, segment, table))
+                (self.folder / journal).unlink()

@@ -51,8 +51,12 @@ class TraceWriter:
         queue_bytes: int = QUEUE_BYTES,
         hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None,
+        journals: bool = True,
     ):
-        """`attempt` is the attempt at training that it belongs to; None outside of training."""
+        """`attempt` is the attempt at training that it belongs to; None outside of training.
+
+        Without `journals` a killed process leaves nothing of the rows that were not sealed yet.
+        """
         self.folder = folder
         rank = environment.rank()
         self.name = f"{'p' if rank is None else f'r{rank}-p'}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -69,16 +73,17 @@ class TraceWriter:
             hooks=hooks or {},
             versions=environment.all_versions(),
         )
-        self.segments = SegmentWriter(folder, self.name, self)
+        self.segments = SegmentWriter(folder, self.name, self, journals=journals)
         self._saving = threading.RLock()
         self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
         self._contracts: set[tuple[str, str]] = set()
         self._synced: set[Path] = set()
         self._invalid: InvalidRecord | None = None
-        check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
-        self._reserve.parent.mkdir(parents=True, exist_ok=True)
-        self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
+        if journals:
+            check_inside(folder, f"{JOURNAL}/{self._reserve.name}")
+            self._reserve.parent.mkdir(parents=True, exist_ok=True)
+            self._reserve.write_bytes(b"\0" * RESERVE_BYTES)
         self.save_state()
         self._worker = Worker(
             queue_bytes,

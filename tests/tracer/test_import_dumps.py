@@ -13,6 +13,7 @@ from builders import run, tim_trace
 from dumps import WRITERS, expected, make_samples, make_steps
 from shared import rest_slow
 from tim_trace import check, connect, import_dump, info, stats, verify
+from tim_trace.schemas.checksums import sealed
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.dump import Part
 from tim_trace.tracer.importers.experts import routed
@@ -409,6 +410,23 @@ def test_dumps_that_lie_under_other_names_are_recognised(tmp_path, format):
     torch.save({"layer.weight": torch.ones(2)}, tmp_path / "weights" / "1.pt")
     with pytest.raises(ImportFailed, match=r"\.parquet"):
         import_dump("auto", tmp_path / "weights", output=tmp_path / "x")
+
+
+@pytest.mark.parametrize("format", ["verl", "skyrl", "slime"])
+def test_tensors_of_many_bytes_come_in(tmp_path, format):
+    """From some size on they are looked at where they lie in the file, at any address."""
+    steps = {1: make_samples(1, num=3000)}
+    WRITERS[format](tmp_path / "dump", steps)
+    import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    check_stats(tmp_path / "run", steps[1])
+
+
+def test_an_import_keeps_the_hash_of_what_it_read(tmp_path):
+    dumps.write_rollouts(tmp_path / "dump", make_steps(1))
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    (state,) = Store(tmp_path / "run").writers()[0]
+    content = (tmp_path / "dump" / "rollout_data" / "1.pt").read_bytes()
+    assert state.sources == {"rollout_data/1.pt": sealed(content)}
 
 
 KILLED = """

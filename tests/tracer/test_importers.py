@@ -303,11 +303,11 @@ def test_a_wrong_value_ends_the_command_with_2_in_one_line(tmp_path):
 
 
 def test_an_error_of_the_writing_thread_is_the_import_s(tmp_path, monkeypatch, capfd):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     write_json(tmp_path / "dump.jsonl", [ROW])
-    monkeypatch.setattr("tim_trace.tracer.segments.JournalStream.append", full)
+    monkeypatch.setattr("tim_trace.tracer.seal.write_checked", full)
     with pytest.raises(ImportFailed, match=r"could not be written \(OSError: \[Errno 28\] No space left on device\)"):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
     assert "training goes on" not in capfd.readouterr().err

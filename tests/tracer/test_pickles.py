@@ -22,7 +22,7 @@ from tim_trace import import_dump
 from tim_trace.schemas.errors import ImportFailed, TimTraceError
 from tim_trace.tracer.importers.arrays import settled
 from tim_trace.tracer.importers.formats import FORMATS
-from tim_trace.tracer.importers.pickles import Budget, load
+from tim_trace.tracer.importers.pickles import VIEWED_BYTES, Budget, load
 from tim_trace.tracer.importers.torch_files import read_pickled
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -150,6 +150,31 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path, form):
         assert "names" in message, name
         assert "\n" not in message
         assert not (tmp_path / "was-run").exists(), name
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("num_bytes", [VIEWED_BYTES - 1, VIEWED_BYTES, VIEWED_BYTES + 1])
+def test_many_bytes_are_what_pickle_makes_of_them_and_no_key(tmp_path, protocol, num_bytes):
+    content = os.urandom(num_bytes)
+    assert [bytes(item) for item in read(tmp_path, pickle.dumps([content, b"x"], protocol))] == [content, b"x"]
+    array = np.frombuffer(content, np.uint8)
+    assert plain(read(tmp_path, pickle.dumps(array, protocol))) == ("array", "uint8", array.tolist())
+    if num_bytes >= VIEWED_BYTES:
+        with pytest.raises(ImportFailed, match="a key of type memoryview"):
+            read(tmp_path, pickle.dumps({content: 1}, protocol))
+
+
+def test_objects_are_no_bytes_of_a_tensor(tmp_path):
+    """NumPy would give their addresses."""
+    tensor = {"format": "numpy", "data": np.array([1, "x"], object), "shape": (2,), "dtype": "torch.int64"}
+    place = tmp_path / "dump" / "dumped_data"
+    place.mkdir(parents=True)
+    batch = dumps.TrainingInputBatch(batch_dict={"sequences": tensor})
+    members = {"TrainingInputBatch": dumps.TrainingInputBatch, "_rebuild_tensor_batch": dumps._rebuild_tensor_batch}
+    with dumps.classes_of(skyrl__backends__skyrl_train__training_batch=members):
+        (place / "global_step_1_training_input.pkl").write_bytes(pickle.dumps(batch))
+    with pytest.raises(ImportFailed, match="an array of objects where bytes belong"):
+        import_dump("skyrl", tmp_path / "dump", output=tmp_path / "run")
 
 
 def test_a_refused_class_is_named(tmp_path):

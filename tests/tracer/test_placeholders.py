@@ -7,9 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders import tim_trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tim_trace.tracer.importers import rowbatch
 from tim_trace.tracer.importers.neutral import import_parquet
-from tim_trace.tracer.importers.placeholders import CERTAIN_NATS
+from tim_trace.tracer.importers.placeholders import CERTAIN_NATS, PassRows, ZeroLists, num_certain
+from tim_trace.tracer.ragged import flatten
 
 REAL = [-1.0, -0.5, -2.0]
 ZEROS = [0.0, 0.0, 0.0]
@@ -147,6 +150,31 @@ def test_what_becomes_of_zeros_does_not_hang_on_the_order_or_the_batches_of_rows
         _, found = imported(tmp_path, [rows[row] for row in order], name=f"run{number}")
         assert found["rollout"] == [expected[row] for row in order]
     assert rowbatch.ROWS_AT_ONCE == 4
+
+
+LISTS = st.lists(st.lists(st.sampled_from([0.0, -1.0, -0.125, float("nan"), None]), max_size=3), min_size=1, max_size=4)
+
+
+@given(LISTS, st.sampled_from([0.0, -1.0]))
+@settings(deadline=None)
+def test_verdicts_are_those_that_are_reached_when_every_list_is_judged(rollout, other):
+    train = [[other if value == 0.0 else value for value in row] for row in rollout]
+    given = {name: flatten(rows, np.float32, None, name) for name, rows in {"rollout": rollout, "train": train}.items()}
+    passes = {name: PassRows(np.arange(len(rollout)), ragged) for name, ragged in given.items()}
+    lists, lengths = ZeroLists(), given["rollout"].lengths
+    found = lists.verdicts(passes, lengths)
+    zeros = {name: np.array([is_zeros(row) for row in rows]) for name, rows in [("rollout", rollout), ("train", train)]}
+    judged = lists._judged(passes, lengths, zeros)
+    assert {name: part.tolist() for name, part in found.items()} == {
+        name: part.tolist() for name, part in judged.items()
+    }
+    counts = [sum(value is not None for value in row) for row in rollout if is_zeros(row)]
+    assert num_certain(given["rollout"]) == sum(count for count in counts if count >= 2)
+
+
+def is_zeros(row):
+    known = [value for value in row if value is not None]
+    return bool(known) and all(value == 0.0 for value in known)
 
 
 def test_counts_are_printed(tmp_path):

@@ -141,7 +141,7 @@ def test_an_import_that_is_interrupted_leaves_the_old_trace_and_the_next_one_wor
     rows = rows_file(tmp_path / "rows.jsonl", 60_000)
     command = [TIM_TRACE, "import", "parquet", rows, "-o", tmp_path / "run", "--force"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not list((tmp_path / "run").glob(".tmp-new-*/journal/*.scores.arrows")):
+        while process.poll() is None and not list((tmp_path / "run").glob(".tmp-new-*/passes/*/*.json")):
             time.sleep(0.005)
         process.send_signal(signal.SIGSTOP)  # so that it is not done before the signal comes
         # Another process is told that it is being written to, whatever it may replace.

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .pickles import Budget, Known, NotPlain, Stateful
+from ...schemas.checksums import Bytes
+from .pickles import BYTES, Budget, Known, NotPlain, Stateful
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -16,6 +17,7 @@ TORCH_DTYPES = {
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
 """torch's name of a dtype -> NumPy's; bfloat16 has none, and is read as float32, which holds it exactly."""
+_NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
@@ -70,13 +72,13 @@ class NumpyArray(Stateful, Held):
     def __init__(self, *_: Any):
         self._shape: tuple[int, ...] = (0,)
         self._dtype, self._fortran = NumpyDtype("f4"), False
-        self._bytes: bytes | list[Any] = b""
+        self._bytes: Bytes | list[Any] = b""
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
             raise NotPlain("a NumPy array has a state of another form")
         shape, dtype, fortran, content = state[-4:]
-        if not isinstance(dtype, NumpyDtype) or not isinstance(content, (bytes, str, list)):
+        if not isinstance(dtype, NumpyDtype) or not isinstance(content, (*BYTES, str, list)):
             raise NotPlain("a NumPy array has a state of another form")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
@@ -97,14 +99,14 @@ class Storage:
 
     __slots__ = ("content", "dtype")
 
-    def __init__(self, dtype: str | None, content: bytes | None = None):
+    def __init__(self, dtype: str | None, content: Bytes | None = None):
         self.dtype, self.content = dtype, content
 
 
 class Tensor(Held):
     """A torch tensor: some elements of a storage."""
 
-    __slots__ = ("_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
+    __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
 
     def __init__(self, storage: Any, offset: Any, shape: Any, strides: Any, budget: Budget, dtype: str | None = None):
         if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
@@ -112,6 +114,7 @@ class Tensor(Held):
         self._storage, self._offset, self._budget = storage, offset, budget
         self._shape, self._strides = checked_shape(shape), checked_shape(strides)
         self._dtype = dtype
+        self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
             raise NotPlain("a tensor has other strides than its shape")
 
@@ -122,20 +125,30 @@ class Tensor(Held):
         return _ONE_NAME.get(name, name) if name is not None else None
 
     def array(self) -> np.ndarray:
-        name = self._dtype or self._storage.dtype
-        if self._storage.content is None or name not in TORCH_DTYPES:
-            raise NotPlain(f"a tensor of dtype {name}" if self._storage.content else "a tensor without its bytes")
-        dtype = np.dtype("<u2" if name == "bfloat16" else TORCH_DTYPES[name])
-        flat = np.frombuffer(self._storage.content, dtype, len(self._storage.content) // dtype.itemsize)
-        count = math.prod(self._shape)
-        last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
-        if count and last >= len(flat):
+        if self._array is None:
+            self._array = self._made()
+        return self._array
+
+    def _made(self) -> np.ndarray:
+        name, content = self._dtype or self._storage.dtype, self._storage.content
+        if content is None or name not in TORCH_DTYPES:
+            raise NotPlain(f"a tensor of dtype {name}" if content else "a tensor without its bytes")
+        dtype = _NUMPY_DTYPES[name]
+        count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
+        last = self._offset + (
+            count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
+        )
+        if count and last >= len(content) // dtype.itemsize:
             raise NotPlain("a tensor reaches beyond its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
-        steps = [step * dtype.itemsize for step in self._strides]
-        view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
+        if is_flat:
+            view = np.frombuffer(content, dtype, count, self._offset * dtype.itemsize).reshape(self._shape)
+        else:
+            flat = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
+            steps = [step * dtype.itemsize for step in self._strides]
+            view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
         return from_bfloat16(view) if name == "bfloat16" else view
 
 
@@ -151,6 +164,13 @@ class Shell(Stateful):
         self.state = state
 
 
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of elements that lie one after the other."""
+    if len(shape) == 1:
+        return (1,)
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     """The float32 values of bfloat16 bits, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -160,12 +180,13 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     """A shape, or strides. Raises NotPlain for what is neither."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("an array of another shape")
-    if not all(type(size) is int and 0 <= size < 2**48 for size in shape):
-        raise NotPlain("an array of another shape")
+    for size in shape:
+        if type(size) is not int or not 0 <= size < 2**48:
+            raise NotPlain("an array of another shape")
     return tuple(shape)
 
 
-def shaped(content: bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
+def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
     """Bytes as an array. Raises NotPlain unless they are as many as its shape says."""
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
         raise NotPlain(f"an array of shape {shape} has {len(content)} bytes")
@@ -175,13 +196,20 @@ def shaped(content: bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     """A tensor that was written as the name of its dtype, its shape and its bytes. Raises NotPlain."""
     if isinstance(content, Held):
-        content = content.array().tobytes()
+        content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-    if name not in TORCH_DTYPES or not isinstance(content, bytes):
+    if name not in TORCH_DTYPES or not isinstance(content, BYTES):
         raise NotPlain(f"a tensor of dtype {dtype!r}")
     is_bfloat16 = name == "bfloat16"
-    found = shaped(content, np.dtype("<u2" if is_bfloat16 else TORCH_DTYPES[name]), checked_shape(shape))
+    found = shaped(content, _NUMPY_DTYPES[name], checked_shape(shape))
     return from_bfloat16(found) if is_bfloat16 else found
+
+
+def bytes_of(array: np.ndarray) -> Bytes:
+    """An array's bytes, not copied where they lie one after the other. Raises NotPlain for an array of objects."""
+    if array.dtype.hasobject:
+        raise NotPlain("an array of objects where bytes belong")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def settled(value: Any) -> Any:
@@ -190,7 +218,7 @@ def settled(value: Any) -> Any:
 
 
 def _sequence(value: Any = ()) -> list[Any]:
-    if not isinstance(value, (list, tuple, bytes)):
+    if not isinstance(value, (list, tuple, *BYTES)):
         raise NotPlain("a list of another form")
     return list(value)
 
@@ -211,8 +239,8 @@ def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:
-    return content if isinstance(content, bytes) else _latin1(content, encoding)
+def _bytes(content: Any = b"", encoding: Any = "latin1") -> Bytes:
+    return content if isinstance(content, BYTES) else _latin1(content, encoding)
 
 
 def _scalar(dtype: Any, content: Any) -> Any:

@@ -83,7 +83,12 @@ class Columns:
         values = array.flatten()
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
-        return Ragged(filled.to_numpy(zero_copy_only=False), lengths, valid)
+        cells = filled.to_numpy(zero_copy_only=False)
+        if (
+            filled.get_total_buffer_size() > 2 * filled.nbytes
+        ):  # a part of a larger batch, which it would keep in memory
+            cells = cells.copy()
+        return Ragged(cells, lengths, valid)
 
 
 def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: str, kind: Kind) -> pa.Array:

@@ -13,11 +13,12 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from ...schemas.checksums import SealedFile, sealed
 from ...schemas.errors import ImportFailed
 from ..store import first_line
 from .fields import Fields
 from .pickles import Budget
-from .remote_file import DumpFile, RemoteFile
+from .remote_file import DumpFile, RemoteFile, whole_content
 from .rowbatch import RowBatch
 
 
@@ -164,10 +165,19 @@ class Reading:
     """Whether what is incomplete is read as far as it is there."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step -> values of the step to log; the reader sets them."""
+    sources: dict[str, SealedFile] = field(default_factory=dict)
+    """File that was read as a whole -> what it held."""
 
     def paths(self) -> list[DumpFile]:
         """The files of the part."""
         return [self.folder.path(name) for name in self.part.files]
+
+    def contents(self) -> Iterator[tuple[DumpFile, bytes]]:
+        """The files of the part, each with all that it holds. Raises ImportFailed."""
+        for name, path in zip(self.part.files, self.paths(), strict=True):
+            content = whole_content(path)
+            self.sources[name] = sealed(content)
+            yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
         """A record's fields under the names of the trace's columns."""

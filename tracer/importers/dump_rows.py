@@ -1,4 +1,7 @@
-"""Rows of a dump on their way into the trace: cells under the trace's column names, gathered into a RowBatch."""
+"""Rows of a dump on their way into the trace: cells under the trace's column names, gathered into a RowBatch.
+
+Shapes: B rows, N tokens of all of them together.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +50,25 @@ class DumpRows:
 def _column(cells: list[Any]) -> Any:
     if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
         return cells
-    parts = [Values(cell, np.ones(len(cell), bool)) if isinstance(cell, np.ndarray) else cell for cell in cells]
-    lengths = [0 if part is None else len(part) for part in parts]
+    lengths = np.array([0 if cell is None else len(cell) for cell in cells], np.int64)
+    all_known = np.ones(lengths.max(), bool)
+    parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    missing = pa.array([part is None for part in parts]) if any(part is None for part in parts) else None
-    flat = pa.array(
-        values.astype(np.float64) if values.dtype.kind == "f" else values, mask=None if known.all() else ~known
-    )
-    return pa.ListArray.from_arrays(offsets, flat, mask=missing)
+    missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
+    return list_column(values, lengths, known, missing)
+
+
+def list_column(
+    values_N: np.ndarray, lengths_B: np.ndarray, known_N: np.ndarray | None = None, missing_B: np.ndarray | None = None
+) -> pa.ListArray:
+    """Lists that lie end to end, as a column; values that are not known are NULL, and lists that are missing."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32))
+    if values_N.dtype.kind == "f" and values_N.dtype != np.float32:
+        values_N = values_N.astype(np.float64)
+    flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
+    return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
@@ -75,3 +86,20 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
             return cells
         found.append(float(values[0]) if len(values) else None)
     return found
+
+
+def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
+    """Advantages of rows that lie end to end: one number a row where the tokens of each row in the mask have one, else lists."""
+    rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    if mask_N is not None:
+        rows_N, counted = rows_N[mask_N], values_N[mask_N]
+    else:
+        counted = values_N
+    counts_B = np.bincount(rows_N, minlength=len(lengths_B))
+    has = counts_B > 0
+    first = counted[(np.cumsum(counts_B) - counts_B)[has]]
+    if (counted != np.repeat(first, counts_B[has])).any():
+        return list_column(values_N, lengths_B)
+    found = np.zeros(len(lengths_B))
+    found[has] = first
+    return pa.array(found, mask=~has)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -71,10 +72,11 @@ class Fields:
         names = self._columns.get(column, ())
         for name in names:
             value = self._record.get(name)
+            if value is not None:
+                self._seen.add(name)
+                return name, value
             if name in self._record:
                 self._seen.add(name)
-            if value is not None:
-                return name, value
         return (names[0] if names else column), None
 
     def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
@@ -90,9 +92,9 @@ class Fields:
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
         """An array of numbers with so many dimensions. Raises ImportFailed for anything else."""
         name, value = self._found(column)
-        if value is None:
-            return None
-        wants = f"an array of numbers with {dimensions} dimension{'s' * (dimensions > 1)}"
+        return None if value is None else self._array(name, value, dimensions)
+
+    def _array(self, name: str, value: Any, dimensions: int) -> np.ndarray:
         try:
             found = value.array() if isinstance(value, Held) else value
         except ValueError as error:
@@ -100,6 +102,7 @@ class Fields:
         if isinstance(found, (list, tuple)) and dimensions == 1:
             found = self._flat(name, found)[0]
         if not isinstance(found, np.ndarray) or found.ndim != dimensions or found.dtype.kind not in "biuf":
+            wants = f"an array of numbers with {dimensions} dimension{'s' * (dimensions > 1)}"
             raise self._refuse(name, found, wants)
         return found
 
@@ -110,10 +113,9 @@ class Fields:
             return None
         if isinstance(value, (list, tuple)):
             return Values(*self._flat(name, value))
-        found = self.array(column, 1)
-        assert found is not None
+        found = self._array(name, value, 1)
         self._budget.take(found.nbytes)
-        return Values(found, np.ones(len(found), bool))
+        return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
         """Token ids. Raises ImportFailed where one is missing or none."""
@@ -136,7 +138,8 @@ class Fields:
         found = self.values(column)
         if found is None:
             return None
-        if not found.known.all() or not ((found.values == 0) | (found.values == 1)).all():
+        values = found.values
+        if not found.known.all() or (values.dtype != bool and not ((values == 0) | (values == 1)).all()):
             raise self._refuse(self._found(column)[0], self.get(column), "a list of 0 and 1")
         return found.values.astype(bool)
 
@@ -191,8 +194,10 @@ class Fields:
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
         """A list of numbers as an array, and where it has some."""
-        kinds = set(map(type, items))
         self._budget.take(16 * len(items))
+        if (packed := _packed(items)) is not None:
+            return packed, _all_known(len(items))
+        kinds = set(map(type, items))
         if not kinds <= {int, float, bool, type(None)}:
             raise self._refuse(name, items, "a list of numbers")
         known = (
@@ -204,6 +209,30 @@ class Fields:
         except OverflowError as error:
             raise self._refuse(name, items, "a list of numbers") from error
         return found, known
+
+
+def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
+    """Integers, or floats among which may be integers, as an array, faster than NumPy makes it; None for any other list.
+
+    Nothing but int and bool is packed as an integer.
+    """
+    try:
+        if type(items[0]) is not float:
+            return np.frombuffer(struct.pack(f"{len(items)}q", *items), np.int64)
+        if set(map(type, items)) <= {float, int, bool}:
+            return np.frombuffer(struct.pack(f"{len(items)}d", *items), np.float64)
+    except (IndexError, OverflowError, struct.error):
+        pass
+    return None
+
+
+_KNOWN = np.ones(1 << 16, bool)
+_KNOWN.flags.writeable = False
+
+
+def _all_known(length: int) -> np.ndarray:
+    """[T] True, not to be written to."""
+    return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
 
 
 def one_element(value: Any) -> Any:

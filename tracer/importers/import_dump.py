@@ -32,7 +32,7 @@ from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Format, Part, Reading
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
-from .remote_file import DumpFile
+from .remote_file import DumpFile, opened
 from .row_import import LOGPROBS, Imported, RowImport
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
@@ -224,7 +224,7 @@ class _Job:
             rows.log(step, values)
         for name in part.files:
             lines = reading.last_line.get(name) if self.format.lines else None
-            self.sources[name] = content_of(self.folder.path(name), lines=lines)
+            self.sources[name] = reading.sources.get(name) or content_of(self.folder.path(name), lines=lines)
         return num_rows
 
     def _reading(self, part: Part) -> Reading:
@@ -240,7 +240,7 @@ _LACKS = "these files hold no logprobs of it"
 def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
     """What a file holds, or its first lines, or its first bytes."""
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         if lines is not None:
             for _ in range(lines):
                 line = file.readline()

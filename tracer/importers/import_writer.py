@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ...schemas.checksums import SealedFile
 from ...schemas.errors import ImportFailed
 from ...schemas.writer_state import FAILED
 from ..writer import TraceWriter
 
 
 class ImportWriter(TraceWriter):
-    """A trace writer whose errors are raised and not told."""
+    """A trace writer whose errors are raised and not told.
+
+    It writes to a folder that becomes a trace, or a part of one, as a whole at the end: of a process that dies before, the
+    folder is removed. So nothing is journaled, and the state is saved at both ends.
+    """
 
     failure: BaseException | None = None
     """What ended the writing."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, journals=False)
+
+    def sealed(self, journal: str, files: dict[str, SealedFile]) -> None:
+        """Account for what rows were sealed into."""
+        self._account(files)
 
     def _fail(self, error: BaseException) -> None:
         """Stop writing; on the writing thread. The folder is about to be removed, so that nothing is marked in it."""

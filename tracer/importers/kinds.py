@@ -159,6 +159,8 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 def _convert_values(array: pa.Array) -> pa.Array:
     """To float32, which is what frameworks hold; rounding is all that may happen to a value."""
+    if pa.types.is_float32(array.type):
+        return array
     wide = _convert_numbers(array)
     narrow = wide.cast(pa.float32(), safe=False)
     changed = pc.and_(pc.is_finite(wide), pc.invert(pc.is_finite(narrow)))
@@ -190,7 +192,7 @@ def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array],
             raise WrongValues
         if pa.types.is_float16(array.type):
             array = array.cast(pa.float32())
-        whole = array.cast(pa.int64())
+        whole = array if array.type == type else array.cast(pa.int64())
         bounds = pc.min_max(whole)
         if bounds["min"].is_valid and not low <= bounds["min"].as_py() <= bounds["max"].as_py() <= high:
             raise WrongValues

@@ -10,7 +10,7 @@ from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
-from .remote_file import DumpFile
+from .remote_file import DumpFile, opened
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import as_object, parsed
 
@@ -23,7 +23,7 @@ def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, 
     A last line that does not end is not there yet, unless it is whole.
     """
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if number < first or not line.strip():
                     continue

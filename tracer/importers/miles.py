@@ -30,7 +30,7 @@ from .samples import (
     sample_cells,
     top_level,
 )
-from .torch_files import read_pickled
+from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
@@ -54,8 +54,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     step = reading.part.step
     assert step is not None
     samples, budget, shards = StepSamples(step), reading.budget(), _Shards(step, reading.partial)
-    for path in reading.paths():
-        record = top_level(read_pickled(path), str(path))
+    for path, content in reading.contents():
+        record = top_level(unpickled(content, str(path)), str(path))
         if "rollout_data" in record:
             _add_rank(reading, shards, record, str(path), budget)
         elif "format_version" in record:

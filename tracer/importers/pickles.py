@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
 """What an empty list, dictionary or tuple takes in memory, and no byte of the file stands for."""
+VIEWED_BYTES = 1 << 16
+"""From how many on a file's bytes are not copied: a value is a view of them, of which arrays are made."""
+BYTES = (bytes, memoryview)
+"""What a pickle's bytes become."""
 
 
 class NotPlain(ValueError):
@@ -99,6 +104,7 @@ class _Machine:
     """One run over one pickle."""
 
     def __init__(self, data: bytes, names: Names, where: str, budget: Budget, persistent: Persistent | None):
+        self._view = memoryview(data)
         self._data, self._names, self._where, self._budget = data, names, where, budget
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -107,130 +113,140 @@ class _Machine:
 
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
-        while True:
+        stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
+        while True:  # the most frequent instructions first: a file of torch.save has some thirty for each tensor
             code = data[position]
-            if code in _NUMBERS:
-                position = self._numbers(position)
-                continue
             position += 1
-            if code == 0x94:  # MEMOIZE
-                memo[len(memo)] = self._stack[-1]
-            elif code == 0x71:  # BINPUT
-                memo[data[position]] = self._stack[-1]
+            if code == 0x71:  # BINPUT
+                memo[data[position]] = stack[-1]
                 position += 1
-            elif code == 0x68 and (kept := memo.get(data[position], memo)) is not memo:  # BINGET
-                self._stack.append(kept)
-                position += 1
-            elif code == 0x2E:  # STOP
-                if self._marked or len(self._stack) != 1:
-                    raise NotPlain("it leaves values behind")
-                return self._stack.pop(), position
+            elif code == 0x72:  # LONG_BINPUT
+                memo[int.from_bytes(data[position : position + 4], "little")] = stack[-1]
+                position += 4
+            elif code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
+                width = 1 if code == 0x68 else 4
+                key = int.from_bytes(data[position : position + width], "little")
+                if key not in memo:
+                    raise NotPlain("it takes what it never kept")
+                stack.append(memo[key])
+                position += width
+            elif code in _NUMBERS:
+                width = _NUMBERS[code]
+                if (next_code := data[position + width]) in _NUMBERS and (
+                    data[position + width + 1 + _NUMBERS[next_code]] in _NUMBERS
+                ):
+                    position = self._run_of_numbers(position - 1, stack)
+                else:
+                    stack.append(_number(code, data[position : position + width]))
+                    position += width
+            elif code == 0x28:  # MARK
+                owed += CONTAINER_BYTES
+                marked.append(stack)
+                stack = []
+            elif code == 0x74:  # TUPLE
+                items, stack = stack, marked.pop()
+                stack.append(tuple(items))
+            elif code == 0x85:  # TUPLE1
+                owed += CONTAINER_BYTES
+                stack[-1] = (stack[-1],)
+            elif code == 0x52 or code == 0x81:  # REDUCE, NEWOBJ
+                owed += CONTAINER_BYTES
+                arguments, known = stack.pop(), stack[-1]
+                if type(known) is not Known or type(arguments) is not tuple:
+                    raise NotPlain("it calls what is no name of the list")
+                stack[-1] = known.make(*arguments)
+            elif code == 0x51 and self._persistent is not None:  # BINPERSID
+                stack[-1] = self._persistent(stack[-1])
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
             elif code in _SIZED:
                 kind, width = _SIZED[code]
                 length = int.from_bytes(data[position : position + width], "little")
                 position += width
                 if len(data) - position < length or position > size:
                     raise IndexError
-                self._budget.take(length)
-                self._stack.append(_value(kind, data[position : position + length]))
+                owed += length
+                if kind == "bytes" and length >= VIEWED_BYTES:
+                    stack.append(self._view[position : position + length])
+                else:
+                    stack.append(_value(kind, data[position : position + length]))
                 position += length
-            elif code in _FIXED:
-                width = _FIXED[code]
-                if size - position < width:
-                    raise IndexError
-                argument = int.from_bytes(data[position : position + width], "little")
-                position += width
-                self._memory(code, argument)
+            elif code == 0x2E:  # STOP
+                budget.take(owed)
+                if marked or len(stack) != 1:
+                    raise NotPlain("it leaves values behind")
+                return stack.pop(), position
             elif code == 0x63:  # GLOBAL
                 end = data.index(b"\n", position)
                 last = data.index(b"\n", end + 1)
-                self._name(data[position:end].decode(), data[end + 1 : last].decode())
+                stack.append(self._named(data[position:end].decode(), data[end + 1 : last].decode()))
                 position = last + 1
+            elif code in _HEADERS:
+                if code == 0x80 and data[position] > 5:
+                    raise NotPlain(f"it is of protocol {data[position]}")
+                position += _HEADERS[code]
+                if position > size:
+                    raise IndexError
             else:
-                self._plain(code)
+                stack = self._rare(code, stack)
+            if owed > _OWED_BYTES:
+                budget.take(owed)
+                owed = 0
 
-    def _numbers(self, position: int) -> int:
+    def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
         """Push a run of numbers, and return where the next instruction is."""
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
         # A list of the run's numbers, as Python reads it: in these bytes is nothing else, and so nothing that could be called.
-        self._stack += pickle.loads(b"(" + run[0] + b"l.")
+        stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
-    def _memory(self, code: int, argument: int) -> None:
-        """An instruction with a number: of the memo, or of the format."""
-        if code == 0x72:  # LONG_BINPUT
-            self._memo[argument] = self._stack[-1]
-        elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
-            if argument not in self._memo:
-                raise NotPlain("it takes what it never kept")
-            self._stack.append(self._memo[argument])
-        elif code == 0x80 and argument > 5:  # PROTO
-            raise NotPlain(f"it is of protocol {argument}")
-
-    def _plain(self, code: int) -> None:
-        """An instruction without an argument in the file."""
-        stack = self._stack
-        if code in _CONSTANTS:
-            stack.append(_CONSTANTS[code])
-        elif code in _EMPTY:
+    def _rare(self, code: int, stack: list[Any]) -> list[Any]:
+        """Follow an instruction without an argument in the file, and return the stack as it is then."""
+        if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
-        elif code == 0x28:  # MARK
-            self._budget.take(CONTAINER_BYTES)
-            self._marked.append(stack)
-            self._stack = []
         elif code in (0x61, 0x65, 0x90):  # APPEND, APPENDS, ADDITEMS
-            items = [stack.pop()] if code == 0x61 else self._to_mark()
-            if type(self._stack[-1]) is not list:
+            items, stack = ([stack.pop()], stack) if code == 0x61 else (stack, self._marked.pop())
+            if type(stack[-1]) is not list:
                 raise NotPlain("it appends to what is no list")
-            self._stack[-1].extend(items)
+            stack[-1].extend(items)
         elif code in (0x73, 0x75):  # SETITEM, SETITEMS
-            items = [stack.pop(-2), stack.pop()] if code == 0x73 else self._to_mark()
-            self._set(self._stack[-1], items)
-        elif code in (0x85, 0x86, 0x87):  # TUPLE1, TUPLE2, TUPLE3
+            items, stack = ([stack.pop(-2), stack.pop()], stack) if code == 0x73 else (stack, self._marked.pop())
+            self._set(stack[-1], items)
+        elif code in (0x86, 0x87):  # TUPLE2, TUPLE3
             count = code - 0x84
             self._budget.take(CONTAINER_BYTES)
-            self._stack[-count:] = [tuple(_at_least(stack, count)[-count:])]
-        elif code in (0x74, 0x6C, 0x91):  # TUPLE, LIST, FROZENSET
-            items = self._to_mark()
-            self._stack.append(tuple(items) if code == 0x74 else items)
+            stack[-count:] = [tuple(_at_least(stack, count)[-count:])]
+        elif code in (0x6C, 0x91):  # LIST, FROZENSET
+            items, stack = stack, self._marked.pop()
+            stack.append(items)
         elif code == 0x64:  # DICT
-            items = self._to_mark()
-            self._stack.append(self._set({}, items))
+            items, stack = stack, self._marked.pop()
+            stack.append(self._set({}, items))
         elif code == 0x93:  # STACK_GLOBAL
             name, module = stack.pop(), stack.pop()
             if type(name) is not str or type(module) is not str:
                 raise NotPlain("it names something by what is no text")
-            self._name(module, name)
-        elif code in (0x52, 0x81):  # REDUCE, NEWOBJ
-            arguments, known = stack.pop(), stack.pop()
-            if type(known) is not Known or type(arguments) is not tuple:
-                raise NotPlain("it calls what is no name of the list")
-            self._budget.take(CONTAINER_BYTES)
-            self._stack.append(known.make(*arguments))
+            stack.append(self._named(module, name))
         elif code == 0x62:  # BUILD
             state, made = stack.pop(), stack[-1]
             if isinstance(made, Stateful):
                 made.give_state(state)
             elif type(made) is not dict:
                 raise NotPlain("it gives a state to what has none")
-        elif code == 0x51 and self._persistent is not None:  # BINPERSID
-            stack.append(self._persistent(stack.pop()))
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
-            self._to_mark()
+            stack = self._marked.pop()
         else:
             raise ImportFailed(
                 f"{self._where}: is no pickle of arrays and plain values (instruction 0x{code:02x}), so it is not read"
             )
-
-    def _to_mark(self) -> list[Any]:
-        items = self._stack
-        self._stack = self._marked.pop()
-        return items
+        return stack
 
     def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
         if type(target) is not dict or len(items) % 2:
@@ -241,7 +257,7 @@ class _Machine:
             target[key] = value
         return target
 
-    def _name(self, module: str, name: str) -> None:
+    def _named(self, module: str, name: str) -> Known:
         known = self._names.get((module, name))
         if known is None:
             shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
@@ -249,11 +265,14 @@ class _Machine:
                 f"{self._where}: names {shown[:120]}, which is none of the classes that dumps are made of; nothing of it was "
                 "run, and it is not read"
             )
-        self._stack.append(known)
+        return known
 
 
-_NUMBERS = frozenset(b"KMJG")
-"""BININT1, BININT2, BININT and BINFLOAT, which one, two, four and eight bytes follow."""
+_OWED_BYTES = 1 << 20
+"""What may have been allocated before the budget is asked for it."""
+_NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
+"""BININT1, BININT2, BININT and BINFLOAT, and how many bytes follow."""
+_FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
     0x8C: ("text", 1), 0x58: ("text", 4), 0x8D: ("text", 8),
@@ -261,13 +280,19 @@ _SIZED = {
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
 """Instruction -> what it pushes, and how many bytes its length takes."""
-_FIXED = {0x80: 1, 0x95: 8, 0x72: 4, 0x68: 1, 0x6A: 4}
-"""Instruction -> bytes of the number that follows."""
+_HEADERS = {0x80: 1, 0x95: 8}
+"""PROTO and FRAME, and how many bytes follow."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
 """A set is read as a list: nothing is hashed that is no key."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
+
+
+def _number(code: int, content: bytes) -> int | float:
+    if code == 0x47:  # BINFLOAT
+        return float(_FLOAT.unpack(content)[0])
+    return int.from_bytes(content, "little", signed=code == 0x4A)
 
 
 def _value(kind: str, content: bytes) -> Any:

@@ -46,6 +46,8 @@ class Placeholders:
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
         """Mark what is a placeholder by itself as not recorded, and count it."""
         values = logprobs.values
+        if not ((values == CLAMPED) | (values == 0.0)).any():
+            return logprobs
         valid = np.ones(len(values), bool) if logprobs.valid is None else logprobs.valid.copy()
         clamped = valid & (values == CLAMPED)
         masked = valid & (values == 0.0) & (np.zeros(len(values), bool) if mask is None else ~mask.values)
@@ -78,35 +80,43 @@ class ZeroLists:
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """[R] for each pass: KEPT, HOLES or OPEN. `lengths` [B] are those of the sequences' responses."""
+        zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
+        for name, part in passes.items():
+            values, known = part.logprobs.values, _known(part.logprobs)
+            if known.any():
+                self._seen.add(name)
+            if (known & (values != 0.0)).any():
+                self._filled.add(name)
+        if not any(zeros.any() for zeros in zero_R.values()):
+            return {name: np.full(len(part.rows), KEPT) for name, part in passes.items()}
+        return self._judged(passes, lengths, zero_R)
+
+    def _judged(
+        self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """The same; `zero_R` says of each pass which of its lists hold nothing but 0.0."""
         ends = np.cumsum(lengths)
         known: dict[str, np.ndarray] = {}
         far: dict[str, np.ndarray] = {}
-        zero_B: dict[str, np.ndarray] = {}
         for name, part in passes.items():
             cells = cells_of(part.rows, lengths)
-            values = part.logprobs.values
-            valid = np.ones(len(values), bool) if part.logprobs.valid is None else part.logprobs.valid
+            valid = _known(part.logprobs)
             known[name], far[name] = np.zeros(int(lengths.sum()), bool), np.zeros(int(lengths.sum()), bool)
             known[name][cells] = valid
-            far[name][cells] = valid & ~(np.abs(values) <= CERTAIN_NATS)
-            other = np.zeros(int(lengths.sum()), bool)
-            other[cells] = valid & (values != 0.0)
-            zero_B[name] = (_sums(known[name], lengths, ends) > 0) & (_sums(other, lengths, ends) == 0)
-            if valid.any():
-                self._seen.add(name)
-            if other.any():
-                self._filled.add(name)
+            far[name][cells] = valid & ~(np.abs(part.logprobs.values) <= CERTAIN_NATS)
         found = {}
         for name, part in passes.items():
             verdict_B = np.full(len(lengths), KEPT)
-            if zero_B[name].any():
+            if zero_R[name].any():
+                zero_B = np.zeros(len(lengths), bool)
+                zero_B[part.rows] = zero_R[name]
                 others = [other for other in POLICY if other != name and other in passes]
                 witnesses = _any([known[name] & known[other] for other in others], known[name])
                 doubts = _any([known[name] & far[other] for other in others], known[name])
                 is_long = _sums(known[name], lengths, ends) >= 2
                 certain = (_sums(witnesses, lengths, ends) > 0) & (_sums(doubts, lengths, ends) == 0)
-                verdict_B[zero_B[name]] = KEPT if name in self._filled else OPEN
-                verdict_B[zero_B[name] & is_long & ~certain] = HOLES
+                verdict_B[zero_B] = KEPT if name in self._filled else OPEN
+                verdict_B[zero_B & is_long & ~certain] = HOLES
             found[name] = verdict_B[part.rows]
         return found
 
@@ -122,16 +132,32 @@ class ZeroLists:
 
 def num_certain(logprobs: Ragged) -> int:
     """Values in lists of two or more that hold nothing but 0.0."""
-    lengths, ends = logprobs.lengths, np.cumsum(logprobs.lengths)
-    known = np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
-    counts = _sums(known, lengths, ends)
-    zeros = _sums(known & (logprobs.values == 0.0), lengths, ends)
-    return int(counts[(counts >= 2) & (counts == zeros)].sum())
+    zeros = _zero_lists(logprobs)
+    if not zeros.any():
+        return 0
+    counts = _sums(_known(logprobs), logprobs.lengths, np.cumsum(logprobs.lengths))
+    return int(counts[zeros & (counts >= 2)].sum())
 
 
 def as_holes(logprobs: Ragged) -> Ragged:
     """The same lists with nothing recorded."""
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
+
+
+def _known(logprobs: Ragged) -> np.ndarray:
+    """[N] which values were recorded."""
+    return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
+
+
+def _zero_lists(logprobs: Ragged) -> np.ndarray:
+    """[R] which lists hold values, and none but 0.0."""
+    known = _known(logprobs)
+    is_zero = known & (logprobs.values == 0.0)
+    if not is_zero.any():
+        return np.zeros(len(logprobs), bool)
+    ends = np.cumsum(logprobs.lengths)
+    counts = _sums(known, logprobs.lengths, ends)
+    return np.asarray((counts > 0) & (counts == _sums(is_zero, logprobs.lengths, ends)))
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:

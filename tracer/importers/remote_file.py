@@ -60,6 +60,19 @@ DumpFile = Path | RemoteFile
 """One file of a dump, here or on object storage."""
 
 
+def opened(path: DumpFile) -> BinaryIO:
+    """A file to be read from its beginning to its end, whose lines are long."""
+    return path.open("rb") if isinstance(path, RemoteFile) else path.open("rb", buffering=_BUFFER_BYTES)
+
+
+def whole_content(path: DumpFile) -> bytes:
+    """All that a file holds. Raises ImportFailed."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
 class _Stream(io.RawIOBase):
     """A file of fsspec, whose errors name it."""
 

@@ -59,7 +59,8 @@ KINDS: dict[str, Kind] = {
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
-PER_ROW = ("reward", "temperature", "top_p", "top_k", "policy_version", "finish_reason")
+NUMBERS = ("reward", "temperature", "top_p", "top_k")
+PER_ROW = ("policy_version", "finish_reason")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +207,9 @@ class RowImport:
         assert steps is not None
         if response_ids is None:
             response_ids = Ragged(np.empty(0, np.int32), np.zeros(columns.num_rows, np.int64))
-        per_row: dict[str, Any] = {name: columns.list(name) for name in PER_ROW}
+        per_row: dict[str, Any] = {name: columns[name] for name in NUMBERS} | {
+            name: columns.list(name) for name in PER_ROW
+        }
         batch = self._recorder.add_sequences(
             step=steps[0],
             seq_ids=seq_ids,
@@ -214,7 +217,7 @@ class RowImport:
             prompt_ids=columns.ragged("prompt_ids"),
             response_ids=response_ids,
             response_mask=columns.ragged("response_mask"),
-            advantage=(columns.ragged if columns.is_list("advantage") else columns.list)("advantage"),
+            advantage=columns.ragged("advantage") if columns.is_list("advantage") else columns["advantage"],
             rewards=_rewards(columns) or None,
             **per_row,
         )

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ...schemas.errors import ImportFailed
+from ..ragged import Padding
 from .arrays import Shell, raw_tensor
 from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import DumpRows
-from .pickles import Budget, Known, NotPlain
+from .dump_rows import advantage_column, list_column
+from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
-from .torch_files import read_bytes, read_pickled
+from .torch_files import read_bytes, unpickled
 
 _FILE = r"global_step_(\d+)_training_input\.pkl"
 _MODULES = (
@@ -43,9 +46,9 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
-    (path,) = reading.paths()
+    ((path, content),) = reading.contents()
     budget = reading.budget()
-    batch = _tensors(read_pickled(path, _SHELLS), str(path), budget)
+    batch = _tensors(unpickled(content, str(path), _SHELLS), str(path), budget)
     fields = reading.fields(batch, str(path), budget)
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
@@ -58,25 +61,41 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     is_response = fields.array("is_response", 2)
     given = [is_response] if is_response is not None else []
     width = min((array.shape[1] for array in (*given, *per_token.values())), default=0)
-    if not width or any(array.shape != (len(sequences), width) for array in (*given, *per_token.values())):
+    if not 0 < width <= sequences.shape[1] or any(
+        array.shape != (len(sequences), width) for array in (*given, *per_token.values())
+    ):
         raise ImportFailed(f"{path}: its masks and logprobs are not all [{len(sequences)}, response width]")
-    rows = DumpRows(str(path))
-    for row in range(len(sequences)):
-        tokens, there = sequences[row], attention[row].astype(bool)
-        response = there[-width:] & (True if is_response is None else is_response[row].astype(bool))
-        first = len(tokens) - width + (int(response.argmax()) if response.any() else width)
-        cells = {name: values[row][response] for name, values in per_token.items()}
-        if "response_mask" in cells:
-            cells["response_mask"] = cells["response_mask"].astype(bool)
-        rows.add(
-            row + 1,
-            step=reading.part.step,
-            seq_id=str(row),
-            prompt_ids=tokens[:first][there[:first]],
-            response_ids=tokens[-width:][response],
-            **cells,
-        )
-    yield rows.batch()
+    yield _rows(str(path), reading.part.step, sequences, attention.astype(bool), is_response, per_token)
+
+
+def _rows(
+    where: str,
+    step: int | None,
+    sequences: np.ndarray,
+    there: np.ndarray,
+    is_response: np.ndarray | None,
+    per_token: dict[str, np.ndarray],
+) -> RowBatch:
+    """Rows of a batch; what stands before a row's first response token is its prompt."""
+    num_rows, whole = sequences.shape
+    width = next(iter(per_token.values())).shape[1] if is_response is None else is_response.shape[1]
+    mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
+    response = Padding.of(mask)
+    first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
+    prompt = Padding.of(there & (np.arange(whole) < first[:, None]))
+    flat = {name: response.flatten(values) for name, values in per_token.items()}
+    if "response_mask" in flat:
+        flat["response_mask"] = flat["response_mask"].astype(bool)
+    columns: dict[str, Any] = {
+        "step": [step] * num_rows,
+        "seq_id": [str(row) for row in range(num_rows)],
+        "prompt_ids": list_column(prompt.flatten(sequences), prompt.lengths),
+        "response_ids": list_column(response.flatten(sequences[:, -width:]), response.lengths),
+        **{name: list_column(values, response.lengths) for name, values in flat.items()},
+    }
+    if "advantage" in flat:
+        columns["advantage"] = advantage_column(flat["advantage"], response.lengths, flat.get("response_mask"))
+    return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
 
 
 def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
@@ -103,7 +122,7 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
 def _tensor(value: Mapping[str, Any], where: str, budget: Budget) -> Any:
     if value.get("format") == "torch":
         content = value.get("data")
-        if not isinstance(content, bytes):
+        if not isinstance(content, BYTES):
             raise NotPlain("a tensor without its bytes")
         return read_bytes(content, where, {}, budget)
     return raw_tensor(value.get("dtype"), value.get("shape"), value.get("data"))

@@ -23,7 +23,7 @@ from .samples import (
     samples_of,
     top_level,
 )
-from .torch_files import read_pickled
+from .torch_files import unpickled
 
 _VERSION = 2
 
@@ -32,8 +32,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     step = reading.part.step
     assert step is not None
     samples, names, budget = StepSamples(step), list[str](), reading.budget()
-    for path in reading.paths():
-        record = top_level(read_pickled(path), str(path))
+    for path, content in reading.contents():
+        record = top_level(unpickled(content, str(path)), str(path))
         if "format_version" in record:
             _add_trained(reading, samples, record, str(path), names, budget)
         elif "rollout_data" in record:

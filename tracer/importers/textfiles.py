@@ -145,7 +145,7 @@ def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
 def parsed(text: bytes, where: str, remedy: str) -> Any:
     """The value of a JSON text. Raises ImportFailed."""
     colons = text.count(b":")
-    if colons == text.count(b'":'):
+    if _follow_quotes(text, colons):
         with suppress(
             msgspec.MsgspecError, UnicodeDecodeError, RecursionError
         ):  # of which json says more, and it knows NaN
@@ -156,6 +156,21 @@ def parsed(text: bytes, where: str, remedy: str) -> Any:
         return json.loads(text, object_pairs_hook=_Object.of)
     except (ValueError, RecursionError) as error:
         raise ImportFailed(f"{where}: not JSON ({error}); {remedy}") from error
+
+
+def _follow_quotes(text: bytes, colons: int) -> bool:
+    """Whether every colon of a text stands behind a quote, as those behind keys do."""
+    if colons > _FEW_COLONS:
+        return text.count(b'":') == colons
+    place = -1
+    for _ in range(colons):  # to find a byte takes a twentieth of looking for two
+        place = text.find(b":", place + 1)
+        if text[place - 1 : place] != b'"':
+            return False
+    return True
+
+
+_FEW_COLONS = 256
 
 
 def _num_keys(value: dict[str, Any] | list[Any]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
 import zlib
@@ -10,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, raw_tensor
-from .pickles import Budget, Known, Names, NotPlain, Stateful, load
-from .remote_file import DumpFile, RemoteFile
+from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, raw_tensor
+from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
+from .remote_file import DumpFile, RemoteFile, whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """What a file of torch.save begins with that is no zip file."""
@@ -34,11 +35,11 @@ def read_pickled(path: DumpFile, shells: Mapping[tuple[str, str], Known] | None 
 
     Raises ImportFailed, naming what is in it that is no plain data.
     """
-    where = str(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ImportFailed(f"{where}: cannot be read ({error.strerror or error})") from error
+    return unpickled(whole_content(path), str(path), shells)
+
+
+def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
+    """The same of a file's content."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
@@ -56,7 +57,7 @@ def is_cut(path: DumpFile) -> bool:
             return True
 
 
-def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
+def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
     """The same of a file's bytes."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: holds pickles inside of each other, more than {_MAX_INSIDE} deep")
@@ -68,14 +69,15 @@ def read_bytes(content: bytes, where: str, shells: Names, budget: Budget, depth:
         )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a file of torch.save")
+    content = bytes(content)
     names = _names(where, shells, budget, depth)
     value, end = load(content, names, where, budget)
     return _read_legacy(content, end, where, names, budget) if value == _MAGIC and type(value) is int else value
 
 
-def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: int) -> Any:
+def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: int) -> Any:
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        with zipfile.ZipFile(pa.BufferReader(content)) as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
             odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
             if odd is not None:
@@ -113,13 +115,13 @@ def _read_zip(content: bytes, where: str, shells: Names, budget: Budget, depth: 
         ) from error
 
 
-def _stored(content: bytes, entry: zipfile.ZipInfo) -> bytes:
-    """The bytes of a part that is stored as it is: what ZipFile.read gives, without a stream for each of thousands."""
+def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
+    """The bytes of a part that is stored as it is, not copied: what ZipFile.read gives, without a stream for each of thousands."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
     start = entry.header_offset + _HEADER_BYTES + name_length + extra_length
-    found = content[start : start + entry.file_size]
+    found = memoryview(content)[start : start + entry.file_size]
     if len(found) != entry.file_size or zlib.crc32(found) != entry.CRC:
         raise zipfile.BadZipFile(f"Bad CRC-32 for the part {entry.filename!r}")
     return found
@@ -194,7 +196,7 @@ def _item_size(dtype: str | None) -> int:
     return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
 
 
-def _sized(content: bytes, dtype: str | None, numel: int) -> bytes:
+def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
     if len(content) < numel * _item_size(dtype):
         raise NotPlain("a storage is shorter than it says")
     return content
@@ -204,7 +206,7 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     """The tensors of a TensorDict that was written as one storage: name -> tensor."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
         raise NotPlain("a TensorDict of another form")
-    content, found = np.ascontiguousarray(storage.array()).tobytes(), {}
+    content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
             raise NotPlain(f"a TensorDict whose {name!r} is no plain tensor")
@@ -247,7 +249,7 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
     """The closed list: plain classes, torch's tensors, and the shells of a framework."""
 
     def nested(content: Any) -> Any:
-        if not isinstance(content, bytes):
+        if not isinstance(content, BYTES):
             raise NotPlain("a storage of another form")
         return read_bytes(content, where, shells, budget, depth + 1)
 

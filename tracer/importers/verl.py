@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
+from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .dump import DumpFolder, Format, Part, Reading
-from .dump_rows import DumpRows
+from .dump_rows import advantage_column, list_column
 from .experts import routed
 from .fields import Fields
 from .line_files import first_object, rows_of_lines
-from .pickles import Budget, Known, NotPlain
-from .remote_file import DumpFile
+from .pickles import BYTES, Budget, Known, NotPlain
 from .row_import import REWARD_PREFIX
 from .rowbatch import RowBatch
-from .torch_files import read_bytes, read_pickled, tensors_in
+from .torch_files import read_bytes, tensors_in, unpickled
 
 _SHELLS = {
     (module, name): Known(Shell) for module in ("verl.protocol", "verl") for name in ("DataProto", "DataProtoItem")
@@ -47,6 +47,9 @@ COLUMNS = {
     "step": ("global_steps", "step"),
     "experts": ("routed_experts",),
 }
+_PER_TOKEN = (
+    "response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage",
+)  # fmt: skip
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
@@ -85,8 +88,9 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if path.suffix == ".jsonl":
         yield from rows_of_lines(reading, lambda fields, name: _text_row(fields, name, reading.part.step))
         return
+    ((_, content),) = reading.contents()
     budget = reading.budget()
-    record, meta = _batch(path, budget)
+    record, meta = _batch(content, str(path), budget)
     fields = reading.fields(record, str(path), budget)
     step = reading.part.step
     if step is None:
@@ -96,12 +100,12 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
             f"{path}: does not say its step; put it into a folder that is called for it, as 7/{path.name}"
         )
     temperature = reading.fields(meta, str(path), budget).number("temperature")
-    yield _rows(fields, str(path), step, temperature).batch()
+    yield _rows(fields, str(path), step, temperature)
 
 
-def _batch(path: DumpFile, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
+def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and other columns of a DataProto, and its meta_info."""
-    found = read_pickled(path, _SHELLS)
+    found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
         if isinstance(state, dict):
@@ -109,14 +113,14 @@ def _batch(path: DumpFile, budget: Budget) -> tuple[dict[str, Any], dict[str, An
         if not (isinstance(state, tuple) and len(state) == 3):
             raise NotPlain("it is none")
         batch, others, meta = state
-        if isinstance(batch, bytes):
-            batch = read_bytes(batch, str(path), _SHELLS, budget)
+        if isinstance(batch, BYTES):
+            batch = read_bytes(batch, where, _SHELLS, budget)
         tensors = _encoded(batch) if isinstance(batch, tuple) else tensors_in(batch or {})
         return {**tensors, **(others or {})}, dict(meta or {})
     except (ValueError, TypeError) as error:
         if isinstance(error, ImportFailed):
             raise
-        raise ImportFailed(f"{path}: is no DataProto of verl ({error})") from error
+        raise ImportFailed(f"{where}: is no DataProto of verl ({error})") from error
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
@@ -127,12 +131,12 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
     return {name: raw_tensor(*value) for name, value in plain.items()}
 
 
-def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> DumpRows:
+def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
     """Rows of a batch: prompts are padded on the left, responses on the right, [B, T] belongs to responses."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
-    rows, (num_rows, width) = DumpRows(where), responses.shape
+    num_rows, width = responses.shape
     prompt_width = 0 if prompts is None else prompts.shape[1]
     attention = fields.array("attention_mask", 2)
     if attention is None or attention.shape != (num_rows, prompt_width + width):
@@ -140,38 +144,52 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> D
             f"{where}: its attention_mask is not [{num_rows}, {prompt_width + width}], prompts and responses"
         )
     is_token = attention.astype(bool)
-    per_token = {
-        name: _aligned(fields, name, (num_rows, width), where)
-        for name in (
-            "response_mask",
-            "rollout_logprobs",
-            "train_logprobs",
-            "reference_logprobs",
-            "entropy",
-            "advantage",
-        )
-    }
-    rewards = fields.array("reward", 2) if np.ndim(settled(fields.get("reward"))) == 2 else None
+    responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
+    columns: dict[str, Any] = {"step": [step] * num_rows, "seq_id": [str(row) for row in range(num_rows)]}
     groups = settled(fields.get("group_id"))
+    if groups is not None and len(groups) == num_rows:
+        columns["group_id"] = [str(group) for group in groups]
+    columns["prompt_ids"] = (
+        [None] * num_rows if prompts is None else list_column(prompted.flatten(prompts), prompted.lengths)
+    )
+    columns["response_ids"] = list_column(responded.flatten(responses), responded.lengths)
+    per_token = {
+        name: responded.flatten(values)
+        for name in _PER_TOKEN
+        if (values := _aligned(fields, name, (num_rows, width), where)) is not None
+    }
+    if "response_mask" in per_token:
+        per_token["response_mask"] = per_token["response_mask"].astype(bool)
+    columns |= {name: list_column(values, responded.lengths) for name, values in per_token.items()}
+    if "advantage" in per_token:
+        mask = per_token.get("response_mask")
+        columns["advantage"] = advantage_column(per_token["advantage"], responded.lengths, mask)
+    rewards = _rewards(fields, responded, where)
+    if rewards is not None:
+        columns["reward"] = rewards
+    if temperature is not None:
+        columns["temperature"] = [temperature] * num_rows
     experts = _experts(fields, is_token.shape, where)
-    for row in range(num_rows):
-        there = is_token[row, prompt_width:]
-        cells = {name: values[row][there] for name, values in per_token.items() if values is not None}
-        if "response_mask" in cells:
-            cells["response_mask"] = cells["response_mask"].astype(bool)
-        rows.add(
-            row + 1,
-            step=step,
-            seq_id=str(row),
-            group_id=None if groups is None or len(groups) != num_rows else str(groups[row]),
-            prompt_ids=None if prompts is None else prompts[row][is_token[row, :prompt_width]],
-            response_ids=responses[row][there],
-            reward=None if rewards is None else float(rewards[row][there[: rewards.shape[1]]].sum()),
-            temperature=temperature,
-            routing=None if experts is None else routed(experts[row][is_token[row]], int(is_token[row].sum()), where),
-            **cells,
+    routing = [] if experts is None else [_routed(experts[row], is_token[row], where) for row in range(num_rows)]
+    return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
+
+
+def _rewards(fields: Fields, responded: Padding, where: str) -> list[float] | None:
+    """A row's reward: the sum of what its tokens were given."""
+    if np.ndim(settled(fields.get("reward"))) != 2:
+        return None
+    rewards = fields.array("reward", 2)
+    assert rewards is not None
+    if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
+        raise ImportFailed(
+            f"{where}: its rewards have the shape {list(rewards.shape)}, and the responses {list(responded.mask.shape)}"
         )
-    return rows
+    there = responded.mask[:, : rewards.shape[1]]
+    return [float(given[kept].sum()) for given, kept in zip(rewards, there, strict=True)]
+
+
+def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray | None:
+    return routed(experts[is_token], int(is_token.sum()), where)
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:

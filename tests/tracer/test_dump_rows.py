@@ -1,0 +1,24 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tim_trace.tracer.importers.dump_rows import DumpRows, advantage_column, list_column
+
+ROWS = st.lists(
+    st.lists(st.tuples(st.sampled_from([0.5, -1.0, float("nan")]), st.booleans()), max_size=4), min_size=1, max_size=5
+)
+
+
+@given(ROWS, st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_rows_that_lie_end_to_end_become_the_columns_that_they_become_one_by_one(rows, masked, alike):
+    values = [np.array([0.5 if alike else value for value, _ in row], np.float32) for row in rows]
+    masks = [np.array([counts for _, counts in row], bool) for row in rows]
+    gathered = DumpRows("file")
+    for number, (value, mask) in enumerate(zip(values, masks, strict=True), start=1):
+        gathered.add(number, advantage=value, entropy=value, response_mask=mask if masked else None)
+    expected = gathered.batch().columns
+    lengths = np.array([len(row) for row in rows])
+    flat, mask = np.concatenate(values), np.concatenate(masks) if masked else None
+    assert str(list_column(flat, lengths).to_pylist()) == str(expected["entropy"].to_pylist())
+    found, wanted = advantage_column(flat, lengths, mask).to_pylist(), expected.get("advantage", [None] * len(rows))
+    assert str(found) == str(wanted if isinstance(wanted, list) else wanted.to_pylist())
