@@ -123,6 +123,8 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
+_SUMMED_TOKENS = 1_000_000
+"""Response tokens of a run from which `record` makes its sums at the end; of fewer the first question makes them as fast."""
 _LEAST_TOLD_S = 10
 """Seconds of a replay of which an estimate is told."""
 _QUIET = f"{__name__}.quiet"
@@ -365,8 +367,12 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         if recording.num_sequences:
             from .analysis.stats import comparable_pair
             from .analysis.trace.sums import summarize
+            from .tracer.index import write_index
 
-            summarize(recording.folder, progress=_progress)
+            if recording.num_tokens >= _SUMMED_TOKENS:
+                summarize(recording.folder, progress=_progress)
+            else:
+                write_index(recording.folder)
             pair = comparable_pair(recording.folder)
 
     recording = run(
