@@ -88,6 +88,10 @@ class Execution:
             self._prepare(self.model)
         self.scorer.attach(self.model)
 
+    def made_by(self) -> Contract:
+        """The contract of what it gives; of kernels nothing is known before it ran."""
+        return self.scorer.made_by() | {"attention_kernels": None}
+
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""

@@ -104,6 +104,11 @@ class VllmExecution:
         """The name of the module that gives logits, as transformers has it."""
         return "lm_head"
 
+    def made_by(self) -> Contract:
+        """The contract of what it gives, less the folder that its weights are read from, which is another one every time."""
+        made = self._scorer.made_by()
+        return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
+
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype, by transformers' names."""
@@ -229,6 +234,11 @@ class _Batch:
                 ids = ids[:-1]
             self._known[request] = self._waiting[tuple(ids)].pop(0)
         return self._known[request]
+
+
+def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
+    """Settings less one of a part."""
+    return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
 
 
 def _longer(row: RecordedRow) -> RecordedRow:
