@@ -122,7 +122,7 @@ def locate(
     """Find where two executions of recorded tokens part: the operator, and proof.
 
     Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
-    `against` (by default the recorded model in float64); of vLLM with `engine=vllm`. Of each operator of either, what it gives is held against a float64
+    `against` (by default the recorded model in float64); of vLLM with `engine=vllm`, of the exact engine with `engine=exact`. Of each operator of either, what it gives is held against a float64
     model on the same inputs: what came before does not count. An error beyond what rounding can do in its dtype and length of
     sum is no rounding, and the first such operator is the divergence. Where there is none, `carried` says what each operator's
     rounding adds to the gap.

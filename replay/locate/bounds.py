@@ -141,12 +141,14 @@ def of_attention(
     rounding: Rounding,
     *,
     rounds_scores: bool,
+    cut: float = 0.0,
     off: Sequence[Any] = (),
 ) -> Any:
     """[T, N, D], to first order in the scores' errors.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` where
-    scores and softmax are rounded to the dtype that is given, as unfused attention does. `off` bounds the errors that query and
+    scores and softmax are rounded to the dtype that is given, as unfused attention does. `cut` is what each weighted value loses, as
+    a share of the largest one, where they are cut into slices (`exact.slices.matmul`). `off` bounds the errors that query and
     key have, of their shapes; without it they are exact.
     """
     import torch
@@ -172,7 +174,10 @@ def of_attention(
             apart = apart + scaling * turned
         apart = apart + (p * apart).sum(-1, keepdim=True)
         rest = (growth(key.shape[1]) * rounding.sums + 2.0 * rounding.out) * p
-        parts.append((p * apart + rest) @ value.abs())
+        part = (p * apart + rest) @ value.abs()
+        if cut:
+            part = part + 12.0 * key.shape[1] * cut * (p * value.abs().amax(-1)[:, None, :]).amax(-1, keepdim=True)
+        parts.append(part)
     return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
 
 

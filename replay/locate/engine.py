@@ -25,6 +25,7 @@ from ..batching import check_tokens
 from ..hf_scorer import HfScorer
 from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
+from .exact_execution import EXACT, ExactExecution
 from .execution import Execution, Prepare
 from .head import Head, judge_head
 from .judged_sequence import Apart, JudgedSequence
@@ -47,7 +48,7 @@ from .routes import choices, score_with
 from .taps import RowTaps
 from .unfinished import Unfinished
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
-from .vllm_grafts import AnyGraft, graft_of
+from .vllm_grafts import AnyGraft, can_patch, graft_of
 
 REFERENCE = "dtype=fp64"
 CODE_DIFFERS = 4e-6
@@ -89,7 +90,7 @@ def locate(
     """Run sequences of a recorded step through two executions, and say where they part and what carries the gap.
 
     `arm` is the one that is asked about (by default as recorded), `against` the one that it is held against (by default the
-    recorded model in float64): arms as `replay` takes them, of transformers in one forward a row, or of vLLM. `steps` names one step. `sequences` are how
+    recorded model in float64): arms as `replay` takes them, of transformers or the exact engine in one forward a row, or of vLLM. `steps` names one step. `sequences` are how
     many (the ones where trainer and engine lie farthest apart, where both were recorded), `random:N`, or names with commas.
 
     Of each operator: what it took and gave is held against a float64 model on the same inputs, so that an error which came
@@ -269,7 +270,8 @@ class _Location:
         whole = any(factory is not None or prepare is not None for factory, prepare in sides.values())
 
         def transformers(side: str, arm: Arm) -> Execution:
-            made = Execution(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
+            kind = ExactExecution if arm.engine == EXACT else Execution
+            made = kind(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
             made.load(self._tensors(arm))
             return made
 
@@ -489,7 +491,8 @@ class _Location:
         self, execution: AnyExecution, row: RecordedRow, taps: RowTaps, first_position: int | None, window: Window
     ) -> Judgement:
         return self.reference.judge(
-            row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores, first_position=first_position, window=window
+            row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores,
+            attention_cut=execution.attention_cut, first_position=first_position, window=window,
         )  # fmt: skip
 
     def _head(
@@ -532,7 +535,7 @@ class _Location:
         grafts = {
             side: graft_of(self.executions[side], self.executions[other])
             for side, other in ((B, A), (A, B))
-            if not all(isinstance(each, VllmExecution) for each in self.executions.values())
+            if can_patch(self.executions[side], self.executions[other])
         }
         flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
         routes: list[tuple[str, frozenset[str] | None]] = [(ROUTES, None)] if flipped else []

@@ -157,19 +157,21 @@ class Reference:
         weight_dtypes: Mapping[str, Any],
         *,
         rounds_scores: bool,
+        attention_cut: float = 0.0,
         first_position: int | None = None,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
         """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
-        `weight_dtypes` are those of the execution's weights. Of a `window` that begins behind the first layer, `first_position`
+        `weight_dtypes` are those of the execution's weights, `rounds_scores` and `attention_cut` what its attention does to its numbers
+        (`bounds.of_attention`). Of a `window` that begins behind the first layer, `first_position`
         is the position of the row's first token.
         """
         import torch
 
         if first_position is None:
             first_position = position_of(taps)
-        run = _Run(self, taps, weight_dtypes, rounds_scores, first_position, window)
+        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), first_position, window)
         with torch.no_grad(), keep_double(), run.listening(), self._only(window):
             self._hidden(row, first_position)
         return Judgement(run.judged, run.errors, first_position)
@@ -329,12 +331,13 @@ class _Run:
         reference: Reference,
         taps: RowTaps,
         weight_dtypes: Mapping[str, Any],
-        rounds_scores: bool,
+        attention: tuple[bool, float],
         first_position: int,
         window: Window,
     ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
-        self._rounds_scores, self.first_position, self._window = rounds_scores, first_position, window
+        self._rounds_scores, self._cut = attention
+        self.first_position, self._window = first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
         self._num_calls: dict[str, int] = {}
@@ -453,7 +456,15 @@ class _Run:
         scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
         query, key, value = (state[0].transpose(0, 1) for state in states)
         bound = bounds.of_attention(
-            query, key, value, given[1][0], given[0][0], float(scaling), rounding, rounds_scores=self._rounds_scores
+            query,
+            key,
+            value,
+            given[1][0],
+            given[0][0],
+            float(scaling),
+            rounding,
+            rounds_scores=self._rounds_scores,
+            cut=self._cut,
         )
         self._add(name, ATTENTION, layer, found, exact, bound.reshape(exact.shape), (self._called(name), GIVES, 0))
         return (like(found, given[0]), *given[1:])
@@ -530,6 +541,7 @@ class _Run:
                 scaling,
                 rounding,
                 rounds_scores=self._rounds_scores,
+                cut=self._cut,
                 off=turned,
             )
 

@@ -6,15 +6,19 @@ Shapes: T tokens of a sequence, L routers, S experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 
-from ...tracer.routing import NOT_ROUTED, Routing, routers
-from ..backends.routing import followed
+from ...tracer.routing import NOT_ROUTED, Router, Routing, routers
+from ..backends.routing import Table, followed
 from ..batching import ForwardBatch
 from ..recorded import RecordedRow
+from .exact_execution import ExactExecution
 from .execution import Execution
+from .grafts import cast
+from .taps import RowTaps
 
 
 def choices(
@@ -26,8 +30,15 @@ def choices(
     """
     known, found = routers(giver.model), dict[str, Routing]()
     names = {row.seq_id for row in rows}
-    routers_of = {id(module): name for name, module in giver.model.named_modules()}
-    without = [not wanted(routers_of[id(router.module)]) for router in known]
+    own = _names(giver, known)
+    without = [not wanted(name) for name in own]
+    if isinstance(giver, ExactExecution):
+        _, taps = giver.listen(rows, of, lambda name: name in own)
+        for seq_id, heard_of in taps.items():
+            _, weights, ids = (_stacked(heard_of, own, slot) for slot in range(3))
+            ids[:, without] = NOT_ROUTED
+            found[seq_id] = Routing(expert_ids=ids, expert_weights=weights)
+        return found
 
     @contextmanager
     def heard(batch: ForwardBatch) -> Iterator[None]:
@@ -61,7 +72,43 @@ def score_with(
 
     @contextmanager
     def forced(batch: ForwardBatch) -> Iterator[None]:
+        if isinstance(taker, ExactExecution):
+            with _forced(taker, Table(known, batch, [of_row(row) for row in batch.rows], True), _names(taker, known)):
+                yield
+            return
         with followed(known, batch, [of_row(row) for row in batch.rows], [], keeps_same_sets=True):
             yield
 
     return taker.score(rows, of, forced)
+
+
+@contextmanager
+def _forced(taker: ExactExecution, table: Table, names: Sequence[str]) -> Iterator[None]:
+    """Within it the exact engine's routers give what a table says."""
+    operators, precision = taker.exact.operators(), taker.exact.precision
+
+    def given(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            logits, weights, ids = table.replace(index, original, args, original(*args))
+            return logits, precision.round(weights), ids
+
+        return called
+
+    with ExitStack() as stack:
+        for index, name in enumerate(names):
+            stack.enter_context(operators[name].replaced(given(index, operators[name].call)))
+        yield
+
+
+def _names(execution: Execution, known: Sequence[Router]) -> list[str]:
+    """The routers' names."""
+    names = {id(module): name for name, module in execution.model.named_modules()}
+    return [names[id(router.module)] for router in known]
+
+
+def _stacked(taps: RowTaps, names: Sequence[str], slot: int) -> np.ndarray:
+    """[T, L, ...] of what routers gave."""
+    import torch
+
+    stacked = torch.stack([cast(taps.calls[name].gives[slot], torch.float64) for name in names], dim=1)
+    return np.asarray(stacked.cpu().numpy())

@@ -53,6 +53,11 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
     return np.arange(end - row.num_tokens, end)
 
 
+def shape_of(batch: ForwardBatch) -> tuple[int, int]:
+    """Rows and width of the tensors of a forward; rows that are laid end to end are one."""
+    return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+
+
 def operators(model: Any) -> dict[str, Any]:
     """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one."""
     found: dict[str, Any] = {}
@@ -201,7 +206,7 @@ class Taps:
         import torch
 
         device = next(self._model.parameters()).device
-        shape = (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+        shape = shape_of(batch)
         where = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
 
         recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)

@@ -44,6 +44,7 @@ class VllmExecution:
 
     is_other_code = False
     rounds_scores = True
+    attention_cut = 0.0
     is_adapted = False
 
     def __init__(

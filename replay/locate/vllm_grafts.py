@@ -14,6 +14,8 @@ import numpy as np
 
 from ..batching import PaddedBatch
 from ..recorded import RecordedRow
+from .exact_execution import ExactExecution
+from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
 from .grafts import Graft, as_given, attention_layers, cast
 from .reference import ROTARY
@@ -30,9 +32,9 @@ class VllmTaker:
 
     def __init__(self, taker: VllmExecution, giver: Execution):
         self.taker = taker
-        self._as_itself = Graft(giver, giver)
+        self._as_itself = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
         self._giver = giver
-        self._theirs = operators(giver.model)
+        self._theirs = self._as_itself.theirs
         self._modules = dict(giver.model.named_modules())
         self._names = names(taker.model)
         self._spans: list[Span] = []
@@ -44,7 +46,7 @@ class VllmTaker:
         found = [each for parts in self._names.values() for each in parts if each in self._theirs]
         layers = attention_layers(self._giver.model)
         found += [name for name in self._theirs if name.endswith(f".{_ACTIVATION}")]
-        if self._rotation(layers[0]) is not None:
+        if not isinstance(self._giver, ExactExecution) and self._rotation(layers[0]) is not None:
             found += [f"{layer}.{ROTARY}" for layer in layers]
         if self.taker.takes_whole_rows:
             found += [core_name(layer) for layer in layers]
@@ -190,19 +192,19 @@ class VllmGiver(Graft):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
-        self._theirs = {}
+        self.theirs: dict[str, Any] = {}
         for name, parts in names(giver.model).items():
             if name.rpartition(".")[2] not in ("attn", "rotary_emb"):
-                self._theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
+                self.theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        return [name for name in self._ours if name in self._theirs]
+        return [name for name in self._ours if name in self.theirs]
 
     @contextmanager
     def put(self, names: Collection[str], batch: Any) -> Iterator[None]:
         with ExitStack() as stack:
             for name in names:
-                stack.callback(self._ours[name].register_forward_hook(self._theirs[name].graft).remove)
+                stack.callback(self._ours[name].register_forward_hook(self.theirs[name].graft).remove)
             yield
 
 
@@ -229,12 +231,21 @@ class _Part:
         return as_given(new, given).reshape(given.shape)
 
 
-AnyGraft = Graft | VllmTaker
+AnyGraft = Graft | VllmTaker | ExactTaker
+
+
+def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
+    """Whether operators of a giver can be put into a taker: vLLM's go into transformers' model alone."""
+    return not isinstance(giver, VllmExecution) or type(taker) is Execution
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> AnyGraft:
-    """What puts operators of a giver into a taker; not both may be vLLM."""
+    """What puts operators of a giver into a taker, where that can be."""
     if isinstance(giver, VllmExecution):
         assert isinstance(taker, Execution)
         return VllmGiver(taker, giver)
-    return VllmTaker(taker, giver) if isinstance(taker, VllmExecution) else Graft(taker, giver)
+    if isinstance(taker, VllmExecution):
+        return VllmTaker(taker, giver)
+    if isinstance(taker, ExactExecution):
+        return ExactTaker(taker, giver)
+    return ExactGiver(taker, giver) if isinstance(giver, ExactExecution) else Graft(taker, giver)
