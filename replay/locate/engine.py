@@ -21,6 +21,7 @@ from ...tracer import environment
 from ...tracer.progress import Progress, no_progress
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm, parse_arm
+from ..backends.adapters import PREFIX
 from ..batching import check_tokens
 from ..hf_scorer import HfScorer
 from ..recorded import RecordedRow, RecordedRun
@@ -261,7 +262,9 @@ class _Location:
         plain = HfScorer(run, Arm(dtype="fp64", attention="eager"), contract, device)
         model = plain.build()
         plain.put(model, self.tensors)
-        self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
+        # A trace of a model with adapters has PEFT's names, which the rebuilt one has not.
+        dtypes = {name.removeprefix(PREFIX): _dtype(tensor.dtype) for name, tensor in self.tensors.items()}
+        self.reference = Reference(model, dtypes)
         free = _free_bytes(device)
         self.tapped_bytes = int(free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self.executions: dict[str, AnyExecution] = {}
@@ -566,8 +569,6 @@ class _Location:
                     advance(1)
 
     def _routed(self, taker: AnyExecution, giver: AnyExecution) -> dict[str, np.ndarray]:
-        assert isinstance(taker, Execution)
-        assert isinstance(giver, Execution)
         return score_with(taker, choices(giver, self.chosen.rows, self.rows, self.wanted), self.chosen.rows, self.rows)
 
     def _left(

@@ -606,15 +606,28 @@ class _Run:
         return like(given, value)
 
     def _bound(
-        self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any
+        self,
+        name: str,
+        module: Any,
+        slot: int,
+        value: Any,
+        takes: tuple[Any, ...],
+        call: Call,
+        given: Any,
+        made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = Rounding(
-            given=given.dtype, taken=first.dtype, weight=self._dtypes.get(f"{name}.weight"),
-            recorded=self._reference.recorded_dtypes.get(f"{name}.weight"), adds=call.adds,
+            given=made_in or given.dtype, taken=first.dtype, weight=self._weight_dtype(name, self._dtypes),
+            recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
         return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
+
+    @staticmethod
+    def _weight_dtype(name: str, dtypes: Mapping[str, Any]) -> Any:
+        """Of an operator's weight; beside adapters that of the projection."""
+        return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
 
     def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
         """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
@@ -655,7 +668,9 @@ class _Run:
                 and score.numel() == value.numel()
                 and bool(same.any())
             ):
-                bound = self._bound(name, module, slot, value, takes, call, score)
+                # Scores may be kept in more digits than the logits that they are made of.
+                coarser = max(call.gives[0], score, key=lambda each: bounds.unit(each.dtype))
+                bound = self._bound(name, module, slot, value, takes, call, score, made_in=coarser.dtype)
                 value = value.reshape(score.shape)
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)

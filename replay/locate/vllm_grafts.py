@@ -21,6 +21,7 @@ from .grafts import Graft, as_given, attention_layers, cast
 from .reference import ROTARY
 from .taps import core_name, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names
+from .vllm_mixture import Select, in_order, is_mixture, selecting
 
 _ROTATES = "apply_rotary_pos_emb"
 """transformers' function that turns queries and keys, in the module of each model."""
@@ -72,7 +73,9 @@ class VllmTaker:
             for name, module in self.taker.model.named_modules():
                 layer, _, last = name.rpartition(".")
                 hook: Callable[..., Any] | None = None
-                if name.endswith(f".{_ACTIVATION}") and name in names:
+                if is_mixture(module):
+                    stack.enter_context(self._mixture(name, module, names))
+                elif name.endswith(f".{_ACTIVATION}") and name in names:
                     hook = self._activation(name)
                 elif core_name(layer) in names and last == "attn":
                     hook = self._attention(layer, module)
@@ -84,11 +87,13 @@ class VllmTaker:
 
     def _computed(self, name: str, value: Any, given: Any) -> Any:
         """What transformers' operator makes of what vLLM's took, in the dtype of what that gave."""
+        return as_given(self._called(name, value), given).reshape(given.shape)
+
+    def _called(self, name: str, *values: Any) -> Any:
         theirs = self._theirs[name]
         dtype = next(theirs.parameters(), self._as_itself.first).dtype
         with self._as_itself.as_giver():
-            new = theirs(cast(value, dtype))
-        return as_given(new, given).reshape(given.shape)
+            return theirs(*(cast(value, dtype) for value in values))
 
     def _operator(self, name: str, module: Any, names: Collection[str]) -> Callable[..., Any]:
         theirs = self._names[name]
@@ -111,6 +116,33 @@ class VllmTaker:
             return tuple(outputs) if isinstance(given, tuple) else outputs[0]
 
         return graft
+
+    @contextmanager
+    def _mixture(self, name: str, module: Any, names: Collection[str]) -> Iterator[None]:
+        gate, experts = self._names[name]
+        chosen: list[tuple[Any, Any]] = []
+
+        def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
+            weights, ids = select(hidden, logits)
+            if gate in names:
+                _, new, new_ids = self._called(gate, hidden)
+                weights, ids = new.to(weights.dtype).contiguous(), new_ids.to(ids.dtype).contiguous()
+            chosen.append((weights, ids))
+            return weights, ids
+
+        def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            weights, ids = chosen.pop()
+            if experts not in names:
+                return None
+            new = self._called(experts, args[0] if args else kwargs["hidden_states"], ids.long(), weights)
+            return as_given(new, given).reshape(given.shape)
+
+        handle = module.register_forward_hook(graft, with_kwargs=True)
+        try:
+            with selecting(module, choose):
+                yield
+        finally:
+            handle.remove()
 
     def _activation(self, name: str) -> Callable[..., Any]:
         def graft(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
@@ -194,7 +226,10 @@ class VllmGiver(Graft):
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Any] = {}
         for name, parts in names(giver.model).items():
-            if name.rpartition(".")[2] not in ("attn", "rotary_emb"):
+            if is_mixture(modules[name]):
+                gate, experts = parts
+                self.theirs |= {gate: _Gate(modules[gate], modules[name]), experts: _Experts(modules[name])}
+            elif name.rpartition(".")[2] not in ("attn", "rotary_emb"):
                 self.theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
@@ -228,6 +263,43 @@ class _Part:
             if self._number > 1:
                 new = new.split(self._module.output_partition_sizes, dim=-1)[self._place]
             new = new.clone()
+        return as_given(new, given).reshape(given.shape)
+
+
+class _Gate:
+    """The router of a mixture of vLLM's."""
+
+    def __init__(self, gate: Any, module: Any):
+        self._gate, self._module = gate, module
+
+    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
+        """A forward hook of transformers' router, which gives logits, weights and experts."""
+        import torch
+
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            hidden = cast(args[0], self._gate.weight.dtype).reshape(-1, args[0].shape[-1])
+            logits = self._gate(hidden)
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            new = (logits.clone(), *in_order(*self._module.router.select_experts(hidden, logits)))
+        return as_given(new, given)
+
+
+class _Experts:
+    """The experts of a mixture of vLLM's."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
+        """A forward hook of transformers' experts, which take hidden states, experts and weights."""
+        import torch
+
+        experts = self._module.routed_experts
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            hidden = cast(args[0], experts.w13_weight.dtype).reshape(-1, args[0].shape[-1]).contiguous()
+            new = experts.forward_modular(
+                x=hidden, topk_weights=args[2].float().contiguous(), topk_ids=args[1].int().contiguous()
+            ).clone()
         return as_given(new, given).reshape(given.shape)
 
 
