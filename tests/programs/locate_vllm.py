@@ -38,6 +38,15 @@ def changed(owner, name, value):
         delattr(owner, name)
 
 
+@contextmanager
+def changed_weight(weight, data):
+    """Give a weight other numbers within."""
+    before = weight.data.clone()
+    weight.data.copy_(data)
+    yield
+    weight.data.copy_(before)
+
+
 def layer(model, number):
     return model.model.layers[number]
 
@@ -119,15 +128,14 @@ def stale_experts(model):
     names = dict(vllm_mixture.held_by("experts", experts(model, 2)))
     loaded = held.w2_weight.data.new_zeros(held.w2_weight.shape)
     loaded[:, :, : MIXTURE["moe_intermediate_size"]] = names["experts.down_proj"] + 1e-3
-    held.w2_weight.data = cpu_prepack_moe_weight(loaded, held.quant_method.moe_kernel.fused_experts.isa)
-    yield
+    packed = cpu_prepack_moe_weight(loaded, held.quant_method.moe_kernel.fused_experts.isa)
+    with changed_weight(held.w2_weight, packed):
+        yield
 
 
-@contextmanager
 def exchanged_experts(model):
-    weight = experts(model, 1).routed_experts.w2_weight.data
-    weight.copy_(weight[[1, 0, *range(2, len(weight))]])
-    yield
+    weight = experts(model, 1).routed_experts.w2_weight
+    return changed_weight(weight, weight.data[[1, 0, *range(2, len(weight))]])
 
 
 def renormalised(model):
@@ -165,7 +173,15 @@ def main():
             engine = build(scorer)
         return engine
 
+    put = vllm_execution._EagerScorer.put
+
+    def put_once(scorer, made, tensors):
+        """An engine of a mixture starts anew with every weights: it keeps those that it has, which faults put back."""
+        if made.llm is None or "num_experts" not in made.config:
+            put(scorer, made, tensors)
+
     vllm_execution._EagerScorer.build = one_engine
+    vllm_execution._EagerScorer.put = put_once
     of_all = [nothing, epsilon, scale, cache, theta, logits]
     more = {
         "llama": [activation, stale], "qwen2": [activation, biases], "qwen3": [activation, no_norm],

@@ -126,27 +126,29 @@ def test_layers_that_are_listened_to_in_turns_go_on_with_the_same_windows(run):
 
 @pytest.mark.parametrize("changes", [{"seed": 2}, {"token_seed": 6}])
 def test_what_was_done_in_a_trace_of_other_content_is_not_taken_up(run, tmp_path, changes):
-    interrupted(run, "patching", 3)
+    asked = ASKED | {"patch": "none"}
+    interrupted(run, patch="none")
     other = make_run(tmp_path / "other", **changes)
-    alone = locate(other, **ASKED, keep=False)
+    alone = locate(other, **asked, keep=False)
     shutil.copytree(run / "locate", other / "locate")
     heard = Heard()
-    found = locate(other, **ASKED, progress=heard)
+    found = locate(other, **asked, progress=heard)
     assert not any("done before" in what for what in heard.told)
     assert replace(found, kept=None) == alone
     assert [name for name in names(other) if "unfinished" in name] == []
 
 
 def test_what_was_done_with_another_number_of_threads_or_for_another_question_is_not_taken_up(run):
-    interrupted(run)
+    asked = ASKED | {"patch": "none"}
+    interrupted(run, patch="none")
     heard = Heard()
-    locate(run, **ASKED | {"sequences": "3"}, progress=heard)
+    locate(run, **asked | {"sequences": "3"}, progress=heard)
     assert not any("done before" in what for what in heard.told)
     assert any("unfinished-sequence" in name for name in names(run))
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        locate(run, **ASKED, progress=heard)
+        locate(run, **asked, progress=heard)
     finally:
         torch.set_num_threads(before)
     assert not any("done before" in what for what in heard.told)
