@@ -1061,8 +1061,8 @@ def locate(
 
     Each operator of either is held against a float64 model on the same inputs: an error beyond what rounding can do is a
     divergence, and what came before does not count. carried is what an operator's own error adds to the gap's mean square;
-    removed is what is gone of it where the other execution's code computes the operator. Exit code 1: something else than
-    rounding was found.
+    removed is what is gone of it where the other execution's code computes the operator. One that was interrupted goes on where
+    it was when the same is asked again. Exit code 1: something else than rounding was found.
 
     --from-dumps holds two dumps against each other, name by name: the first tensor whose difference rounding does not
     explain. It takes --by operator|layer, --limit and what prints, and no other option.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..replay.locate.engine import locate as locate_operators
 from ..replay.locate.result_files import write_result
 from ..replay.locate.result_header import LocateQuestion
 from ..replay.locate.results import Divergence, Located, OperatorError, Router, WeightDifference
+from ..replay.locate.unfinished import Unfinished
 from ..schemas.results import Result
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line
@@ -121,7 +122,7 @@ def locate(
     """Find where two executions of recorded tokens part: the operator, and proof.
 
     Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
-    `against` (by default the recorded model in float64); of vLLM with `engine=vllm`. Of each operator of either, what it gives is held against a float64
+    `against` (by default the recorded model in float64); of vLLM with `engine=vllm`, of the exact engine with `engine=exact`. Of each operator of either, what it gives is held against a float64
     model on the same inputs: what came before does not count. An error beyond what rounding can do in its dtype and length of
     sum is no rounding, and the first such operator is the divergence. Where there is none, `carried` says what each operator's
     rounding adds to the gap.
@@ -134,22 +135,27 @@ def locate(
     the user's code, which then runs once more in float64, where rounding hides nothing.
 
     With `keep` the result is kept in a local trace, below `locate/`, in the place of an earlier one to the same question:
-    the views `operators` and `patches` and the report have it then. Where that cannot be, `not_kept` says why.
+    the views `operators` and `patches` and the report have it then. Where that cannot be, `not_kept` says why. What is done lies
+    there meanwhile, so that the same question goes on from it when it was interrupted; not with code of the user's, which may
+    be another one since. Without `keep` nothing is written, and an interrupted one begins anew.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    found = locate_operators(
-        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
-        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
-    )  # fmt: skip
-    if not keep:
-        return location(found)
     question = LocateQuestion(
-        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        step=-1, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
         model_factory=model_factory, against_factory=against_factory,
         weights_from=None if weights_from is None else os.fspath(weights_from),
     )  # fmt: skip
-    kept, not_kept = _keep(Store(trace), question, found)
+    unfinished = Unfinished(Store(trace), question) if keep else None
+    found = locate_operators(
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, unfinished=unfinished,
+        progress=progress,
+    )  # fmt: skip
+    if unfinished is None:
+        return location(found)
+    kept, not_kept = _keep(Store(trace), replace(question, step=found.step), found)
+    unfinished.remove()
     return location(found, kept=kept, not_kept=not_kept)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..replay.locate.result_files import header_path, read_header, read_whole_table, result_ids
 from ..replay.locate.result_header import ResultHeader
+from ..replay.locate.unfinished import unfinished_names, unfinished_questions
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
@@ -307,10 +308,18 @@ class _Verifier:
                     seen.add(name)
                     read = partial(read_whole_table, self.store, header, name)
                     yield _Part(folder=LOCATE, name=name, num_bytes=record.num_bytes, is_checked=True, read=read)
+        unfinished: set[str] = set()
+        for question in unfinished_questions(self.store):
+            names = unfinished_names(self.store, question)
+            unfinished |= set(names)
+            self.ignored.append(
+                f"{self.store.shown(f'{LOCATE}/{question}-unfinished*')}: {len(names)} files of a locate that was interrupted, or "
+                "runs now; the same question again goes on from there, or remove them"
+            )
         self.ignored += [
             f"{self.store.shown(f'{LOCATE}/{name}')}: is of no result of locate that can be read; remove it"
             for name in self.store.files(LOCATE)
-            if f"{LOCATE}/{name}" not in seen
+            if f"{LOCATE}/{name}" not in seen | unfinished
         ]
 
 

@@ -11,10 +11,10 @@ from tim_trace.tracer.rows import Forward
 VOCAB, ROWS, LENGTH = 60, 12, 24
 
 
-def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train")):
+def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train"), seed=1, token_seed=5):
     """Record it: rows of one forward each, sampled at random, scored by the model itself."""
-    model = _model()
-    draw = np.random.default_rng(5)
+    model = _model(seed)
+    draw = np.random.default_rng(token_seed)
     with Recorder(path) as recorder:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": model.config.to_dict()})
@@ -30,12 +30,12 @@ def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train
     return path
 
 
-def _model():
+def _model(seed):
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, attn_implementation="eager",
     )  # fmt: skip
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 import transformers
+from adapted import identity
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 
@@ -59,8 +60,7 @@ def record(folder, model, versions=1):
     lengths = np.array([[len(ids) for ids in part] for part in (prompts, responses)])
     most = np.array([lengths[:, place - place % 3 : place - place % 3 + 3].max(1) for place in number]).T
     with Recorder(folder) as recorder:
-        name = f"{type(model).__module__}.{type(model).__qualname__}"
-        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.describe(model=identity(model))
         recorder.add_contract("train", {"engine": "a loop", "model": {"dtypes": {"float32": 1}, "attention": "eager"}})
         for version in range(versions):
             recorder.add_weights(version, {key: value + 1e-3 * version for key, value in model.state_dict().items()})

@@ -64,7 +64,7 @@ def _forced(
     if recorded is None:
         yield
         return
-    table = _Table(known, batch, recorded, keeps_same_sets)
+    table = Table(known, batch, recorded, keeps_same_sets)
     handles = [router.module.register_forward_hook(partial(table.replace, i)) for i, router in enumerate(known)]
     try:
         yield
@@ -73,7 +73,7 @@ def _forced(
             handle.remove()
 
 
-class _Table:
+class Table:
     """The recorded choices, laid out as the batch is."""
 
     def __init__(

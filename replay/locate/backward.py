@@ -152,6 +152,8 @@ class _Side:
                 f"arm {arm.name}: the model drops out at random in training, which no other forward repeats; leave "
                 "--backward out, or record a model without dropout"
             )
+        if any(config.get("use_dora") for config in (run.model.get("adapters") or {}).values()):
+            raise CannotReplay(f"{run.store.url}: the gradient of DoRA's magnitudes has no bound; leave --backward out")
         if has_experts(run.model["config"]):
             raise CannotReplay(
                 f"{run.store.url}: the backward of a mixture of experts has no bound; leave --backward out"

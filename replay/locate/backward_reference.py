@@ -52,7 +52,7 @@ class BackwardReference:
         scorer.put(self.model, tensors)
         scorer.attach(self.model)
         self.model.eval()
-        self._modules = operators(self.model)
+        self._modules = operators(self.model, adapters_apart=True)
         self.owner = {name: name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def take_weights(self, model: Any) -> None:

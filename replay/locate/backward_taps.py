@@ -59,7 +59,7 @@ class Visited:
     @contextmanager
     def listening(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, module in operators(self._model).items():
+            for name, module in operators(self._model, adapters_apart=True).items():
                 for handle in self._hooks(name, module):
                     stack.callback(handle.remove)
             for name, module in layer_modules(self._model).items():

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .taps import are_experts
+from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
@@ -96,6 +96,8 @@ def of_module(module: Any, takes: tuple[Any, ...], exact: Any, slot: int, roundi
     floor = tiny(rounding.given)
     kind = type(module).__name__
     weight = getattr(module, "weight", None)
+    if is_adapted(module):
+        return _adapted(module, takes[0], exact, rounding) + floor
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
@@ -141,12 +143,14 @@ def of_attention(
     rounding: Rounding,
     *,
     rounds_scores: bool,
+    cut: float = 0.0,
     off: Sequence[Any] = (),
 ) -> Any:
     """[T, N, D], to first order in the scores' errors.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` where
-    scores and softmax are rounded to the dtype that is given, as unfused attention does. `off` bounds the errors that query and
+    scores and softmax are rounded to the dtype that is given, as unfused attention does. `cut` is what each weighted value loses, as
+    a share of the largest one, where they are cut into slices (`exact.slices.matmul`). `off` bounds the errors that query and
     key have, of their shapes; without it they are exact.
     """
     import torch
@@ -172,7 +176,10 @@ def of_attention(
             apart = apart + scaling * turned
         apart = apart + (p * apart).sum(-1, keepdim=True)
         rest = (growth(key.shape[1]) * rounding.sums + 2.0 * rounding.out) * p
-        parts.append((p * apart + rest) @ value.abs())
+        part = (p * apart + rest) @ value.abs()
+        if cut:
+            part = part + 12.0 * key.shape[1] * cut * (p * value.abs().amax(-1)[:, None, :]).amax(-1, keepdim=True)
+        parts.append(part)
     return torch.cat(parts, dim=1).transpose(0, 1) + 2.0 * rounding.out * exact.abs() + tiny(rounding.given)
 
 
@@ -208,6 +215,40 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
     if slot:
         return 2.0 * off.amax(-1, keepdim=True) * exact.abs() + 8.0 * rounding.out * exact.abs() + 8.0 * 2.0**-24
     return off.add_(exact.reshape(off.shape).abs(), alpha=2.0 * rounding.out).reshape(exact.shape)
+
+
+def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
+    """Of a projection with LoRA's or DoRA's adapters, apart or merged into its weight: W x + s B A x, of the rows' own length in DoRA."""
+    base = module.base_layer
+    weight = base.weight.double()
+    x = x.reshape(-1, x.shape[-1])
+    lengths, taken = x.norm(dim=-1, keepdim=True), growth(x.shape[-1]) * rounding.sums + rounding.casts
+    # A merged weight is rounded once more, to its own dtype.
+    merged = 0.0 if rounding.weight is None else 2.0 * unit(rounding.weight)
+    whole, rows = weight, weight.norm(dim=-1)
+    off = (taken + merged) * lengths * rows
+    size = (x @ weight.mT).abs()
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        down, up = (part[name].weight.double() for part in (module.lora_A, module.lora_B))
+        scale = abs(float(module.scaling[name]))
+        inner = (x @ down.mT).abs()
+        inner_off = taken * lengths * down.norm(dim=-1) + 2.0 * rounding.out * inner
+        per_sum = growth(down.shape[0]) * rounding.sums + rounding.casts
+        added = scale * (inner @ up.abs().mT)
+        off = off + scale * (inner_off @ up.abs().mT) + (per_sum + 3.0 * rounding.out) * added
+        off = off + merged * scale * lengths * (up.norm(dim=-1) * down.norm())
+        size, whole = size + added, whole + float(module.scaling[name]) * (up @ down)
+    off = off + 4.0 * rounding.out * size
+    for name in module.active_adapters:
+        if name in getattr(module, "lora_magnitude_vector", {}):
+            magnitude = module.lora_magnitude_vector[name].weight.double()
+            share = magnitude.abs() / whole.norm(dim=-1).clamp_min(1e-300)
+            off = (
+                off * (1.0 + share) + (growth(x.shape[-1]) * rounding.sums + 4.0 * rounding.out) * (1.0 + share) * size
+            )
+    return (off + 2.0 * rounding.out * exact.reshape(off.shape).abs()).reshape(exact.shape)
 
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:

@@ -6,23 +6,30 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from ...schemas.checksums import short_hash, whole_hash
+from ...schemas.contract import canonical_json
 from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.passes import TRAIN
 from ...schemas.steps import parse_steps
-from ...tracer.progress import Advance, Progress, no_progress
+from ...tracer import environment
+from ...tracer.progress import Progress, no_progress
+from ...tracer.weights.reader import Tensor
 from ..arms import Arm, parse_arm
+from ..backends.adapters import PREFIX
 from ..batching import check_tokens
 from ..hf_scorer import HfScorer
 from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
+from .exact_execution import EXACT, ExactExecution
 from .execution import Execution, Prepare
 from .head import Head, judge_head
+from .judged_sequence import Apart, JudgedSequence
 from .reference import EVERY_LAYER, Judged, Judgement, Point, Reference, Window, kind_of, layer_of, position_of
 from .results import (
     ROUTES,
@@ -40,8 +47,9 @@ from .results import (
 )  # fmt: skip
 from .routes import choices, score_with
 from .taps import RowTaps
+from .unfinished import Unfinished
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
-from .vllm_grafts import AnyGraft, graft_of
+from .vllm_grafts import AnyGraft, can_patch, graft_of
 
 REFERENCE = "dtype=fp64"
 CODE_DIFFERS = 4e-6
@@ -52,6 +60,8 @@ _LAST = 1 << 40
 """The place of the head among operators: behind all layers."""
 _SHARE_OF_MEMORY = 0.25
 """Of what is free: what the numbers of operators may take."""
+_SHARE_TO_GO_ON = 0.5
+"""The same of a question that was interrupted, which needs the part that it had."""
 _UNKNOWN_FREE = 8 << 30
 _TASKS = 4
 """Of a sequence: both executions, what lies behind each, what both carry."""
@@ -75,12 +85,13 @@ def locate(
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
     tapped_bytes: int | None = None,
+    unfinished: Unfinished | None = None,
     progress: Progress = no_progress,
 ) -> Located:
     """Run sequences of a recorded step through two executions, and say where they part and what carries the gap.
 
     `arm` is the one that is asked about (by default as recorded), `against` the one that it is held against (by default the
-    recorded model in float64): arms as `replay` takes them, of transformers in one forward a row, or of vLLM. `steps` names one step. `sequences` are how
+    recorded model in float64): arms as `replay` takes them, of transformers or the exact engine in one forward a row, or of vLLM. `steps` names one step. `sequences` are how
     many (the ones where trainer and engine lie farthest apart, where both were recorded), `random:N`, or names with commas.
 
     Of each operator: what it took and gave is held against a float64 model on the same inputs, so that an error which came
@@ -98,7 +109,10 @@ def locate(
     `tapped_bytes` is what the numbers of operators may take in memory, by default a quarter of what is free: layers that do not
     fit beside each other are listened to in turns.
 
-    Nothing is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    `unfinished` keeps what is done, so that the same question goes on from there when it was interrupted; it is left for the
+    caller to remove. Where a side's code is the user's it is not used: the code may be another one since.
+
+    Nothing else is written. Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     if patch not in ("kinds", "layers", "all", "none"):
         raise InvalidOption(f"got {patch!r}; use kinds, layers, all or none", option="patch")
@@ -115,7 +129,11 @@ def locate(
     rows = run.step(asked[0])
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
-    location = _Location(run, runs, arms, sides, asked[0], rows, chosen, layers, operators, tapped_bytes, progress)
+    if any(factory is not None or change is not None for factory, change in sides.values()):
+        unfinished = None
+    location = _Location(
+        run, runs, arms, sides, asked[0], rows, chosen, layers, operators, tapped_bytes, unfinished, progress
+    )
     return location.found(patch)
 
 
@@ -150,17 +168,58 @@ def _named(text: str | None) -> Callable[[str], bool]:
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
-Apart = tuple[float, float]
-"""Sums of squares of the difference, and of a's."""
-
-
 @dataclass(slots=True)
-class _Pooled:
+class _PooledOperator:
     """What one operator of one side introduced, over rows."""
 
     judged: list[tuple[str, Judged]] = field(default_factory=list)
     inherited: list[Apart] = field(default_factory=list)
     difference: list[Apart] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """What was found of all sequences."""
+
+    operators: dict[tuple[str, str], _PooledOperator] = field(default_factory=lambda: defaultdict(_PooledOperator))
+    """By side and operator."""
+    logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
+    """Side -> sequence -> [T] nats."""
+    carried: list[CarriedError] = field(default_factory=list)
+    routers: dict[str, Router] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
+    """Of all operators that could be judged."""
+    are_whole: bool = True
+    """Whether the engines took every sequence in one forward."""
+
+    def add(self, found: JudgedSequence) -> None:
+        """Add a sequence's."""
+        for side in (A, B):
+            self.logprobs[side][found.seq_id] = found.values(side)
+        for side, each in found.judged:
+            self.operators[side, each.operator].judged.append((found.seq_id, each))
+        for (_side, name), operator in self.operators.items():
+            if name in found.apart:
+                operator.inherited.append(found.apart[name][0])
+                operator.difference.append(found.apart[name][1])
+        for router in found.routers:
+            known = self.routers.get(router.operator)
+            self.routers[router.operator] = router if known is None else _both(known, router)
+        self.carried += found.carried
+        self.unseen |= found.unseen
+        self.kinds |= found.kinds
+        self.are_whole &= found.is_whole
+
+
+def _both(a: Router, b: Router) -> Router:
+    """A router over the tokens of two sequences."""
+    return replace(
+        a,
+        num_tokens=a.num_tokens + b.num_tokens,
+        num_flipped=a.num_flipped + b.num_flipped,
+        margin=max((each for each in (a.margin, b.margin) if each is not None), default=None),
+    )
 
 
 class _Location:
@@ -178,6 +237,7 @@ class _Location:
         layers: str | None,
         operators: str | None,
         tapped_bytes: int | None,
+        unfinished: Unfinished | None,
         progress: Progress,
     ):
         import torch
@@ -189,10 +249,7 @@ class _Location:
         """Of a name, whether its layer is looked at: then it is listened to, since others are judged by it."""
         self.asked: Callable[[str], bool] = lambda name: wanted(name) and named(name)
         """Whether the operator is judged, and patched."""
-        self.known: set[str] = set()
-        """The kinds of all that could be judged."""
         self.arms = arms
-        self.routers: dict[str, Router] = {}
         self.device = device = "cuda" if torch.cuda.is_available() else "cpu"
         contract = run.train_contract(rows[0].contract)
         versions = {row.policy_version for row in chosen.rows}
@@ -205,15 +262,19 @@ class _Location:
         plain = HfScorer(run, Arm(dtype="fp64", attention="eager"), contract, device)
         model = plain.build()
         plain.put(model, self.tensors)
-        self.reference = Reference(model, {name: _dtype(tensor.dtype) for name, tensor in self.tensors.items()})
-        self.tapped_bytes = int(_free_bytes(device) * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
+        # A trace of a model with adapters has PEFT's names, which the rebuilt one has not.
+        dtypes = {name.removeprefix(PREFIX): _dtype(tensor.dtype) for name, tensor in self.tensors.items()}
+        self.reference = Reference(model, dtypes)
+        free = _free_bytes(device)
+        self.tapped_bytes = int(free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
         self.executions: dict[str, AnyExecution] = {}
         self.doubles: dict[str, Execution] = {}
         # Where one side's code is the user's, both give logits by the model's own forward, head and all.
         whole = any(factory is not None or prepare is not None for factory, prepare in sides.values())
 
         def transformers(side: str, arm: Arm) -> Execution:
-            made = Execution(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
+            kind = ExactExecution if arm.engine == EXACT else Execution
+            made = kind(runs[side], arm, contract, device, sides[side][1], calls_whole_model=whole)
             made.load(self._tensors(arm))
             return made
 
@@ -227,6 +288,28 @@ class _Location:
             if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
                 self.doubles[side] = transformers(side, double)
+        self.unfinished = unfinished
+        self.numbers = {row.seq_id: number for number, row in enumerate(chosen.rows)}
+        if unfinished is not None:
+            most = int(free * _SHARE_TO_GO_ON) if tapped_bytes is None else tapped_bytes
+            self.tapped_bytes = unfinished.begin(step, self._deciding(), self.tapped_bytes, most)
+
+    def _deciding(self) -> dict[str, Any]:
+        """All that decides the bits of what is found, beside the question."""
+        return {
+            "executions": {side: execution.made_by() for side, execution in self.executions.items()},
+            "torch": environment.torch_settings(),
+            "device": environment.device_name(self.device),
+            "versions": environment.numeric_versions(),
+            "model": self.run.model,
+            "weights": {
+                name: _bits(tensors)
+                for name, tensors in (("step", self.tensors), *((side, self._tensors(arm)) for side, arm in self.arms.items()))
+            },
+            "rows": [_row_bits(row) for row in self.rows],
+            "chosen": [(row.seq_id, self.chosen.groups[row.seq_id]) for row in self.chosen.rows],
+            "how": self.chosen.how,
+        }  # fmt: skip
 
     def _tensors(self, arm: Arm) -> Any:
         if arm.weights_version is None:
@@ -235,18 +318,26 @@ class _Location:
 
     def found(self, patch: str) -> Located:
         """Everything that was asked for."""
-        pooled: dict[tuple[str, str], _Pooled] = defaultdict(_Pooled)
+        pooled = _Pooled()
         doubles: dict[tuple[str, str], float] = {}
-        logprobs: dict[str, dict[str, np.ndarray]] = {A: {}, B: {}}
-        unseen: set[str] = set()
-        carried: list[CarriedError] = []
-        with self.progress("running operators", _TASKS * len(self.chosen.rows)) as advance:
+        done = self._done()
+        told = f", {len(done)} of {len(self.chosen.rows)} sequences done before" if done else ""
+        with self.progress(f"running operators{told}", _TASKS * len(self.chosen.rows)) as advance:
             for part, windows in self._parts():
-                taps = {side: self._listen(side, part, windows[-1], logprobs) for side in (A, B)}
+                logprobs: dict[str, dict[str, np.ndarray]] = {A: {}, B: {}}
+                taps: dict[str, dict[str, RowTaps]] = {}
+                if any(row.seq_id not in done for row in part):
+                    taps = {side: self._listen(side, part, windows[-1], logprobs) for side in (A, B)}
                 advance(len(part))
                 for row in part:
-                    heard = {side: taps[side].pop(row.seq_id) for side in (A, B)}
-                    carried += self._row(row, heard, windows, pooled, unseen, logprobs, advance)
+                    heard = {side: found.pop(row.seq_id) for side, found in taps.items()}
+                    found = done.get(row.seq_id)
+                    if found is None:
+                        found = self._judged(row, heard, windows, logprobs)
+                        if self.unfinished is not None:
+                            self.unfinished.add_sequence(self.numbers[row.seq_id], found)
+                    pooled.add(found)
+                    advance(_TASKS - 1)
                 for side, execution in self.doubles.items():
                     values, double = execution.listen(part, self.rows, self.wanted)
                     for row in part:
@@ -257,14 +348,14 @@ class _Location:
                                 continue
                             key = side, each.operator
                             doubles[key] = max(doubles.get(key, 0.0), each.largest)
-        if not pooled:
-            kinds = ", ".join(sorted(self.known))
+        if not pooled.operators:
+            kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(
                 f"no operator that is looked at has such a name; their kinds are: {kinds}", option="operators"
             )
         weights = tuple(self._weights())
-        operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.items())
-        d = {name: logprobs[B][name] - logprobs[A][name] for name in logprobs[A]}
+        operators = tuple(_pooled(side, name, each, doubles) for (side, name), each in pooled.operators.items())
+        d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
         flat = np.concatenate([d[row.seq_id][row.scored] for row in self.chosen.rows])
         return Located(
             run=self.run.store.name,
@@ -279,11 +370,11 @@ class _Location:
             mean_abs_d=float(np.abs(flat).mean()) if len(flat) else 0.0,
             max_abs_d=float(np.abs(flat).max(initial=0.0)),
             operators=tuple(sorted(operators, key=lambda each: (each.side, each.order))),
-            carried=tuple(carried),
+            carried=tuple(pooled.carried),
             weights=weights,
-            routers=tuple(sorted(self.routers.values(), key=lambda each: (each.layer or 0, each.operator))),
-            patches=tuple(self._patched(patch, logprobs)) if patch != "none" and np.any(flat) else (),
-            unseen=tuple(sorted(unseen)),
+            routers=tuple(sorted(pooled.routers.values(), key=lambda each: (each.layer or 0, each.operator))),
+            patches=tuple(self._patched(patch, pooled)) if patch != "none" and np.any(flat) else (),
+            unseen=tuple(sorted(pooled.unseen)),
             first=_first(operators, weights),
             engines=tuple(side for side, each in self.executions.items() if isinstance(each, VllmExecution)),
             only=self.only,
@@ -333,20 +424,24 @@ class _Location:
         logprobs[side] |= values
         return taps
 
-    def _row(
+    def _done(self) -> dict[str, JudgedSequence]:
+        """The sequences that were judged before the question was interrupted."""
+        if self.unfinished is None:
+            return {}
+        known = (self.unfinished.sequence(number, name) for name, number in self.numbers.items())
+        return {found.seq_id: found for found in known if found is not None}
+
+    def _judged(
         self,
         row: RecordedRow,
         heard: dict[str, RowTaps],
         windows: list[Window],
-        pooled: dict[tuple[str, str], _Pooled],
-        unseen: set[str],
         logprobs: dict[str, dict[str, np.ndarray]],
-        advance: Advance,
-    ) -> Iterator[CarriedError]:
-        """Judge a row's operators into `pooled` and `unseen`; what each carries of its gap."""
+    ) -> JudgedSequence:
+        """A row's operators, and what each carries of its gap."""
+        result = JudgedSequence(seq_id=row.seq_id)
         positions = {side: position_of(taps) for side, taps in heard.items()}
         judged: dict[tuple[str, Window], Judgement] = {}
-        apart: dict[str, tuple[Apart, Apart]] = {}
         heads: dict[str, Head] = {}
 
         def judge(sides: list[str], window: Window) -> list[dict[Point, Any]]:
@@ -354,8 +449,7 @@ class _Location:
             if any(side not in heard for side in sides) or window is not windows[-1]:
                 taps = {side: self._listen(side, [row], window, logprobs)[row.seq_id] for side in (A, B)}
             if not any(of is window for _, of in judged):
-                apart.update(self._apart(taps[A], taps[B]))
-                unseen.update(_unseen(taps[A], taps[B]))
+                _set_apart(result, taps[A], taps[B])
             for side in sides:
                 judgement = self._judge(self.executions[side], row, taps[side], positions[side], window)
                 if window is windows[-1]:
@@ -380,57 +474,34 @@ class _Location:
                     judge(sides, window)
             for side, own in zip(sides, products, strict=True):
                 for each in (each for window in windows for each in judged[side, window].operators):
-                    self.known.add(each.kind)
+                    result.kinds.add(each.kind)
                     if self.asked(each.operator):
-                        pooled[side, each.operator].judged.append((row.seq_id, each))
+                        result.judged.append((side, each))
                         if each.point in own:
-                            yield _carried(side, each, row, own[each.point])
+                            result.carried.append(_carried(side, each, row, own[each.point]))
                 for each, own_T in heads[side]:
-                    self.known.add(each.kind)
+                    result.kinds.add(each.kind)
                     if not self.asked(each.operator):
                         continue
-                    pooled[side, each.operator].judged.append((row.seq_id, each))
-                    yield _carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum()))
-        for (_side, name), found in pooled.items():
-            if name in apart:
-                found.inherited.append(apart[name][0])
-                found.difference.append(apart[name][1])
-        advance(_TASKS - 1)
+                    result.judged.append((side, each))
+                    result.carried.append(_carried(side, each, row, float((d_T * np.nan_to_num(own_T)).sum())))
+        result.logprobs = {side: logprobs[side][row.seq_id].tolist() for side in (A, B)}
+        engines = [each for each in self.executions.values() if isinstance(each, VllmExecution)]
+        result.is_whole = all(each.takes_whole_rows for each in engines)
+        return result
 
     def _judge(
         self, execution: AnyExecution, row: RecordedRow, taps: RowTaps, first_position: int | None, window: Window
     ) -> Judgement:
         return self.reference.judge(
-            row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores, first_position=first_position, window=window
+            row, taps, execution.weight_dtypes, rounds_scores=execution.rounds_scores,
+            attention_cut=execution.attention_cut, first_position=first_position, window=window,
         )  # fmt: skip
 
     def _head(
         self, side: str, row: RecordedRow, taps: RowTaps, logprobs: Mapping[str, Mapping[str, np.ndarray]]
     ) -> Head:
         return judge_head(self.executions[side], self.reference, row, taps, logprobs[side][row.seq_id], _LAST)
-
-    def _apart(self, a: RowTaps, b: RowTaps) -> dict[str, tuple[Apart, Apart]]:
-        """Operator -> how far apart both executions are before and behind it; routes that flip are counted."""
-        found = {}
-        for name, ours in a.calls.items():
-            if (theirs := b.calls.get(name)) is not None:
-                self._count_flips(name, ours.gives, theirs.gives)
-                found[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
-        return found
-
-    def _count_flips(self, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """Count the tokens for which the two executions choose other experts."""
-        for a, b in zip(ours, theirs, strict=False):
-            if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
-                flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
-                known = self.routers.get(name, Router(operator=name, layer=layer_of(name), num_tokens=0, num_flipped=0))
-                margins = [known.margin, _margin(ours, a, flipped_T)]
-                self.routers[name] = replace(
-                    known,
-                    num_tokens=known.num_tokens + len(a),
-                    num_flipped=known.num_flipped + int(flipped_T.sum()),
-                    margin=max((each for each in margins if each is not None), default=None),
-                )
 
     def _weights(self) -> Iterator[WeightDifference]:
         """Tensors of either side that are not the recorded ones."""
@@ -459,30 +530,45 @@ class _Location:
                 return version
         return None
 
-    def _patched(self, patch: str, logprobs: Mapping[str, Mapping[str, np.ndarray]]) -> Iterator[PatchedSequence]:
+    def _patched(self, patch: str, pooled: _Pooled) -> Iterator[PatchedSequence]:
+        if not pooled.are_whole:  # an engine that is asked again after it was interrupted has run nothing yet
+            for engine in self.executions.values():
+                if isinstance(engine, VllmExecution):
+                    engine.takes_whole_rows = False
         grafts = {
             side: graft_of(self.executions[side], self.executions[other])
             for side, other in ((B, A), (A, B))
-            if not all(isinstance(each, VllmExecution) for each in self.executions.values())
+            if can_patch(self.executions[side], self.executions[other])
         }
-        plans = {side: list(self._plans(patch, graft)) for side, graft in grafts.items()}
-        flipped = sum(each.num_flipped > 0 for each in self.routers.values())
-        total = sum(map(len, plans.values())) + len(grafts) * (flipped > 0)
-        with self.progress("patching operators", total) as advance:
+        flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
+        routes: list[tuple[str, frozenset[str] | None]] = [(ROUTES, None)] if flipped else []
+        plans = {side: [*self._plans(patch, graft), *routes] for side, graft in grafts.items()}
+        done = {
+            (side, number): found
+            for side, own in plans.items()
+            for number in range(len(own) if self.unfinished is not None else 0)
+            if self.unfinished is not None and (found := self.unfinished.patch(side, number)) is not None
+        }
+        total = sum(map(len, plans.values()))
+        told = f", {len(done)} of {total} done before" if done else ""
+        with self.progress(f"patching operators{told}", total) as advance:
             for side, graft in grafts.items():
                 other = A if side == B else B
-                for name, operators in plans[side]:
-                    scored = graft.score(operators, self.chosen.rows, self.rows)
-                    yield from self._left(name, side, len(operators), scored, logprobs[other])
-                    advance(1)
-                if flipped:
-                    scored = self._routed(self.executions[side], self.executions[other])
-                    yield from self._left(ROUTES, side, flipped, scored, logprobs[other])
+                for number, (name, operators) in enumerate(plans[side]):
+                    found = done.get((side, number))
+                    if found is None:
+                        if operators is None:
+                            scored = self._routed(self.executions[side], self.executions[other])
+                        else:
+                            scored = graft.score(operators, self.chosen.rows, self.rows)
+                        changed = flipped if operators is None else len(operators)
+                        found = tuple(self._left(name, side, changed, scored, pooled.logprobs[other]))
+                        if self.unfinished is not None:
+                            self.unfinished.add_patch(side, number, found)
+                    yield from found
                     advance(1)
 
     def _routed(self, taker: AnyExecution, giver: AnyExecution) -> dict[str, np.ndarray]:
-        assert isinstance(taker, Execution)
-        assert isinstance(giver, Execution)
         return score_with(taker, choices(giver, self.chosen.rows, self.rows, self.wanted), self.chosen.rows, self.rows)
 
     def _left(
@@ -528,6 +614,29 @@ def _carried(side: str, each: Judged, row: RecordedRow, product: float) -> Carri
     )
 
 
+def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
+    """Note how far apart both executions are before and behind each operator, and count routes that flip."""
+    result.unseen |= _unseen(a, b)
+    for name, ours in a.calls.items():
+        if (theirs := b.calls.get(name)) is not None:
+            result.routers += _routers(name, ours.gives, theirs.gives)
+            result.apart[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+
+
+def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
+    """For how many tokens the two executions choose other experts, where this is a router."""
+    for a, b in zip(ours, theirs, strict=False):
+        if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
+            flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
+            yield Router(
+                operator=name,
+                layer=layer_of(name),
+                num_tokens=len(a),
+                num_flipped=int(flipped_T.sum()),
+                margin=_margin(ours, a, flipped_T),
+            )
+
+
 def _tapped_values(config: Any) -> int:
     """About how many numbers operators take and give, a token."""
     text = config.get_text_config()
@@ -546,6 +655,23 @@ def _free_bytes(device: str) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return _UNKNOWN_FREE
+
+
+def _bits(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of weights: names, dtypes, shapes and bits."""
+    return short_hash(canonical_json([
+        (name, tensors[name].dtype, tensors[name].bits.shape, whole_hash(np.ascontiguousarray(tensors[name].bits).data))
+        for name in sorted(tensors)
+    ]).encode())  # fmt: skip
+
+
+def _row_bits(row: RecordedRow) -> list[str]:
+    """A recorded row: its arrays as hashes, the rest as text."""
+    values = (getattr(row, each.name) for each in fields(row))
+    return [
+        whole_hash(np.ascontiguousarray(value).data) if isinstance(value, np.ndarray) else str(value)
+        for value in values
+    ]
 
 
 def _dtype(name: str) -> Any:
@@ -583,7 +709,7 @@ def _relative(parts: list[tuple[float, float]]) -> float | None:
     return None if not parts or np.isnan(off) else float(np.sqrt(off / size)) if size else 0.0
 
 
-def _pooled(side: str, name: str, found: _Pooled, doubles: Mapping[tuple[str, str], float]) -> OperatorError:
+def _pooled(side: str, name: str, found: _PooledOperator, doubles: Mapping[tuple[str, str], float]) -> OperatorError:
     seq_id, worst = max(found.judged, key=lambda item: item[1].ratio)
     number = sum(each.num_values for _, each in found.judged)
     square = sum(each.num_values * each.error**2 for _, each in found.judged)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...schemas.contract import Contract
-from ...schemas.errors import CannotReplay, option
+from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.double import keep_double
@@ -26,6 +26,10 @@ Prepare = Callable[[Any], None]
 class Execution:
     """An arm's model with the weights of a step."""
 
+    scorer_of: type[HfScorer] = HfScorer
+    attention_cut = 0.0
+    """What its attention cuts off weighted values, as a share of the largest."""
+
     def __init__(
         self,
         run: RecordedRun,
@@ -40,7 +44,7 @@ class Execution:
         _check(arm)
         self.arm, self.run = arm, run
         self._prepare = prepare
-        self.scorer = HfScorer(run, arm, contract, device)
+        self.scorer = self.scorer_of(run, arm, contract, device)
         self.scorer.calls_whole_model = calls_whole_model
         self.model: Any = None
 
@@ -88,6 +92,10 @@ class Execution:
             self._prepare(self.model)
         self.scorer.attach(self.model)
 
+    def made_by(self) -> Contract:
+        """The contract of what it gives; of kernels nothing is known before it ran."""
+        return self.scorer.made_by() | {"attention_kernels": None}
+
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""
@@ -114,7 +122,15 @@ class Execution:
             with keep_double() if double else nullcontext(), around(batch):
                 yield
 
-        self.scorer.around = both
+        return self._scored(rows, of, both)
+
+    def _scored(
+        self,
+        rows: Sequence[RecordedRow],
+        of: list[RecordedRow],
+        around: Callable[[ForwardBatch], AbstractContextManager[Any]],
+    ) -> dict[str, np.ndarray]:
+        self.scorer.around = around
         try:
             scored = self.scorer.score(self.scorer.together(list(rows), of))
         finally:
@@ -130,7 +146,7 @@ class Execution:
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
         """The same, and what operators took and gave for these rows."""
-        taps = Taps(self.model, wanted)
+        taps = self._taps(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
 
@@ -146,6 +162,16 @@ class Execution:
 
         return self.score(rows, of, heard), found
 
+    def _taps(self, wanted: Callable[[str], bool]) -> AnyTaps:
+        return Taps(self.model, wanted)
+
+
+class AnyTaps(Protocol):
+    """Keeps what operators take and give."""
+
+    def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> AbstractContextManager[None]:
+        """Listen to one forward; `chosen` maps rows of it to what is kept of them."""
+
 
 def head_name(model: Any) -> str:
     """The name of the module that gives logits."""
@@ -154,12 +180,10 @@ def head_name(model: Any) -> str:
 
 
 def _check(arm: Arm) -> None:
-    if arm.engine != "hf":
-        raise CannotReplay(
-            f"arm {arm.name}: the operators of engine {arm.engine} cannot be heard; compare arms of {option('engine', 'hf')} and "
-            f"{option('engine', 'vllm')}"
-        )
     if arm.compile:
         raise CannotReplay(f"arm {arm.name}: operators inside a compiled model cannot be heard; leave compile out")
     if arm.mode != "prefill":
-        raise CannotReplay(f"arm {arm.name}: operators are compared in one forward a row; leave mode {arm.mode} out")
+        why = "; engine exact gives the same bits in every mode" if arm.engine == "exact" else ""
+        raise CannotReplay(
+            f"arm {arm.name}: operators are compared in one forward a row{why}; leave mode {arm.mode} out"
+        )

@@ -6,7 +6,7 @@ differs before it, so that the last operator would seem to carry all of a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +26,8 @@ class Graft:
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
-        self._theirs = operators(giver.model)
+        self.theirs: Mapping[str, Any] = operators(giver.model)
+        """The giver's operators, called as transformers' modules are."""
         self._ours = operators(taker.model)
         self._modules = dict(giver.model.named_modules())
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -37,7 +38,7 @@ class Graft:
         batches = scorer.batches(scorer.together(list(rows), of))
         are_padded = all(isinstance(batch, PaddedBatch) for batch in batches)
         cores = [core_name(name) for name in attention_layers(self.taker.model)] if are_padded else []
-        return [*(name for name in self._ours if name in self._theirs), *cores]
+        return [*(name for name in self._ours if name in self.theirs), *cores]
 
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
@@ -69,7 +70,7 @@ class Graft:
             yield
 
     def _hook(self, name: str) -> Callable[..., Any]:
-        theirs = self._theirs[name]
+        theirs = self.theirs[name]
 
         def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
             dtype = next(theirs.parameters(), self.first).dtype

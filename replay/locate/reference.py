@@ -157,19 +157,21 @@ class Reference:
         weight_dtypes: Mapping[str, Any],
         *,
         rounds_scores: bool,
+        attention_cut: float = 0.0,
         first_position: int | None = None,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
         """The operators of a row's forward, in their order, but for the head, whose numbers alone are left in `taps`.
 
-        `weight_dtypes` are those of the execution's weights. Of a `window` that begins behind the first layer, `first_position`
+        `weight_dtypes` are those of the execution's weights, `rounds_scores` and `attention_cut` what its attention does to its numbers
+        (`bounds.of_attention`). Of a `window` that begins behind the first layer, `first_position`
         is the position of the row's first token.
         """
         import torch
 
         if first_position is None:
             first_position = position_of(taps)
-        run = _Run(self, taps, weight_dtypes, rounds_scores, first_position, window)
+        run = _Run(self, taps, weight_dtypes, (rounds_scores, attention_cut), first_position, window)
         with torch.no_grad(), keep_double(), run.listening(), self._only(window):
             self._hidden(row, first_position)
         return Judgement(run.judged, run.errors, first_position)
@@ -329,12 +331,13 @@ class _Run:
         reference: Reference,
         taps: RowTaps,
         weight_dtypes: Mapping[str, Any],
-        rounds_scores: bool,
+        attention: tuple[bool, float],
         first_position: int,
         window: Window,
     ):
         self._reference, self._taps, self._dtypes = reference, taps, weight_dtypes
-        self._rounds_scores, self.first_position, self._window = rounds_scores, first_position, window
+        self._rounds_scores, self._cut = attention
+        self.first_position, self._window = first_position, window
         self.judged: list[Judged] = []
         self.errors: dict[Point, Any] = {}
         self._num_calls: dict[str, int] = {}
@@ -453,7 +456,15 @@ class _Run:
         scaling = kwargs.get("scaling") or states[0].shape[-1] ** -0.5
         query, key, value = (state[0].transpose(0, 1) for state in states)
         bound = bounds.of_attention(
-            query, key, value, given[1][0], given[0][0], float(scaling), rounding, rounds_scores=self._rounds_scores
+            query,
+            key,
+            value,
+            given[1][0],
+            given[0][0],
+            float(scaling),
+            rounding,
+            rounds_scores=self._rounds_scores,
+            cut=self._cut,
         )
         self._add(name, ATTENTION, layer, found, exact, bound.reshape(exact.shape), (self._called(name), GIVES, 0))
         return (like(found, given[0]), *given[1:])
@@ -530,6 +541,7 @@ class _Run:
                 scaling,
                 rounding,
                 rounds_scores=self._rounds_scores,
+                cut=self._cut,
                 off=turned,
             )
 
@@ -594,15 +606,28 @@ class _Run:
         return like(given, value)
 
     def _bound(
-        self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call, given: Any
+        self,
+        name: str,
+        module: Any,
+        slot: int,
+        value: Any,
+        takes: tuple[Any, ...],
+        call: Call,
+        given: Any,
+        made_in: Any = None,
     ) -> Any:
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = Rounding(
-            given=given.dtype, taken=first.dtype, weight=self._dtypes.get(f"{name}.weight"),
-            recorded=self._reference.recorded_dtypes.get(f"{name}.weight"), adds=call.adds,
+            given=made_in or given.dtype, taken=first.dtype, weight=self._weight_dtype(name, self._dtypes),
+            recorded=self._weight_dtype(name, self._reference.recorded_dtypes), adds=call.adds,
         )  # fmt: skip
         bound = bounds.of_module(module, takes, value, slot, rounding)
         return bound if isinstance(bound, float) else tokens_first(bound.expand(value.shape), given)
+
+    @staticmethod
+    def _weight_dtype(name: str, dtypes: Mapping[str, Any]) -> Any:
+        """Of an operator's weight; beside adapters that of the projection."""
+        return dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
 
     def _chosen(self, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call) -> None:
         """Judge a router: its logits, which experts it chose (any whose logits lie within both bounds), and their scores."""
@@ -643,7 +668,9 @@ class _Run:
                 and score.numel() == value.numel()
                 and bool(same.any())
             ):
-                bound = self._bound(name, module, slot, value, takes, call, score)
+                # Scores may be kept in more digits than the logits that they are made of.
+                coarser = max(call.gives[0], score, key=lambda each: bounds.unit(each.dtype))
+                bound = self._bound(name, module, slot, value, takes, call, score, made_in=coarser.dtype)
                 value = value.reshape(score.shape)
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)

@@ -53,14 +53,22 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
     return np.arange(end - row.num_tokens, end)
 
 
-def operators(model: Any) -> dict[str, Any]:
-    """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one."""
+def shape_of(batch: ForwardBatch) -> tuple[int, int]:
+    """Rows and width of the tensors of a forward; rows that are laid end to end are one."""
+    return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+
+
+def operators(model: Any, *, adapters_apart: bool = False) -> dict[str, Any]:
+    """Name -> module of everything in a model that computes and holds no other module; a mixture's experts are one.
+
+    So is a projection with its adapters, as it is where they are merged into it, unless they are to be `adapters_apart`.
+    """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if not name or type(module).__name__ in _PASSED_OVER or name.startswith(whole or (" ",)):
             continue
-        if are_experts(module):
+        if are_experts(module) or (is_adapted(module) and not adapters_apart):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -72,6 +80,11 @@ def are_experts(module: Any) -> bool:
     """Whether a module holds the weights of all experts of a layer, as transformers' mixtures do."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether a module is a projection of the model with adapters of PEFT beside it."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
@@ -201,7 +214,7 @@ class Taps:
         import torch
 
         device = next(self._model.parameters()).device
-        shape = (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+        shape = shape_of(batch)
         where = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
 
         recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)

@@ -26,6 +26,7 @@ from ..recorded import RecordedRow, RecordedRun, has_experts
 from ..vllm_scorer import VllmScorer
 from .execution import Execution
 from .taps import Call, RowTaps, core_name
+from .vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
 
 VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
@@ -44,6 +45,7 @@ class VllmExecution:
 
     is_other_code = False
     rounds_scores = True
+    attention_cut = 0.0
     is_adapted = False
 
     def __init__(
@@ -62,10 +64,7 @@ class VllmExecution:
         if run.model_factory is not None:
             raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
         if has_experts(run.model["config"]):
-            raise CannotReplay(
-                f"arm {arm.name}: operators of a mixture of experts are heard in transformers alone; compare arms of "
-                f"{option('engine', 'hf')}"
-            )
+            check_mixture(run.model, arm.name)
         self.arm, self.run = arm, run
         self._prepare = prepare
         self.numerics = _EngineNumerics(arm, contract)
@@ -104,18 +103,31 @@ class VllmExecution:
         """The name of the module that gives logits, as transformers has it."""
         return "lm_head"
 
+    def made_by(self) -> Contract:
+        """The contract of what it gives, less the folder that its weights are read from, which is another one every time."""
+        made = self._scorer.made_by()
+        return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
+
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype, by transformers' names."""
-        return {name: tensor.dtype for name, tensor in self.held()}
+        """Parameter -> torch's dtype, by transformers' names; of a mixture's experts it is not asked."""
+        return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """The engine's weights by transformers' names; what it computes at once is divided, rows that fill up are left out."""
+        """The engine's weights by transformers' names; what it computes at once is divided, what fills up is left out."""
+        return self._held(with_experts=True)
+
+    def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
         model, vocabulary = self.model, self.config.vocab_size
         parts = dict(names(model))
         modules = dict(model.named_modules())
+        for name, module in modules.items():
+            if with_experts and is_mixture(module):
+                yield from held_by(name, module)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module, _, leaf = name.rpartition(".")
+            if is_mixture(modules[module.rpartition(".")[0]]):
+                continue
             whose, value = parts.get(module, [module]), parameter.detach()
             if len(whose) > 1:
                 sizes = modules[module].output_partition_sizes
@@ -231,6 +243,11 @@ class _Batch:
         return self._known[request]
 
 
+def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
+    """Settings less one of a part."""
+    return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
+
+
 def _longer(row: RecordedRow) -> RecordedRow:
     """A row with one more token."""
     return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
@@ -240,8 +257,15 @@ def names(model: Any) -> dict[str, list[str]]:
     """Module of vLLM's -> the operators that transformers has in its place. Raises CannotReplay for one without."""
     packed = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[str]] = {}
+    of_experts = mixtures(model)
+    gates = {f"{name.rpartition('.')[0]}.gate" for name in of_experts}
     for name, module in model.named_modules():
         layer, _, last = name.rpartition(".")
+        if name in of_experts:
+            found[name] = names_of(name, module)
+            continue
+        if name in gates or name.startswith(tuple(f"{each}." for each in of_experts)):
+            continue
         if not name or f".{_PARTS_OF_ATTENTION}" in name or last in (*_HEAD, *_FUSED) or f"{_ROTARY}." in name:
             continue
         if last == _PARTS_OF_ATTENTION[:-1]:
@@ -286,7 +310,9 @@ class _EngineTaps:
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                if name in self._names:
+                if is_mixture(module):
+                    stack.enter_context(self._mixture(name, module))
+                elif name in self._names:
                     hook = hooks.get(name.rpartition(".")[2], self._operator)
                     stack.callback(module.register_forward_hook(hook(name, module), with_kwargs=True).remove)
             yield
@@ -295,7 +321,7 @@ class _EngineTaps:
         """What was heard of each row."""
         found = {}
         for row in rows:
-            calls = {name: _joined(pieces) for name, pieces in self._pieces.pop(row.seq_id, {}).items()}
+            calls = {name: _joined(pieces) for name, pieces in self._pieces.pop(row.seq_id, {}).items() if pieces}
             found[row.seq_id] = RowTaps(calls=calls)
         return found
 
@@ -308,6 +334,28 @@ class _EngineTaps:
                 tuple(None if value is None else value[where].clone() for value in of) for of in (takes, gives)
             )
             self._pieces[seq_id][name].append((first, Call(took, gave, adds)))
+
+    @contextmanager
+    def _mixture(self, name: str, module: Any) -> Iterator[None]:
+        gate, experts = self._names[name]
+        chosen: list[tuple[Any, Any]] = []
+
+        def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
+            given = select(hidden, logits)
+            weights, ids = in_order(*given)
+            self._keep(gate, [hidden], [logits, weights, ids])
+            chosen.append((ids, weights))
+            return given
+
+        def heard(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
+            self._keep(experts, [args[0] if args else kwargs["hidden_states"], *chosen.pop()], [given])
+
+        handle = module.register_forward_hook(heard, with_kwargs=True)
+        try:
+            with selecting(module, choose):
+                yield
+        finally:
+            handle.remove()
 
     def _attention(self, name: str, module: Any) -> Callable[..., None]:
         (core,) = self._names[name]

@@ -14,11 +14,14 @@ import numpy as np
 
 from ..batching import PaddedBatch
 from ..recorded import RecordedRow
+from .exact_execution import ExactExecution
+from .exact_grafts import ExactGiver, ExactTaker
 from .execution import Execution
 from .grafts import Graft, as_given, attention_layers, cast
 from .reference import ROTARY
 from .taps import core_name, operators
 from .vllm_execution import AnyExecution, Span, VllmExecution, names
+from .vllm_mixture import Select, in_order, is_mixture, selecting
 
 _ROTATES = "apply_rotary_pos_emb"
 """transformers' function that turns queries and keys, in the module of each model."""
@@ -30,9 +33,9 @@ class VllmTaker:
 
     def __init__(self, taker: VllmExecution, giver: Execution):
         self.taker = taker
-        self._as_itself = Graft(giver, giver)
+        self._as_itself = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
         self._giver = giver
-        self._theirs = operators(giver.model)
+        self._theirs = self._as_itself.theirs
         self._modules = dict(giver.model.named_modules())
         self._names = names(taker.model)
         self._spans: list[Span] = []
@@ -44,7 +47,7 @@ class VllmTaker:
         found = [each for parts in self._names.values() for each in parts if each in self._theirs]
         layers = attention_layers(self._giver.model)
         found += [name for name in self._theirs if name.endswith(f".{_ACTIVATION}")]
-        if self._rotation(layers[0]) is not None:
+        if not isinstance(self._giver, ExactExecution) and self._rotation(layers[0]) is not None:
             found += [f"{layer}.{ROTARY}" for layer in layers]
         if self.taker.takes_whole_rows:
             found += [core_name(layer) for layer in layers]
@@ -70,7 +73,9 @@ class VllmTaker:
             for name, module in self.taker.model.named_modules():
                 layer, _, last = name.rpartition(".")
                 hook: Callable[..., Any] | None = None
-                if name.endswith(f".{_ACTIVATION}") and name in names:
+                if is_mixture(module):
+                    stack.enter_context(self._mixture(name, module, names))
+                elif name.endswith(f".{_ACTIVATION}") and name in names:
                     hook = self._activation(name)
                 elif core_name(layer) in names and last == "attn":
                     hook = self._attention(layer, module)
@@ -82,11 +87,13 @@ class VllmTaker:
 
     def _computed(self, name: str, value: Any, given: Any) -> Any:
         """What transformers' operator makes of what vLLM's took, in the dtype of what that gave."""
+        return as_given(self._called(name, value), given).reshape(given.shape)
+
+    def _called(self, name: str, *values: Any) -> Any:
         theirs = self._theirs[name]
         dtype = next(theirs.parameters(), self._as_itself.first).dtype
         with self._as_itself.as_giver():
-            new = theirs(cast(value, dtype))
-        return as_given(new, given).reshape(given.shape)
+            return theirs(*(cast(value, dtype) for value in values))
 
     def _operator(self, name: str, module: Any, names: Collection[str]) -> Callable[..., Any]:
         theirs = self._names[name]
@@ -109,6 +116,33 @@ class VllmTaker:
             return tuple(outputs) if isinstance(given, tuple) else outputs[0]
 
         return graft
+
+    @contextmanager
+    def _mixture(self, name: str, module: Any, names: Collection[str]) -> Iterator[None]:
+        gate, experts = self._names[name]
+        chosen: list[tuple[Any, Any]] = []
+
+        def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
+            weights, ids = select(hidden, logits)
+            if gate in names:
+                _, new, new_ids = self._called(gate, hidden)
+                weights, ids = new.to(weights.dtype).contiguous(), new_ids.to(ids.dtype).contiguous()
+            chosen.append((weights, ids))
+            return weights, ids
+
+        def graft(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
+            weights, ids = chosen.pop()
+            if experts not in names:
+                return None
+            new = self._called(experts, args[0] if args else kwargs["hidden_states"], ids.long(), weights)
+            return as_given(new, given).reshape(given.shape)
+
+        handle = module.register_forward_hook(graft, with_kwargs=True)
+        try:
+            with selecting(module, choose):
+                yield
+        finally:
+            handle.remove()
 
     def _activation(self, name: str) -> Callable[..., Any]:
         def graft(_module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
@@ -190,19 +224,22 @@ class VllmGiver(Graft):
         self.taker = taker
         self._ours = operators(taker.model)
         modules = dict(giver.model.named_modules())
-        self._theirs = {}
+        self.theirs: dict[str, Any] = {}
         for name, parts in names(giver.model).items():
-            if name.rpartition(".")[2] not in ("attn", "rotary_emb"):
-                self._theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
+            if is_mixture(modules[name]):
+                gate, experts = parts
+                self.theirs |= {gate: _Gate(modules[gate], modules[name]), experts: _Experts(modules[name])}
+            elif name.rpartition(".")[2] not in ("attn", "rotary_emb"):
+                self.theirs |= {each: _Part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        return [name for name in self._ours if name in self._theirs]
+        return [name for name in self._ours if name in self.theirs]
 
     @contextmanager
     def put(self, names: Collection[str], batch: Any) -> Iterator[None]:
         with ExitStack() as stack:
             for name in names:
-                stack.callback(self._ours[name].register_forward_hook(self._theirs[name].graft).remove)
+                stack.callback(self._ours[name].register_forward_hook(self.theirs[name].graft).remove)
             yield
 
 
@@ -229,12 +266,58 @@ class _Part:
         return as_given(new, given).reshape(given.shape)
 
 
-AnyGraft = Graft | VllmTaker
+class _Gate:
+    """The router of a mixture of vLLM's."""
+
+    def __init__(self, gate: Any, module: Any):
+        self._gate, self._module = gate, module
+
+    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
+        """A forward hook of transformers' router, which gives logits, weights and experts."""
+        import torch
+
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            hidden = cast(args[0], self._gate.weight.dtype).reshape(-1, args[0].shape[-1])
+            logits = self._gate(hidden)
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            new = (logits.clone(), *in_order(*self._module.router.select_experts(hidden, logits)))
+        return as_given(new, given)
+
+
+class _Experts:
+    """The experts of a mixture of vLLM's."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def graft(self, _module: Any, args: tuple[Any, ...], given: Any) -> Any:
+        """A forward hook of transformers' experts, which take hidden states, experts and weights."""
+        import torch
+
+        experts = self._module.routed_experts
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            hidden = cast(args[0], experts.w13_weight.dtype).reshape(-1, args[0].shape[-1]).contiguous()
+            new = experts.forward_modular(
+                x=hidden, topk_weights=args[2].float().contiguous(), topk_ids=args[1].int().contiguous()
+            ).clone()
+        return as_given(new, given).reshape(given.shape)
+
+
+AnyGraft = Graft | VllmTaker | ExactTaker
+
+
+def can_patch(taker: AnyExecution, giver: AnyExecution) -> bool:
+    """Whether operators of a giver can be put into a taker: vLLM's go into transformers' model alone."""
+    return not isinstance(giver, VllmExecution) or type(taker) is Execution
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> AnyGraft:
-    """What puts operators of a giver into a taker; not both may be vLLM."""
+    """What puts operators of a giver into a taker, where that can be."""
     if isinstance(giver, VllmExecution):
         assert isinstance(taker, Execution)
         return VllmGiver(taker, giver)
-    return VllmTaker(taker, giver) if isinstance(taker, VllmExecution) else Graft(taker, giver)
+    if isinstance(taker, VllmExecution):
+        return VllmTaker(taker, giver)
+    if isinstance(taker, ExactExecution):
+        return ExactTaker(taker, giver)
+    return ExactGiver(taker, giver) if isinstance(giver, ExactExecution) else Graft(taker, giver)

@@ -9,7 +9,7 @@ from pathlib import Path
 import tiny  # noqa: F401  first: it sets what vLLM reads
 import torch
 from tim_trace.analysis.locate import location
-from tim_trace.replay.locate import vllm_execution
+from tim_trace.replay.locate import vllm_execution, vllm_mixture
 from tim_trace.replay.locate.engine import locate
 
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
@@ -21,6 +21,9 @@ LLAMA = {"num_key_value_heads": 1, "max_position_embeddings": 128}
 located_runs.MODELS["llama"] = ("Llama", LLAMA)
 located_runs.MODELS["qwen2"] = ("Qwen2", LLAMA)
 located_runs.MODELS["qwen3"] = ("Qwen3", LLAMA | {"head_dim": 32})
+# vLLM's kernel for a CPU fills inner widths up to 32, and keeps weights in an order of its own.
+MIXTURE = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+located_runs.MODELS["qwen3_moe"] = ("Qwen3Moe", LLAMA | MIXTURE)
 
 
 @contextmanager
@@ -33,6 +36,15 @@ def changed(owner, name, value):
         setattr(owner, name, before)
     else:
         delattr(owner, name)
+
+
+@contextmanager
+def changed_weight(weight, data):
+    """Give a weight other numbers within."""
+    before = weight.data.clone()
+    weight.data.copy_(data)
+    yield
+    weight.data.copy_(before)
 
 
 def layer(model, number):
@@ -103,6 +115,50 @@ def biases(model):
     yield
 
 
+def experts(model, number):
+    return layer(model, number).mlp.experts
+
+
+@contextmanager
+def stale_experts(model):
+    """Weights of the next recorded version, packed as the engine has them."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    held = experts(model, 2).routed_experts
+    names = dict(vllm_mixture.held_by("experts", experts(model, 2)))
+    loaded = held.w2_weight.data.new_zeros(held.w2_weight.shape)
+    loaded[:, :, : MIXTURE["moe_intermediate_size"]] = names["experts.down_proj"] + 1e-3
+    packed = cpu_prepack_moe_weight(loaded, held.quant_method.moe_kernel.fused_experts.isa)
+    with changed_weight(held.w2_weight, packed):
+        yield
+
+
+def exchanged_experts(model):
+    weight = experts(model, 1).routed_experts.w2_weight
+    return changed_weight(weight, weight.data[[1, 0, *range(2, len(weight))]])
+
+
+def renormalised(model):
+    return changed(experts(model, 1).router, "renormalize", True)
+
+
+def rounded_router(model):
+    gate = layer(model, 1).mlp.gate
+    forward = gate.forward
+
+    def rounded(x):
+        logits, bias = forward(x)
+        return logits.to(torch.float8_e4m3fn).to(logits.dtype), bias
+
+    return changed(gate, "forward", rounded)
+
+
+def other_activation(model):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    return changed(experts(model, 2).routed_experts, "activation", MoEActivation.GELU)
+
+
 def nothing(model):
     return changed(model, "is_healthy", True)
 
@@ -117,13 +173,24 @@ def main():
             engine = build(scorer)
         return engine
 
+    put = vllm_execution._EagerScorer.put
+
+    def put_once(scorer, made, tensors):
+        """An engine of a mixture starts anew with every weights: it keeps those that it has, which faults put back."""
+        if made.llm is None or "num_experts" not in made.config:
+            put(scorer, made, tensors)
+
     vllm_execution._EagerScorer.build = one_engine
-    faults = [nothing, epsilon, activation, scale, cache, theta, logits]
-    more = {"llama": [stale], "qwen2": [biases], "qwen3": [no_norm]}
+    vllm_execution._EagerScorer.put = put_once
+    of_all = [nothing, epsilon, scale, cache, theta, logits]
+    more = {
+        "llama": [activation, stale], "qwen2": [activation, biases], "qwen3": [activation, no_norm],
+        "qwen3_moe": [stale_experts, exchanged_experts, renormalised, rounded_router, other_activation],
+    }  # fmt: skip
     for model in sys.argv[3:]:
         run = FOLDER / model
         located_runs.record(run, located_runs.model_of(model), versions=2)
-        for fault in (*faults, *more[model]):
+        for fault in (*of_all, *more[model]):
             planted = []
 
             def plant(made, fault=fault, planted=planted):
@@ -146,6 +213,7 @@ def main():
                 "worst": max(each.ratio for each in found.operators),
                 "removed": {f"{each.patch} {each.taker}": each.removed for each in answer.patches},
                 "unseen": found.unseen,
+                "flipped": sum(each.num_flipped for each in found.routers),
             }), flush=True)  # fmt: skip
         engine.close()
         engine = None

@@ -454,7 +454,6 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
         ({"operators": "q_prj"}, InvalidOption, r"has such a name; their kinds are: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "has such a name"),
         ({"operators": "q_proj,"}, InvalidOption, "write words of names with commas"),
-        ({"arm": "engine=exact"}, CannotReplay, "cannot be heard"),
         ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is no scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "names no recorded step"),

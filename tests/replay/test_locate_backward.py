@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapted import identity, with_adapters
 from builders import tim_trace
 from shared import rest_slow
 from tim_trace.analysis.locate_backward import locate_backward as find
@@ -59,8 +60,7 @@ def record(folder, model, *, advantages=True, checkpoints=False, autocast=None):
     lengths = np.array([len(ids) for ids in responses])
     most = np.array([lengths[place - place % 3 : place - place % 3 + 3].max() for place in number])
     with Recorder(folder) as recorder:
-        name = f"{type(model).__module__}.{type(model).__qualname__}"
-        recorder.describe(model={"class": name, "config": model.config.to_dict()})
+        recorder.describe(model=identity(model))
         contract = {"engine": "a loop", "model": {"dtypes": {"float32": 1}, "attention": "eager"}}
         if autocast:
             contract["torch"] = {"autocast_dtype": autocast}
@@ -105,6 +105,33 @@ def test_rounding_is_no_fault_of_a_backward(traces, name, against):
     assert 0 < worst.ratio < 1
     assert found.norm_a > 0
     assert sum(each.share for each in found.parameters) == pytest.approx(1)
+
+
+def more_scale(model):
+    """What the adapter of one projection adds counts half as much again."""
+    model.model.layers[1].self_attn.v_proj.scaling["default"] *= 1.5
+
+
+@pytest.mark.parametrize(
+    ("prepare", "against"),
+    [(None, "dtype=bf16"), (more_scale, "dtype=fp64"), pytest.param(more_scale, "dtype=bf16", marks=pytest.mark.slow)],
+)
+def test_gradients_of_adapters_are_judged(tmp_path, prepare, against):
+    run = record(tmp_path / "run", with_adapters(model_of("llama")))
+    found = locate_backward(run, against=against, sequences="random:6", prepare_against=prepare)
+    assert {each.kind for each in found.parameters} >= {"default", "base_layer"}
+    if prepare is None:
+        assert found.first is None
+        assert 0 < max(each.ratio for each in found.operators) < 1
+    else:
+        operator = "model.layers.1.self_attn.v_proj.lora_B.default.output"
+        assert (found.first.side, found.first.operator, found.first.what) == ("b", operator, "between")
+
+
+def test_the_backward_of_dora_is_refused(tmp_path):
+    run = record(tmp_path / "run", with_adapters(model_of("llama"), use_dora=True))
+    with pytest.raises(CannotReplay, match="DoRA"):
+        locate_backward(run)
 
 
 def test_a_kernel_without_the_soft_cap_is_named(traces):

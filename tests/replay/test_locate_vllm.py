@@ -24,6 +24,11 @@ WHERE = {
     "stale": "model.layers.2.mlp.up_proj",
     "biases": "model.layers.1.self_attn.q_proj",
     "no_norm": "model.layers.1.self_attn.q_norm",
+    "stale_experts": "model.layers.2.mlp.experts",
+    "exchanged_experts": "model.layers.1.mlp.experts",
+    "renormalised": "model.layers.1.mlp.gate",
+    "rounded_router": "model.layers.1.mlp.gate",
+    "other_activation": "model.layers.2.mlp.experts",
 }
 HIDDEN_BY_ROUNDING = {("bf16", "epsilon")}
 
@@ -32,7 +37,7 @@ def cases(folder, dtype, models):
     command = [sys.executable, PROGRAMS / "locate_vllm.py", folder, dtype, *models]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=900)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 8 * len(models), done.stderr[-3000:]
+    assert len(found) == sum(11 if model == "qwen3_moe" else 8 for model in models), done.stderr[-3000:]
     return found
 
 
@@ -55,6 +60,34 @@ def test_what_is_planted_in_the_engine_is_found_where_it_lies(tmp_path, dtype, m
             if fault in ("stale", "biases"):
                 assert first[2] == "weights", case
             if fault == "stale" and dtype == "fp32":
+                assert first[3] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_planted_in_an_engines_mixture_of_experts_is_found_where_it_lies(tmp_path, dtype):
+    for case in cases(tmp_path, dtype, ["qwen3_moe"]):
+        fault, first = case["fault"], case["first"]
+        if fault == "nothing":
+            assert first is None, case
+            assert case["worst"] < 1.0
+            assert set(case["unseen"]) <= {"lm_head"}
+            removed = case["removed"]
+            assert {"gate a", "gate b", "experts a", "experts b", "attention b", "all operators a"} <= set(removed)
+            if dtype == "bf16":  # in float32 the gap is what a logprob can hold
+                assert removed["all operators b"] > 0.5
+            if case["flipped"]:
+                assert min(removed["routes a"], removed["routes b"]) > 0.2
+            else:
+                assert case["explained"] == pytest.approx(1.0, abs=0.15)
+        elif (dtype, fault) in HIDDEN_BY_ROUNDING:
+            assert first is None, case
+        else:
+            assert first is not None, case
+            assert first[:2] == ["b", WHERE[fault]], case
+            if fault in ("stale_experts", "exchanged_experts"):
+                assert first[2] == "weights", case
+            if fault == "stale_experts" and dtype == "fp32":
                 assert first[3] == 1
 
 
@@ -86,7 +119,11 @@ def test_a_recorded_run_is_held_against_its_engine(tmp_path, mode):
     ("model", "options", "said"),
     [
         ("llama", {"against": "engine=vllm,prefix-caching=on"}, "leave prefix-caching out"),
-        ("qwen3_moe", {"against": "engine=vllm"}, "mixture of experts"),
+        (
+            "qwen2_moe",
+            {"against": "engine=vllm"},
+            "of mixtures of experts the modules of Qwen3MoeForCausalLM are known",
+        ),
         ("llama", {"against": "engine=vllm", "against_factory": "module:function"}, "factory"),
     ],
 )

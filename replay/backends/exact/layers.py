@@ -88,40 +88,39 @@ class Rotary:
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
 
 
+class Silu:
+    """The activation x / (1 + e**-x)."""
+
+    def __init__(self, precision: Precision):
+        self._precision = precision
+
+    def __call__(self, x: Any) -> Any:
+        """Of the shape of x."""
+        return self._precision.round(silu(x))
+
+
 class Mlp:
     """Gated feed-forward layer with SiLU."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
-        self._gate, self._up, self._down, self._precision = gate, up, down, precision
+        self.gate, self.up, self.down, self.activation = gate, up, down, Silu(precision)
+        self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:
         """[M, H]."""
-        inner_MI = self._precision.round(silu(self._gate(x_MH)))
-        return self._down(self._precision.round(inner_MI * self._up(x_MH)))
+        return self.down(self._precision.round(self.activation(self.gate(x_MH)) * self.up(x_MH)))
 
 
-class Experts:
-    """A mixture of gated layers: each token goes to its J most probable ones, of equal ones to those of lower index."""
+class Router:
+    """Chooses a token's J most probable experts, of equal ones those of lower index."""
 
-    def __init__(self, router: Linear, experts: list[Mlp], chosen: int, normalised: bool, precision: Precision):
+    def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
         """`chosen` is J; with `normalised` a token's J weights sum to 1."""
-        self._router, self._experts, self._precision = router, experts, precision
-        self._chosen, self._normalised = chosen, normalised
+        self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
-    def __call__(self, x_MH: Any) -> Any:
-        """[M, H]: a token's experts are added in the order of their index."""
-        import torch
-
-        weights_MJ, experts_MJ = self._route(x_MH)
-        result_MH = torch.zeros_like(x_MH)
-        for index in experts_MJ.unique().tolist():
-            token, slot = torch.where(experts_MJ == index)
-            given = self._precision.round(self._experts[index](x_MH[token]) * weights_MJ[token, slot, None])
-            result_MH[token] = self._precision.round(result_MH[token] + given)
-        return result_MH
-
-    def _route(self, x_MH: Any) -> tuple[Any, Any]:
-        logits_ME = self._router(x_MH)
+    def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
+        """Logits [M, E], weights [M, J] and experts [M, J]."""
+        logits_ME = self._linear(x_MH)
         odds_ME = exp(logits_ME - logits_ME.amax(dim=-1, keepdim=True))
         probabilities_ME = self._precision.wide(odds_ME / sum_of_units(odds_ME))
         sorted_ME, order_ME = probabilities_ME.sort(dim=-1, descending=True, stable=True)
@@ -131,4 +130,34 @@ class Experts:
             for slot in range(1, self._chosen):
                 total_M1 = self._precision.wide(total_M1 + weights_MJ[:, slot : slot + 1])
             weights_MJ = self._precision.wide(weights_MJ / total_M1)
-        return self._precision.round(weights_MJ), experts_MJ
+        return logits_ME, self._precision.round(weights_MJ), experts_MJ
+
+
+class Experts:
+    """Gated layers of which each token goes through some."""
+
+    def __init__(self, experts: list[Mlp], precision: Precision):
+        self._experts, self._precision = experts, precision
+
+    def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
+        """[M, H]: a token's experts, weighted, are added in the order of their index."""
+        import torch
+
+        result_MH = torch.zeros_like(x_MH)
+        for index in experts_MJ.unique().tolist():
+            token, slot = torch.where(experts_MJ == index)
+            given = self._precision.round(self._experts[index](x_MH[token]) * weights_MJ[token, slot, None])
+            result_MH[token] = self._precision.round(result_MH[token] + given)
+        return result_MH
+
+
+class Mixture:
+    """A router and its experts."""
+
+    def __init__(self, router: Router, experts: Experts):
+        self.router, self.experts = router, experts
+
+    def __call__(self, x_MH: Any) -> Any:
+        """[M, H]."""
+        _, weights_MJ, experts_MJ = self.router(x_MH)
+        return self.experts(x_MH, experts_MJ, weights_MJ)

@@ -5,14 +5,15 @@ Shapes: B rows, T tokens of a forward, S tokens so far, H hidden width, M = B T,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ....schemas.errors import CannotReplay, option
 from .attention import MOST_KEYS, KeyValueCache
 from .head import ExactHead
-from .layers import Experts, Linear, Mlp, RmsNorm, Rotary
+from .layers import Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, Router
 from .precision import Precision
 
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -40,6 +41,58 @@ def check(identity: Mapping[str, Any]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator of the model, to be listened to or replaced while it runs."""
+
+    owner: Any
+    attribute: str
+    """Where the owner has it."""
+    is_heads_first: bool = False
+    """Whether it takes and gives [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """It, as it is now."""
+        found: Callable[..., Any] = getattr(self.owner, self.attribute)
+        return found
+
+    @contextmanager
+    def replaced(self, other: Callable[..., Any]) -> Iterator[None]:
+        """Within it the model calls another one."""
+        before = self.call
+        setattr(self.owner, self.attribute, other)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.attribute, before)
+
+
+class Core:
+    """Attention of queries and keys that are turned already, through a cache."""
+
+    def __init__(self, scaling: float, precision: Precision):
+        self._scaling, self._precision = scaling, precision
+
+    def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen_BTS: Any) -> Any:
+        """[B, A, T, D]; the keys and values of these tokens are put into the cache."""
+        cache.add(key_BNTD, value_BNTD, seen_BTS.shape[2] - seen_BTS.shape[1])
+        return self._precision.round(cache.attend(query_BATD.contiguous(), seen_BTS, self._scaling))
+
+
+class Embedding:
+    """A row a token."""
+
+    def __init__(self, weight_VH: Any):
+        self._weight_VH = weight_VH.detach()
+
+    def __call__(self, ids_M: Any) -> Any:
+        """[M, H] float64."""
+        import torch
+
+        return self._weight_VH[ids_M].to(torch.float64)
+
+
 @dataclass(slots=True)
 class _Layer:
     input_norm: RmsNorm
@@ -49,10 +102,10 @@ class _Layer:
     output: Linear
     query_norm: RmsNorm | None
     key_norm: RmsNorm | None
+    core: Core
     window: int | None
-    scaling: float
     after_norm: RmsNorm
-    feed: Mlp | Experts
+    feed: Mlp | Mixture
 
 
 class ExactModel:
@@ -84,8 +137,34 @@ class ExactModel:
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
+            self._embedding = Embedding(self.held.get_input_embeddings().weight)
             self._norm = RmsNorm(base.norm, precision)
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
+
+    def operators(self) -> dict[str, Operator]:
+        """What it computes with, by the names that transformers has for the same; `<attention>.attention` is its core."""
+        self.prepare()
+        names = {id(module): name for name, module in self.held.named_modules()}
+        base = self.held.base_model
+        found = {
+            names[id(base.embed_tokens)]: Operator(self, "_embedding"),
+            names[id(base.rotary_emb)]: Operator(self._rotary, "table"),
+            names[id(base.norm)]: Operator(self, "_norm"),
+        }
+        for layer, module in zip(self._layers, base.layers, strict=True):
+            prefix = names[id(module)]
+            found |= {f"{prefix}.{name}": operator for name, operator in _operators_of(layer)}
+        return found
+
+    def windows(self) -> dict[str, int | None]:
+        """Core of attention -> how many tokens it sees; None for all."""
+        self.prepare()
+        layers = {id(layer): layer.window for layer in self._layers}
+        return {
+            name: layers[id(operator.owner)]
+            for name, operator in self.operators().items()
+            if operator.attribute == "core"
+        }
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
         """What makes log-probabilities of hidden states; `dtype` is what the logits are rounded to first."""
@@ -110,16 +189,13 @@ class ExactModel:
 
         `rows_BS` numbers the rows, which do not see each other; 0 is padding.
         """
-        import torch
-
         self.prepare()
         B, T = ids_BT.shape
         start = rows_BS.shape[1] - T
-        embedding_VH = self.held.get_input_embeddings().weight.detach()
-        x_MH = embedding_VH[ids_BT.reshape(-1)].to(torch.float64)
+        x_MH = self._embedding(ids_BT.reshape(-1))
         turns = tuple(table[:, None] for table in self._rotary.table(positions_BS[:, start:]))
         for layer, cache in zip(self._layers, caches, strict=True):
-            seen_BTS = _seen(rows_BS, positions_BS, start, layer.window)
+            seen_BTS = seen(rows_BS, positions_BS, start, layer.window)
             x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen_BTS))
             x_MH = self._add(x_MH, layer.feed(layer.after_norm(x_MH)))
         return self._norm(x_MH).view(B, T, -1)
@@ -128,7 +204,7 @@ class ExactModel:
         return self.precision.round(x + y)
 
     def _attention(self, layer: _Layer, x_MH: Any, cache: KeyValueCache, turns: Any, seen_BTS: Any) -> Any:
-        B, T, S = seen_BTS.shape
+        B, T = seen_BTS.shape[:2]
         query, key, value = (
             project(x_MH).view(B, T, -1, self._head_width).transpose(1, 2)
             for project in (layer.query, layer.key, layer.value)
@@ -136,12 +212,11 @@ class ExactModel:
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = layer.query_norm(query), layer.key_norm(key)
         query, key = self._rotary.turn(query, *turns), self._rotary.turn(key, *turns)
-        cache.add(key, value, S - T)
-        mixed_BATD = self.precision.round(cache.attend(query.contiguous(), seen_BTS, layer.scaling))
+        mixed_BATD = layer.core(query, key, value, cache, seen_BTS)
         return layer.output(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
 
 
-def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
+def seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
     """[B, T, S]: which tokens each of the last ones sees: itself, and those of its row before it, within its window."""
     import torch
 
@@ -166,10 +241,10 @@ def _layer(module: Any, config: Any, precision: Precision) -> _Layer:
         output=_linear(attention.o_proj, precision),
         query_norm=query_norm,
         key_norm=key_norm,
+        core=Core(float(attention.scaling), precision),
         window=getattr(attention, "sliding_window", None),
-        scaling=float(attention.scaling),
         after_norm=RmsNorm(module.post_attention_layernorm, precision),
-        feed=_experts(feed, config, precision) if hasattr(feed, "experts") else _mlp(feed, precision),
+        feed=_mixture(feed, config, precision) if hasattr(feed, "experts") else _mlp(feed, precision),
     )
 
 
@@ -182,10 +257,35 @@ def _mlp(module: Any, precision: Precision) -> Mlp:
     return Mlp(gate, up, down, precision)
 
 
-def _experts(module: Any, config: Any, precision: Precision) -> Experts:
+def _mixture(module: Any, config: Any, precision: Precision) -> Mixture:
     experts = []
     for gate_up, down in zip(module.experts.gate_up_proj, module.experts.down_proj, strict=True):
         gate, up, down = (Linear(weight, None, precision) for weight in (*gate_up.chunk(2, dim=0), down))
         experts.append(Mlp(gate, up, down, precision))
-    router = Linear(module.gate.weight, None, precision)
-    return Experts(router, experts, config.num_experts_per_tok, config.norm_topk_prob, precision)
+    router = Router(
+        Linear(module.gate.weight, None, precision), config.num_experts_per_tok, config.norm_topk_prob, precision
+    )
+    return Mixture(router, Experts(experts, precision))
+
+
+def _operators_of(layer: _Layer) -> Iterator[tuple[str, Operator]]:
+    """A layer's operators, by transformers' names in a layer."""
+    yield "input_layernorm", Operator(layer, "input_norm")
+    for name, attribute in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output")):
+        yield f"self_attn.{name}", Operator(layer, attribute)
+    if layer.query_norm is not None:
+        yield "self_attn.q_norm", Operator(layer, "query_norm", is_heads_first=True)
+        yield "self_attn.k_norm", Operator(layer, "key_norm", is_heads_first=True)
+    yield "self_attn.attention", Operator(layer, "core", is_heads_first=True)
+    yield "post_attention_layernorm", Operator(layer, "after_norm")
+    if isinstance(layer.feed, Mixture):
+        yield "mlp.gate", Operator(layer.feed, "router")
+        yield "mlp.experts", Operator(layer.feed, "experts")
+    else:
+        for name, attribute in (
+            ("gate_proj", "gate"),
+            ("up_proj", "up"),
+            ("act_fn", "activation"),
+            ("down_proj", "down"),
+        ):
+            yield f"mlp.{name}", Operator(layer.feed, attribute)

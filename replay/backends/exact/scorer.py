@@ -33,7 +33,7 @@ class ExactScorer:
         import torch
 
         with torch.no_grad():
-            ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in _laid(batch))
+            ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
             hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
             scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
             head = self._model.head(self._temperature, self._head_dtype)
@@ -60,7 +60,7 @@ class ExactScorer:
         return torch.cat(parts, dim=1)
 
 
-def _laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[B, W] ids, positions in the own row, and number of the row (0 for padding), of a forward."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, np.diff(batch.ends_B, prepend=0))

@@ -1,0 +1,162 @@
+"""Operators of the exact engine computed by another execution's code, and of another by the exact engine's.
+
+Shapes: B rows of a forward, T its width, M = B T, N heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ..backends.exact.model import ExactModel, Operator, seen
+from ..backends.exact.scorer import laid
+from ..batching import ForwardBatch, PaddedBatch
+from ..recorded import RecordedRow
+from .exact_execution import ExactExecution
+from .execution import Execution
+from .grafts import Graft, cast
+from .taps import ATTENTION, tensors_of
+
+_ROTARY, _EXPERTS, _EMBEDDING = "rotary_emb", "experts", "embed_tokens"
+
+
+class ExactModule:
+    """An operator of the exact engine, called as transformers' module of the same name is."""
+
+    def __init__(self, name: str, operator: Operator, dtype: Any):
+        self._kind, self._operator, self._dtype = name.rpartition(".")[2], operator, dtype
+
+    def parameters(self) -> Iterator[Any]:
+        """None that say a dtype."""
+        return iter(())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What it gives, in its dtype."""
+        import torch
+
+        takes = tensors_of(args, kwargs)
+        if self._kind == _ROTARY:
+            takes = [value for value in takes if not value.is_floating_point()]
+        wide = [cast(value, torch.float64) for value in takes]
+        shape = wide[0].shape
+        if self._kind == _EMBEDDING:
+            given = self._operator.call(wide[0].flatten()).unflatten(0, shape)
+        elif self._kind == _ROTARY:
+            given = self._operator.call(wide[0])
+        else:
+            given = self._operator.call(wide[0].reshape(-1, shape[-1]), *wide[1:])
+        if isinstance(given, tuple):
+            return tuple(cast(part, self._dtype) for part in given)
+        return given.reshape(*shape[:-1], -1).to(self._dtype) if self._kind != _EMBEDDING else given.to(self._dtype)
+
+
+class ExactGiver(Graft):
+    """Puts operators of the exact engine into a taker's model while it runs."""
+
+    def __init__(self, taker: Execution, giver: ExactExecution):
+        super().__init__(taker, giver)
+        self._exact: ExactModel = giver.exact
+        self.theirs = {
+            name: ExactModule(name, operator, giver.dtype)
+            for name, operator in self._exact.operators().items()
+            if not name.endswith(f".{ATTENTION}")
+        }
+
+    @contextmanager
+    def as_giver(self) -> Iterator[None]:
+        """The exact engine's own surroundings: what it rounds is to be rounded, also in a taker of float64."""
+        import torch
+
+        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(self.first.device.type, enabled=False):
+            yield
+
+    def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
+        """The cores of attention, called as transformers' attention functions are, for a forward of the taker."""
+        import torch
+
+        _, positions_BW, rows_BW = (torch.from_numpy(part).to(self._exact.device) for part in laid(batch))
+        windows, operators = self._exact.windows(), self._exact.operators()
+        return {
+            name: (self._core(operators[name], rows_BW, positions_BW, windows[name]), None, None, {})
+            for name in windows
+        }
+
+    def _core(self, operator: Operator, rows_BW: Any, positions_BW: Any, window: int | None) -> Callable[..., Any]:
+        def attend(_module: Any, query: Any, key: Any, value: Any, _mask: Any) -> tuple[Any, None]:
+            states = [state.double() for state in (query, key, value)]
+            cache = self._exact.caches(len(rows_BW), rows_BW.shape[1])[0]
+            given = operator.call(*states, cache, seen(rows_BW, positions_BW, 0, window))
+            return given.transpose(1, 2).to(self._dtype), None
+
+        return attend
+
+
+class ExactTaker:
+    """Puts operators of transformers, or of another exact engine, into the exact engine while it runs."""
+
+    def __init__(self, taker: ExactExecution, giver: Execution):
+        self.taker = taker
+        self._ours = taker.exact.operators()
+        self._precision = taker.exact.precision
+        self._giver = ExactGiver(giver, giver) if isinstance(giver, ExactExecution) else Graft(giver, giver)
+
+    def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
+        """The operators that can be put in: those that both have; attention where it has a mask of its own."""
+        scorer = self.taker.scorer
+        batches = scorer.batches(scorer.together(list(rows), of))
+        are_padded = all(isinstance(batch, PaddedBatch) for batch in batches)
+        return [name for name in self._ours if name in self._giver.theirs or (are_padded and _is_core(name))]
+
+    def score(self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, Any]:
+        """Sequence -> [T] float64 log-probabilities of the taker's, of some rows `of` a step, with these operators the giver's."""
+        return self.taker.score(rows, of, lambda batch: self.put(names, batch))
+
+    @contextmanager
+    def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
+        """Within it a forward of the taker computes these operators as the giver does."""
+        masks = self._giver.masks_of(batch) if any(map(_is_core, names)) else {}
+        with ExitStack() as stack:
+            for name in names:
+                by = self._core(self._ours[name], masks[name]) if _is_core(name) else self._module(name)
+                stack.enter_context(self._ours[name].replaced(by))
+            yield
+
+    def _module(self, name: str) -> Callable[..., Any]:
+        original, theirs = self._ours[name].call, self._giver.theirs[name]
+
+        def called(*args: Any) -> Any:
+            given = original(*args)
+            dtype = next(theirs.parameters(), self._giver.first).dtype
+            takes = [cast(value, dtype) for value in args]
+            if name.endswith(_ROTARY):  # of hidden states transformers' reads the dtype alone
+                takes.insert(0, self._giver.first)
+            with self._giver.as_giver():
+                new = theirs(*takes)
+            if isinstance(given, tuple):
+                return tuple(self._as_given(part, old) for part, old in zip(new, given, strict=True))
+            return self._as_given(new, given)
+
+        return called
+
+    def _core(self, operator: Operator, mask: tuple[Any, ...]) -> Callable[..., Any]:
+        function, theirs, attention_mask, words = mask
+        original = operator.call
+
+        def called(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+            given = original(query, key, value, *rest)
+            states = [cast(state, self._giver.first.dtype) for state in (query, key, value)]
+            with self._giver.as_giver():
+                new = function(theirs, *states, attention_mask, **words)[0]
+            return self._as_given(new.transpose(1, 2), given)
+
+        return called
+
+    def _as_given(self, new: Any, given: Any) -> Any:
+        """What was computed, as the exact engine keeps numbers: what its dtype can hold, in float64."""
+        new = new.reshape(given.shape)
+        return self._precision.round(new.double()) if new.is_floating_point() else new
+
+
+def _is_core(name: str) -> bool:
+    return name.endswith(f".{ATTENTION}")

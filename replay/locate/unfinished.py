@@ -1,0 +1,153 @@
+"""What a `locate` that was interrupted has done, so that the same question goes on where it was.
+
+A document for each sequence and patch lies beside the results, `locate/<id>-unfinished-*.json`, written whole. They count where
+`locate/<id>-unfinished.json` says that all was as it is now: the weights, the sequences, the versions and the machine.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ... import __version__
+from ...schemas.checksums import short_hash
+from ...schemas.contract import canonical_json
+from ...schemas.documents import read_document, to_document
+from ...schemas.errors import DamagedTrace, TimTraceError, tell_damage
+from ...schemas.layout import LOCATE
+from ...tracer.store import Store, first_line
+from ...tracer.whole_file import check_inside, write_part
+from .judged_sequence import JudgedSequence
+from .result_header import LocateQuestion
+from .results import PatchedSequence
+
+_WHAT = "what an interrupted locate had done"
+_UNFINISHED = "-unfinished"
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Patch:
+    """One patch of all sequences."""
+
+    sequences: tuple[PatchedSequence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    """In what the parts were made."""
+
+    digest: str
+    """Of everything that decides their bits, but for `tapped_bytes`."""
+    tapped_bytes: int
+    """What operators' numbers might take in memory: it decides which sequences run beside each other."""
+
+    @property
+    def id(self) -> str:
+        """Every part names it, so that none counts in other surroundings."""
+        return short_hash(canonical_json(asdict(self)).encode())
+
+
+class Unfinished:
+    """The parts of one question that are done. Where nothing can be written nothing is kept, and the work goes on all the same."""
+
+    def __init__(self, store: Store, question: LocateQuestion):
+        """The question's step is that of `begin`."""
+        self._store, self._question = store, question
+        self._surroundings: _Surroundings | None = None
+        self._writes = store.is_local
+
+    def begin(self, step: int, deciding: dict[str, Any], tapped_bytes: int, most_bytes: int) -> int:
+        """Say what the work is done in; parts of other surroundings are removed.
+
+        Returns how many bytes operators' numbers may take: as many as when it was interrupted, up to `most_bytes`, else
+        `tapped_bytes`.
+        """
+        self._question = replace(self._question, step=step)
+        digest = short_hash(canonical_json(deciding | {"made_by": __version__}).encode())
+        before = self._read(self._name(), _Surroundings)
+        if before is not None and before.digest == digest and before.tapped_bytes <= most_bytes:
+            self._surroundings = before
+            return before.tapped_bytes
+        self.remove()
+        self._surroundings = _Surroundings(digest=digest, tapped_bytes=tapped_bytes)
+        self._write(self._name(), asdict(self._surroundings))
+        return tapped_bytes
+
+    def sequence(self, number: int, seq_id: str) -> JudgedSequence | None:
+        """A sequence that is done; None where it is not."""
+        found = self._part(f"sequence-{number}", JudgedSequence)
+        return found if found is not None and found.seq_id == seq_id else None
+
+    def add_sequence(self, number: int, found: JudgedSequence) -> None:
+        """Keep a sequence that is done."""
+        self._add(f"sequence-{number}", found)
+
+    def patch(self, taker: str, number: int) -> tuple[PatchedSequence, ...] | None:
+        """A patch that is done; None where it is not."""
+        found = self._part(f"patch-{taker}-{number}", _Patch)
+        return None if found is None else found.sequences
+
+    def add_patch(self, taker: str, number: int, found: tuple[PatchedSequence, ...]) -> None:
+        """Keep a patch that is done."""
+        self._add(f"patch-{taker}-{number}", _Patch(sequences=found))
+
+    def remove(self) -> None:
+        """Remove all parts of the question."""
+        root = Path(self._store.root)
+        with suppress(OSError):  # as where nothing could be written
+            for name in unfinished_names(self._store, self._question.id) if self._store.is_local else ():
+                check_inside(root, name)
+                (root / name).unlink(missing_ok=True)
+
+    def _name(self, part: str = "") -> str:
+        return f"{LOCATE}/{self._question.id}{_UNFINISHED}{part and '-'}{part}.json"
+
+    def _part(self, part: str, kind: type[Part]) -> Part | None:
+        return self._read(self._name(part), kind, is_part=True)
+
+    def _read(self, relative: str, kind: type[Part], *, is_part: bool = False) -> Part | None:
+        """A document of these surroundings; one that is damaged is told, and its work is done again."""
+        where = self._store.shown(relative)
+        try:
+            values = read_document(self._store.read_json(relative), where, _WHAT, needs_checksum=True)
+            if is_part and (self._surroundings is None or values.pop("surroundings", None) != self._surroundings.id):
+                return None
+            # JSON has no NaN and no infinities: they are texts there.
+            return msgspec.convert(values, kind, strict=False)
+        except FileNotFoundError:
+            return None
+        except (TimTraceError, OSError, msgspec.ValidationError) as error:
+            told = first_line(error)
+            told = (
+                told.removesuffix("; restore it from a copy") if isinstance(error, DamagedTrace) else f"{where}: {told}"
+            )
+            tell_damage([f"{told}; that part is located again"])
+            return None
+
+    def _add(self, part: str, found: Any) -> None:
+        assert self._surroundings is not None
+        self._write(self._name(part), asdict(found) | {"surroundings": self._surroundings.id})
+
+    def _write(self, relative: str, values: dict[str, Any]) -> None:
+        if not self._writes:
+            return
+        try:
+            write_part(Path(self._store.root), relative, to_document(values).encode())
+        except OSError:  # that the result cannot be kept either is said at the end
+            self._writes = False
+
+
+def unfinished_names(store: Store, question: str) -> list[str]:
+    """Paths in a trace of what an interrupted `locate` left of a question."""
+    return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{_UNFINISHED}")]
+
+
+def unfinished_questions(store: Store) -> list[str]:
+    """Ids of questions that an interrupted `locate` left parts of."""
+    return sorted({name.partition(_UNFINISHED)[0] for name in store.files(LOCATE) if _UNFINISHED in name})
