@@ -133,6 +133,17 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
+def of_branch(exact: Any, rounding: Rounding) -> Any:
+    """[T, H], of an MLP or an attention of which no operator was heard: relative to a token's largest number."""
+    return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
+
+
+def of_own_attention(exact: Any, rounding: Rounding) -> Any:
+    """Of an attention that a model computes by code of its own: relative to the largest number of all tokens, which have its values."""
+    length = max(exact.shape[0], exact.shape[-1])
+    return (8.0 * growth(length) * rounding.sums + 64.0 * rounding.out) * exact.abs().amax()
+
+
 def of_attention(
     query: Any,
     key: Any,
@@ -266,9 +277,12 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
         # A weight that is added to 1 is rounded where it is small, and may leave next to nothing.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + 3.0 * out + of_sum) * exact.abs() + off
-    weight = getattr(module, "weight", None)
-    scale = 1.0 if weight is None else weight.double().abs()
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
+    normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
+    added = 0.0 if bias is None else bias.double()
+    # What it is multiplied by, which may be 1 and a weight more.
+    dims = tuple(range(x.dim() - 1))
+    scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
     added = 0.0 if bias is None else bias.double().abs()
     return 2.0 * (per_sum + of_sum) * size + rounds * (exact.abs() + added)
@@ -281,8 +295,9 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
-    if up_EIK.shape[-1] != x.shape[-1]:
+    if getattr(module, "is_transposed", up_EIK.shape[-1] != x.shape[-1]):
         up_EIK, down_EHI = up_EIK.mT, down_EHI.mT
+    up_bias_EI, down_bias_EH = (getattr(module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj"))
     first = growth(x.shape[-1]) * rounding.sums + rounding.casts
     second = growth(down_EHI.shape[-1]) * rounding.sums + rounding.casts
     bound = torch.zeros(len(x), down_EHI.shape[1], dtype=torch.float64, device=x.device)
@@ -292,16 +307,43 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
         token, place = torch.where(chosen == expert)
         rows = x[token]
         both = rows @ up_EIK[expert].mT
+        if up_bias_EI is not None:
+            both = both + up_bias_EI[expert].double()
         off = first * rows.norm(dim=-1, keepdim=True) * up_EIK[expert].norm(dim=-1) + 2.0 * rounding.out * both.abs()
-        (gate, up), (off_gate, off_up) = both.chunk(2, -1), off.chunk(2, -1)
-        made = module.act_fn(gate).abs()
-        hidden = made * up.abs()
-        off_hidden = 1.2 * off_gate * up.abs() + made * off_up + 4.0 * rounding.out * hidden
+        hidden, slopes = _gated(module, both)
+        off_hidden = 1.2 * _pairs(module, slopes * off).sum(0) + 4.0 * rounding.out * hidden
         weight = down_EHI[expert]
         total = off_hidden @ weight.abs().mT + second * hidden.norm(dim=-1, keepdim=True) * weight.norm(dim=-1)
-        total = total + 4.0 * rounding.out * (hidden @ weight.abs().mT)
+        size = hidden @ weight.abs().mT
+        if down_bias_EH is not None:
+            size = size + down_bias_EH[expert].double().abs()
+        total = total + 4.0 * rounding.out * size
         bound.index_add_(0, token, total * shares[token, place, None].double().abs())
     return bound.reshape(exact.shape) + 2.0 * rounding.out * exact.abs()
+
+
+def _gated(module: Any, both: Any) -> tuple[Any, Any]:
+    """Sizes of what an expert makes of its first product [T, 2 I], and of the slopes by each number of that."""
+    import torch
+
+    with torch.enable_grad():
+        both = both.detach().clone().requires_grad_(True)
+        if hasattr(module, "_apply_gate"):
+            made = module._apply_gate(both)
+        else:
+            gate, up = both.chunk(2, -1)
+            made = module.act_fn(gate) * up
+        (slopes,) = torch.autograd.grad(made.sum(), both)
+    return made.detach().abs(), slopes.abs()
+
+
+def _pairs(module: Any, both: Any) -> Any:
+    """[2, T, I]: the two numbers that each of an expert's inner ones is made of."""
+    import torch
+
+    if getattr(module, "is_concatenated", True):
+        return torch.stack(both.chunk(2, -1))
+    return torch.stack([both[..., ::2], both[..., 1::2]])
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:

@@ -53,8 +53,8 @@ _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 _ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
-_ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h")
-_FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h")
+_ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
+_FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
 """Largest slope of the activations that models have: GELU's."""
 _QKV, _QKV_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "v_norm")
@@ -382,7 +382,9 @@ class _Run:
         def after(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
             call = self._used(name)
             takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-            if call is None:
+            if call is None or all(
+                each is None for each in call.gives
+            ):  # as of one that was called for some tokens at a time
                 if outputs and outputs[0].is_floating_point():
                     self._did_not_hear(name, outputs[0], self._bound_unheard(name, module, takes, outputs[0]))
                 return None
@@ -499,10 +501,24 @@ class _Run:
             # A branch may be multiplied before it is added, and of several (attention and MLP at once, experts and a shared one) the
             # sum of some is rounded too.
             for branch in self._branches:
-                size = size + branch.double().reshape(exact.shape).abs()
+                if branch.numel() == exact.numel():
+                    size = size + branch.double().reshape(exact.shape).abs()
             self._branches = []
         bound = bounds.of_sum(size, rounding, steps) + self._of_unheard(name, layer, kind, taken, exact)
+        if kind == RESIDUAL:
+            bound = bound + self._of_branches(exact, rounding)
+        elif kind == ATTENTION and layer not in self._attended:
+            bound = bound + bounds.of_own_attention(exact, rounding)
         self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact, bound, point)
+
+    def _of_branches(self, exact: Any, rounding: Rounding) -> Any:
+        """What MLPs and attentions that were not heard add to the bound of the stream that they are added to, as one called in parts."""
+        ends = [
+            value for (_, kind), (value, _) in self._unheard.items() if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP)
+        ]
+        return sum(
+            bounds.of_branch(value.reshape(exact.shape), rounding) for value in ends if value.numel() == exact.numel()
+        )
 
     def _did_not_hear(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         layer = layer_of(name)
@@ -669,7 +685,8 @@ class _Run:
                 and bool(same.any())
             ):
                 # Scores may be kept in more digits than the logits that they are made of.
-                coarser = max(call.gives[0], score, key=lambda each: bounds.unit(each.dtype))
+                made_of = [each for each in (call.gives[0], score) if each is not None and each.is_floating_point()]
+                coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
                 bound = self._bound(name, module, slot, value, takes, call, score, made_in=coarser.dtype)
                 value = value.reshape(score.shape)
                 point = self._called(name), GIVES, slot
