@@ -34,9 +34,23 @@ MODELS = {
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48, "eos_token_id": 1, "bos_token_id": 1}),
 }  # fmt: skip
 
+OF_OTHER_CODE = {
+    "nemotron": ("Nemotron", {"num_key_value_heads": 2}),
+    "gpt_oss": (
+        "GptOss", {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
+                   "experts_implementation": "eager"}
+    ),
+    "granite_shared": (
+        "GraniteMoeShared", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+                             "shared_intermediate_size": 40, "experts_implementation": "eager"}
+    ),
+    "gptj": ("GPTJ", {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 1}),
+}  # fmt: skip
+"""Norms that add 1 to their weight, experts with a gate of their own, routers that give their choices first, an attention of its own."""
+
 
 def model_of(name):
-    prefix, changes = MODELS[name]
+    prefix, changes = (MODELS | OF_OTHER_CODE)[name]
     config = getattr(transformers, f"{prefix}TextConfig" if name == "gemma3" else f"{prefix}Config")(
         **SIZES, **changes, attn_implementation="eager"
     )

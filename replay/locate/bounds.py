@@ -139,9 +139,12 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Of an attention that a model computes by code of its own: relative to the largest number of all tokens, which have its values."""
+    """Of an attention that a model computes by code of its own: relative to the largest number of all tokens, which have its values.
+
+    Such code keeps to float32 in float64, too.
+    """
     length = max(exact.shape[0], exact.shape[-1])
-    return (8.0 * growth(length) * rounding.sums + 64.0 * rounding.out) * exact.abs().amax()
+    return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 
 
 def of_attention(

@@ -651,6 +651,10 @@ class _Run:
 
         kind, layer = kind_of(name), layer_of(name)
         logits = chosen = None
+        # Those of all experts are wider than the choices, which some routers give first.
+        widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
+        num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
+        of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
         for slot, (value, given) in enumerate(zip(outputs, call.gives, strict=False)):
             if given is not None and given.numel() != value.numel() and not value.is_floating_point():
                 differs = torch.ones(len(given), dtype=torch.bool)  # another number of experts
@@ -661,7 +665,7 @@ class _Run:
             exact = value.reshape(given.shape)
             if not value.is_floating_point():
                 chosen = given, exact
-            elif logits is None and slot == 0:
+            elif slot == of_all:
                 bound = self._bound(name, module, 0, value, takes, call, given)
                 # What the scores are made of: an error of theirs is counted with the scores.
                 self._add(name, kind, layer, given, exact, bound)
@@ -678,16 +682,18 @@ class _Run:
         same = (given == exact).all(-1)
         for slot, (value, score) in enumerate(zip(outputs, call.gives, strict=False)):
             if (
-                slot
+                slot != of_all
                 and score is not None
                 and value.is_floating_point()
                 and score.numel() == value.numel()
                 and bool(same.any())
             ):
                 # Scores may be kept in more digits than the logits that they are made of.
-                made_of = [each for each in (call.gives[0], score) if each is not None and each.is_floating_point()]
+                made_of = [
+                    each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()
+                ]
                 coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
-                bound = self._bound(name, module, slot, value, takes, call, score, made_in=coarser.dtype)
+                bound = self._bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
                 value = value.reshape(score.shape)
                 point = self._called(name), GIVES, slot
                 self._add(name, kind, layer, score[same], value[same], bound[same], point)

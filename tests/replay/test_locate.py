@@ -8,7 +8,7 @@ from types import FunctionType, MethodType
 
 import pytest
 import torch
-from located_runs import MODELS, model_of, record
+from located_runs import MODELS, OF_OTHER_CODE, model_of, record
 from runs import train
 from shared import rest_slow
 from tim_trace.analysis.locate import locate, location
@@ -43,6 +43,14 @@ def test_rounding_is_no_divergence(traces, name, dtype):
     assert found.first is None
     assert max(each.ratio for each in found.operators) < 1
     assert found.gap_rms > 0
+
+
+@pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
+@pytest.mark.parametrize("name", OF_OTHER_CODE)
+def test_rounding_of_models_of_other_code_is_no_divergence(traces, name, dtype):
+    found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
+    assert found.first is None
+    assert max(each.ratio for each in found.operators) > 0.005
 
 
 def test_a_head_that_takes_rounded_weights_in_float32_is_no_divergence(traces):
@@ -310,14 +318,24 @@ def fused_but_for_the_activation(model):
         layer.mlp.forward = forward
 
 
+def mlp_in_parts(model):
+    for layer in model.model.layers:
+
+        def forward(hidden, original=layer.mlp.forward):
+            return torch.cat([original(part) for part in hidden.split(5, dim=1)], dim=1)
+
+        layer.mlp.forward = forward
+
+
 HARMLESS = [
+    ("llama", mlp_in_parts),
     ("llama", own_attention), ("granite", fused_mlp), ("llama", fused_but_for_the_activation), ("gemma3", None), ("granite", None),
     ("qwen2_moe", None), ("opt", None), ("granite", own_attention), ("llama", fused_mlp),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
-@pytest.mark.parametrize(("name", "plant"), rest_slow(HARMLESS, 3))
+@pytest.mark.parametrize(("name", "plant"), rest_slow(HARMLESS, 4))
 def test_code_that_computes_the_same_is_no_fault(traces, name, plant, dtype):
     found = locate_operators(
         traces(name), arm=f"dtype={dtype}", against=f"dtype={dtype}", patch="none", prepare_against=plant
