@@ -124,7 +124,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Response tokens of a run from which `record` makes its sums at the end; of fewer the first question makes them as fast."""
+"""Response tokens of a run from which `record` makes its sums at the end; with fewer, the first question makes them."""
 _LEAST_TOLD_S = 10
 """Seconds of a replay of which an estimate is told."""
 _QUIET = f"{__name__}.quiet"

@@ -65,6 +65,18 @@ def model_of(name):
     return model
 
 
+def recorded_once(tmp_path_factory):
+    """A function of a model's name that records a step of it, and gives the same trace again."""
+    made = {}
+
+    def trace(name):
+        if name not in made:
+            made[name] = record(tmp_path_factory.mktemp(name) / "run", model_of(name), versions=2)
+        return made[name]
+
+    return trace
+
+
 def record(folder, model, versions=1):
     """A step of nine sequences in forwards of three, padded on both sides."""
     draw = np.random.default_rng(3)

@@ -118,7 +118,7 @@ class Database:
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # no file of a trace changes
-        if all(source.store.is_local for source in self.sources):  # ahead it reads a megabyte of each list at least
+        if all(source.store.is_local for source in self.sources):  # reading ahead takes a megabyte of each list
             self.connection.execute("SET disable_parquet_prefetching = true")
         for table in TABLES:
             self._define_table(TABLE_SPECS[table])

@@ -282,13 +282,12 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
         return (per_sum + 3.0 * out + of_sum) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
-    added = 0.0 if bias is None else bias.double()
-    # What it is multiplied by, which may be 1 and a weight more.
+    added = x.new_zeros(()) if bias is None else bias.double()
+    # The factor of each channel: the weight, or 1 + the weight.
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
-    added = 0.0 if bias is None else bias.double().abs()
-    return 2.0 * (per_sum + of_sum) * size + rounds * (exact.abs() + added)
+    return 2.0 * (per_sum + of_sum) * size + rounds * (exact.abs() + added.abs())
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:

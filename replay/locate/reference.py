@@ -512,7 +512,7 @@ class _Run:
         self._add(f"layers.{of}.{kind}" if of is not None else f"{name}.{kind}", kind, of, taken, exact, bound, point)
 
     def _of_branches(self, exact: Any, rounding: Rounding) -> Any:
-        """What MLPs and attentions that were not heard add to the bound of the stream that they are added to, as one called in parts."""
+        """What the bound of a residual stream gets for MLPs and attentions that were not heard, such as one that is called in parts."""
         ends = [
             value for (_, kind), (value, _) in self._unheard.items() if kind in (*_ENDS_OF_ATTENTION, *_ENDS_OF_MLP)
         ]

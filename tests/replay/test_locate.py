@@ -8,7 +8,7 @@ from types import FunctionType, MethodType
 
 import pytest
 import torch
-from located_runs import MODELS, OF_OTHER_CODE, model_of, record
+from located_runs import MODELS, OF_OTHER_CODE, recorded_once
 from runs import train
 from shared import rest_slow
 from tim_trace.analysis.locate import locate, location
@@ -24,14 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    made = {}
-
-    def trace(name):
-        if name not in made:
-            made[name] = record(tmp_path_factory.mktemp(name) / "run", model_of(name), versions=2)
-        return made[name]
-
-    return trace
+    return recorded_once(tmp_path_factory)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from located_runs import model_of, record
+from located_runs import model_of, record, recorded_once
 from shared import rest_slow
 from tim_trace.analysis.locate import locate
 from tim_trace.analysis.query import sql
@@ -19,14 +19,7 @@ MODELS = ["llama", "qwen3", "qwen3_moe"]
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    made = {}
-
-    def trace(name):
-        if name not in made:
-            made[name] = record(tmp_path_factory.mktemp(name) / "run", model_of(name), versions=2)
-        return made[name]
-
-    return trace
+    return recorded_once(tmp_path_factory)
 
 
 def removed(found):
