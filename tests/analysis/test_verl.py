@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import distribution
 from types import ModuleType, SimpleNamespace
 
+import dumps
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import Database, connect
 from tim_trace.analysis.trace.pairs import parse_pair
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.recorder import Recorder
 
 WIDTH = 12
@@ -157,6 +159,20 @@ def test_every_step_s_numbers_are_verl_s(verl, tmp_path, spread):
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for row, given in zip(found, batches, strict=True):
         same(row, of_verl(verl, *given))
+
+
+def test_numbers_of_an_imported_dump_are_verl_s_own_of_its_arrays(verl, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "verl.protocol")  # the dump's writer has another stand-in
+    steps = {step: dumps.make_samples(step) for step in (1, 2, 3)}
+    dumps.write_verl(tmp_path / "dump", steps)
+    import_dump("verl", tmp_path / "dump", output=tmp_path / "run")
+    found = stats(tmp_path / "run", by="step", like="verl").dicts()
+    assert [row["step"] for row in found] == [1, 2, 3]
+    for row, samples in zip(found, steps.values(), strict=True):
+        tensors = {name: values.numpy() for name, values in dumps.verl_tensors(samples).items()}
+        there = tensors["attention_mask"][:, tensors["prompts"].shape[1] :].astype(bool)
+        mask = tensors["response_mask"].astype(bool)
+        same(row, of_verl(verl, there, mask, tensors["rollout_log_probs"], tensors["old_log_probs"]))
 
 
 @pytest.mark.parametrize("odd", [math.nan, -120.0, -math.inf], ids=["nan", "far off", "cut"])

@@ -5,6 +5,8 @@ import sys
 
 import dumps
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import make_trace, run, tim_trace
@@ -159,6 +161,24 @@ def test_an_import_attaches_its_model_once_and_a_later_import_leaves_it(tmp_path
     assert again.attached is None
     assert again.num_sequences == 6
     assert [row["version"] for row in weights(tmp_path / "run").dicts()] == [4]
+
+
+def test_a_parquet_file_is_replayed_with_the_model_that_its_import_names(tmp_path, model):
+    rows = [
+        {
+            "step": 1, "prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist(),
+            "rollout_logprobs": sample.rollout.tolist(), "train_logprobs": sample.train.tolist(),
+        }
+        for sample in scored(model)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    done = tim_trace(
+        "import", "parquet", tmp_path / "mine.parquet", "-o", tmp_path / "run", "--model", tmp_path / "model"
+    )
+    assert done.code == 0, done.stderr
+    (result,) = replay(tmp_path / "run")
+    assert result.identity_held
+    assert result.num_equal == result.num_tokens > 0
 
 
 def dumps_with_versions(folder, model, step):
