@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import inspect
 import json
 import sys
 from importlib.metadata import distribution
@@ -15,11 +16,14 @@ from tim_trace.analysis.trace.database import connect
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks import vllm_async
+from tim_trace.tracer.hooks.patches import Patches
 from tim_trace.tracer.hooks.ray import with_order
 from tim_trace.tracer.hooks.session import BOOTSTRAP, ENVIRONMENT, Order, Session
 from tim_trace.tracer.hooks.verl import TrainerHooks
 from tim_trace.tracer.hooks.verl_batches import column, finish_reasons, flat, one_a_row, rows_of
 from tim_trace.tracer.hooks.verl_contract import policy_loss
+from tim_trace.tracer.hooks.verl_padded import rows_of_padded
+from tim_trace.tracer.hooks.verl_progress import progress_of
 from tim_trace.tracer.hooks.verl_worker import UPDATE_KEY, WorkerHooks
 
 END = 1
@@ -260,11 +264,11 @@ class Rows(dict):
     """A TensorDict as far as recording looks at one."""
 
 
-def an_engine(is_first=True):
+def an_engine(is_first=True, strategy="fsdp2"):
     model = torch.nn.Linear(2, 2)
     model.config = SimpleNamespace(_attn_implementation="sdpa", to_dict=dict)
     return SimpleNamespace(
-        engine_config=SimpleNamespace(strategy="fsdp2", use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
+        engine_config=SimpleNamespace(strategy=strategy, use_dynamic_bsz=False, micro_batch_size_per_gpu=2),
         model_config=SimpleNamespace(path="a-model"),
         module=model,
         is_mp_src_rank_with_outputs=lambda: is_first,
@@ -273,7 +277,7 @@ def an_engine(is_first=True):
     )
 
 
-def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3))):
+def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3)), strategy="fsdp2"):
     """Send a batch to a worker as verl does, and let its loss see mini-batches of these rows."""
     hooks, batch = WorkerHooks(session), made_batch()
     told = {
@@ -306,7 +310,7 @@ def updated(session, *, is_train=False, is_first=True, batches=((2, 0), (1, 3)))
         output = {"log_probs": nested(*whole)}
         assert hooks.loss(loss, config=None, model_output=output, data=some) == "loss"
 
-    worker = SimpleNamespace(engine=an_engine(is_first))
+    worker = SimpleNamespace(engine=an_engine(is_first, strategy))
     assert hooks.update(train_mini_batch, worker, data) == "trained"
     return connect(session.order.run)
 
@@ -347,6 +351,18 @@ def test_of_processes_with_the_same_rows_one_records(session, padding, queue):
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'current'") == [(0,)]
 
 
+def test_that_megatron_s_weights_are_not_recorded_is_said_with_what_to_do(session, padding, queue, capfd):
+    recorded(session, queue, ONE)
+    updated(session, strategy="megatron")
+    (sentence,) = (found for found in info(session.order.run).missing if "megatron" in found)
+    sentence = sentence.removeprefix("not recorded: ")
+    assert sentence.startswith(
+        "weights are not recorded: verl's strategy megatron holds them under names and in parts of its own"
+    )
+    assert "tim-trace weights RUN --attach VERSION" in sentence
+    assert sentence in capfd.readouterr().err
+
+
 def test_what_travels_with_an_update_does_not_stay_in_verl_s_batch(session):
     batch, seen = made_batch(), []
     hooks = TrainerHooks(session)
@@ -358,6 +374,117 @@ def test_what_travels_with_an_update_does_not_stay_in_verl_s_batch(session):
 def test_a_sealed_recording_reads_as_finished(session, queue):
     recorded(session, queue, ONE)
     assert {writer.state for writer in info(session.order.run).writers} == {"finished"}
+
+
+class OneStepOffRayTrainer(SimpleNamespace):
+    """A trainer as verl's of this name counts."""
+
+
+IN_STEP = {"global_steps": 4, "total_training_steps": 9}
+FULLY = {"global_steps": 6, "trigger_parameter_sync_step": 2, "current_param_version": 2, "total_train_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [
+        (SimpleNamespace(**IN_STEP), (4, 3, 3, False, 2)),
+        (SimpleNamespace(**IN_STEP, parameter_sync_step=3, local_trigger_step=2), (4, 11, 11, False, 6)),
+        (
+            SimpleNamespace(**IN_STEP, parameter_sync_step=3, local_trigger_step=2, standalone_checkpoint_manager=0),
+            (4, 11, 9, False, 6),
+        ),
+        (OneStepOffRayTrainer(**IN_STEP), (4, 3, 3, False, 1)),
+        (SimpleNamespace(**FULLY), (3, 5, 4, True, 4)),
+        (SimpleNamespace(**FULLY | {"global_steps": 5}), (3, 4, 4, False, 4)),
+        (SimpleNamespace(**FULLY | {"total_train_steps": None}), (3, 5, 4, False, 4)),
+    ],
+    ids=[
+        "in step",
+        "v1",
+        "v1 separate_async",
+        "one step off",
+        "fully asynchronous",
+        "before the last",
+        "no end is known",
+    ],
+)
+def test_steps_and_versions_are_counted_as_each_trainer_counts(trainer, wanted):
+    """The step, the weights' version, that of the old logprobs, whether it is the last, and who sampled by transfer 2."""
+    found = progress_of(trainer)
+    assert (found.step, found.version, found.old_version, found.is_last, found.sampled_by(2)) == wanted
+    assert found.sampled_by(None) is None
+
+
+def test_padded_rows_have_the_transfer_of_the_oldest_weights_that_sampled_them():
+    batch = SimpleNamespace(
+        non_tensor_batch={
+            "uid": np.array(["a", "b", "a"], object),
+            "min_global_steps": np.array([0, 1, None], object),
+            "max_global_steps": np.array([1, 1, None], object),
+        }
+    )
+    found = [(row.key, row.oldest_weights, row.newest_weights) for row in rows_of_padded(batch, None)]
+    assert found == [("a_0_0", 0, 1), ("b_0_0", 1, 1), ("a_1_0", None, None)]
+    assert {(row.oldest_weights, row.newest_weights) for row in rows_of_padded(batch, 3)} == {(3, 3)}
+
+
+def padded_batch(uids, oldest):
+    """Rows of two prompt and three response tokens, as the trainers of before have them."""
+    rows = len(uids)
+    logprobs = -torch.arange(1.0, 1 + 3 * rows).reshape(rows, 3) / 10
+    tensors = {
+        "prompts": torch.full((rows, 2), 5),
+        "responses": torch.full((rows, 3), 7),
+        "attention_mask": torch.ones(rows, 5, dtype=torch.int64),
+        "response_mask": torch.ones(rows, 3, dtype=torch.int64),
+        "token_level_scores": torch.tensor([[0.0, 0.0, 1.0]] * rows),
+        "advantages": torch.full((rows, 3), 0.5),
+        "rollout_log_probs": logprobs,
+        "old_log_probs": logprobs - 0.25,
+    }
+    others = {"uid": np.array(uids, object), "min_global_steps": np.array(oldest, object)}
+    return SimpleNamespace(batch=tensors, non_tensor_batch=others, meta_info={})
+
+
+def test_the_fully_asynchronous_trainer_is_recorded_from_its_first_update_on(session):
+    """Its `fit` is not hooked: what its updates are given tells all."""
+    hooks, told = TrainerHooks(session), []
+    hooks._describe = lambda trainer: session.recorder.describe(model={"name": "a-model"})
+    trainer = SimpleNamespace(config=config(), tokenizer=SimpleNamespace(eos_token_id=END), **FULLY)
+    for update, (uids, oldest) in enumerate([(["a", "a"], [0, 0]), (["b", "b"], [0, 1])]):
+        trainer.global_steps, trainer.current_param_version = update + 1, update // 2
+        batch = padded_batch(uids, oldest)
+        hooks.update_older_actor(lambda trainer, batch: told.append(batch.meta_info[UPDATE_KEY]), trainer, batch)
+        assert UPDATE_KEY not in batch.meta_info
+    hooks.log(lambda tracking, data, step: None, None, data={"loss": 0.5}, step=1)
+    session.seal()
+    assert [(each["step"], each["policy_version"], each["keys"]) for each in told] == [
+        (1, 0, ["a_0_0", "a_1_0"]), (1, 1, ["b_0_0", "b_1_0"]),
+    ]  # fmt: skip
+    trace = connect(session.order.run)
+    # Transfer 1 is that after the second update.
+    query = "SELECT seq_id, step, policy_version, reward, attempt FROM sequences ORDER BY seq_id"
+    assert rows(trace, query) == [
+        ("a_0_0", 1, 0, 1.0, 1), ("a_1_0", 1, 0, 1.0, 1), ("b_0_0", 1, 0, 1.0, 1), ("b_1_0", 1, 2, 1.0, 1),
+    ]  # fmt: skip
+    query = "SELECT DISTINCT pass, policy_version FROM scores ORDER BY ALL"
+    assert rows(trace, query) == [("rollout", 0), ("rollout", 2), ("train", 0)]
+    assert rows(trace, "SELECT step, value FROM metrics WHERE name = 'loss'") == [(1, 0.5)]
+
+
+def test_a_wrapped_coroutine_function_is_one():
+    """Ray makes an actor with such functions an asynchronous one."""
+
+    class Worker:
+        async def update_weights(self, step):
+            return step + 1
+
+    patches = Patches()
+    patches.wrap(Worker, "update_weights", lambda original, worker, step: original(worker, 10 * step))
+    assert inspect.iscoroutinefunction(Worker.update_weights)
+    assert asyncio.run(Worker().update_weights(2)) == 21
+    patches.restore()
+    assert asyncio.run(Worker().update_weights(2)) == 3
 
 
 def test_made_up_rows_are_left_out():

@@ -1,4 +1,4 @@
-"""Recording verl's PPO trainers, of today (verl.trainer.ppo.v1) and of before, on the driver: sequences, rewards, advantages, passes and metrics.
+"""Recording verl's PPO trainers, of today (verl.trainer.ppo.v1) and of before, where they run: sequences, rewards, advantages, passes and metrics.
 
 Its engines and workers are processes of their own: vllm_async.py and verl_worker.py record what only they know.
 """
@@ -20,6 +20,7 @@ from .tokenizer import tokenizer_identity
 from .verl_batches import ESTIMATED, SCORED, Row, column, fetch, finish_reasons, flat, one_a_row, rows_of, sums
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_padded import get_off, padded_column, ride_along, rows_of_padded
+from .verl_progress import progress_of
 from .verl_worker import UPDATE_KEY
 from .versions import version_sentence
 
@@ -89,22 +90,26 @@ class TrainerHooks:
     def __init__(self, session: Session):
         self.session = session
         self._is_fitting = False
+        self._flushes = False
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
         """What to say of this version of verl."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        self.session.begin_training()
-        self._contracts = {}
-        with self.session.guard("the run's settings"):
-            self._describe(trainer)
-        self._is_fitting = True
+        self._begin(trainer)
         try:
             return original(trainer, *args, **kwargs)
         finally:
             self._is_fitting = False
             with self.session.guard("the end of the training"):
                 self.session.recorder.flush()  # Ray may kill this process at any time from here on
+
+    def _begin(self, trainer: Any) -> None:
+        self.session.begin_training()
+        self._contracts = {}
+        with self.session.guard("the run's settings"):
+            self._describe(trainer)
+        self._is_fitting = True
 
     def compute_advantage(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
@@ -125,11 +130,7 @@ class TrainerHooks:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
-            batch.extra_info[UPDATE_KEY] = {
-                "step": int(trainer.global_steps),
-                "policy_version": _version(trainer),
-                "is_train": _bypasses(trainer.config),
-                "is_last": _is_last(trainer),
+            batch.extra_info[UPDATE_KEY] = _told(trainer) | {
                 "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)}),
             }
         try:
@@ -142,21 +143,17 @@ class TrainerHooks:
     ) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
+        if (
+            not self._is_fitting
+        ):  # the asynchronous trainers have a `fit` of their own, which Ray keeps from being hooked
+            self._flushes = True
+            self._begin(trainer)
         with self.session.guard("verl's batch"):
             # Classes made of this one may train on what older weights sampled.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
-            ride_along(
-                batch,
-                {
-                    "step": int(trainer.global_steps),
-                    "policy_version": _version(trainer),
-                    "is_train": _bypasses(trainer.config),
-                    "is_last": int(trainer.global_steps) >= int(trainer.total_training_steps),
-                    "keys": [row.key for row in rows],
-                },
-            )
+            ride_along(batch, _told(trainer) | {"keys": [row.key for row in rows]})
         try:
             return original(trainer, batch, *args, **kwargs)
         finally:
@@ -169,6 +166,8 @@ class TrainerHooks:
             with self.session.guard("logged metrics"):
                 call = arguments(original, tracking, *args, **kwargs)
                 self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
+                if self._flushes:
+                    self.session.recorder.flush()
         return result
 
     def _describe(self, trainer: Any) -> None:
@@ -189,7 +188,7 @@ class TrainerHooks:
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
         """Record the rows of a step; `values` gives a column of verl's, [B] arrays, or None where there is none."""
-        recorder, config = self.session.recorder, trainer.config
+        recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
         responses = values("responses") or []
@@ -198,10 +197,10 @@ class TrainerHooks:
         shared = None if advantages is None else one_a_row(advantages, masks)
         asked = sampling(config)
         recorded = recorder.add_sequences(
-            step=int(trainer.global_steps),
+            step=progress.step,
             seq_ids=[row.key for row in rows],
             group_ids=[row.group_id for row in rows],
-            policy_version=_sampled_by(trainer, rows),
+            policy_version=[progress.sampled_by(row.oldest_weights) for row in rows],
             prompt_ids=values("prompts"),
             response_ids=responses,
             response_mask=[mask.astype(bool) for mask in masks],
@@ -230,7 +229,7 @@ class TrainerHooks:
                 entropy=values("entropy") if pass_name == TRAIN else None,
                 # Tool output was not sampled; verl fills its places with 0.0.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
-                policy_version={ROLLOUT: None, TRAIN: _version(trainer), REFERENCE: None}[pass_name],
+                policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
@@ -255,26 +254,15 @@ def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
     return same and top_k["given"] == top_k["asked"]
 
 
-def _version(trainer: Any) -> int:
-    """Updates of the actor that the trainer's weights have seen; the trainer of before makes one a step."""
-    updates, done = getattr(trainer, "parameter_sync_step", 1), getattr(trainer, "local_trigger_step", 0)
-    return (int(trainer.global_steps) - 1) * int(updates) + int(done)
-
-
-def _sampled_by(trainer: Any, rows: Sequence[Row]) -> list[int | None]:
-    """[B] the updates that the oldest weights had seen which sampled a part of each row."""
-    return [
-        None
-        if row.oldest_weights is None
-        else int(row.oldest_weights) * int(getattr(trainer, "parameter_sync_step", 1))
-        for row in rows
-    ]
-
-
-def _is_last(trainer: Any) -> bool:
-    """Whether the actor's update that comes is the last."""
-    is_last_step = int(trainer.global_steps) >= int(trainer.total_training_steps)
-    return is_last_step and int(trainer.local_trigger_step) + 1 >= int(trainer.parameter_sync_step)
+def _told(trainer: Any) -> dict[str, Any]:
+    """What the workers need to know of an update."""
+    progress = progress_of(trainer)
+    return {
+        "step": progress.step,
+        "policy_version": progress.version,
+        "is_train": _bypasses(trainer.config),
+        "is_last": progress.is_last,
+    }
 
 
 def _bypasses(config: Any) -> bool:

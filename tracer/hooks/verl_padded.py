@@ -22,12 +22,21 @@ _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
     """The rows of a DataProto; keys are `<uid>_<sample>_0`, samples of a prompt counted as they lie.
 
-    `sampled_by` is the global step of the weights that sampled them all, where that is known.
+    `sampled_by` is the number of the transfer that gave the weights which sampled them all, where that is known; elsewhere
+    each row has its own, where verl says so.
     """
     seen: Counter[str] = Counter()
     rows = []
+    oldest, newest = (batch.non_tensor_batch.get(f"{which}_global_steps") for which in ("min", "max"))
     for index, uid in enumerate(map(str, batch.non_tensor_batch["uid"])):
-        rows.append(Row(index=index, key=f"{uid}_{seen[uid]}_0", oldest_weights=sampled_by, newest_weights=sampled_by))
+        rows.append(
+            Row(
+                index=index,
+                key=f"{uid}_{seen[uid]}_0",
+                oldest_weights=sampled_by if sampled_by is not None or oldest is None else oldest[index],
+                newest_weights=sampled_by if sampled_by is not None or newest is None else newest[index],
+            )
+        )
         seen[uid] += 1
     return rows
 

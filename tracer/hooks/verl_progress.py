@@ -1,0 +1,64 @@
+"""Where a trainer of verl is in its run: the step under which verl logs, and versions as updates of the actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One update of the actor that comes, or the passes before it."""
+
+    step: int
+    version: int
+    """Updates that the trainer's weights have seen."""
+    old_version: int
+    """Updates that the weights had seen which verl's `old_log_probs` are of, where it computes them."""
+    updates_a_transfer: int
+    """Updates between two transfers of weights to the engine."""
+    transfers_ahead: int = 0
+    """By how much the number that verl gives a transfer is ahead of the transfers' own count."""
+    is_last: bool
+
+    def sampled_by(self, transfer: int | None) -> int | None:
+        """Updates that weights had seen, by the number that verl gave their transfer."""
+        return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
+
+
+def progress_of(trainer: Any) -> Progress:
+    """Where one of verl's trainers is: those of v1, RayPPOTrainer, and the asynchronous ones that are made of it."""
+    if hasattr(trainer, "current_param_version"):
+        return _fully_asynchronous(trainer)
+    step = int(trainer.global_steps)
+    updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
+    begin = (step - 1) * updates
+    # v1's separate_async goes back to the weights of the step's begin for them.
+    is_separate = hasattr(trainer, "standalone_checkpoint_manager")
+    return Progress(
+        step=step,
+        version=begin + done,
+        old_version=begin if is_separate else begin + done,
+        updates_a_transfer=updates,
+        transfers_ahead=int(_is_one_step_off(trainer)),
+        is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
+    )
+
+
+def _fully_asynchronous(trainer: Any) -> Progress:
+    """FullyAsyncTrainer counts updates in global_steps, from 1, and logs under the number of transfers."""
+    updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
+    transfers = int(trainer.current_param_version)
+    most = trainer.total_train_steps
+    return Progress(
+        step=transfers + 1,
+        version=done,
+        old_version=transfers * updates,
+        updates_a_transfer=updates,
+        is_last=most is not None and done + 1 >= int(most) * updates,
+    )
+
+
+def _is_one_step_off(trainer: Any) -> bool:
+    """Whether a step's weights are given to the engine after the step's number is counted on."""
+    return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)
