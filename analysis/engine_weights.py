@@ -58,6 +58,13 @@ _UNACCOUNTED = """
 """
 """Steps that a process sampled for without digests; an engine in another process serves all of them."""
 
+_OF_WORKERS = """
+    SELECT DISTINCT step FROM engine_weights SEMI JOIN (
+        SELECT DISTINCT writer FROM scores WHERE pass = 'current' AND writer NOT IN (SELECT DISTINCT writer FROM sequences)
+    ) USING (writer)
+"""
+"""Steps of which workers that train and record no sequences, as verl's, told the weights of engines of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTensor:
@@ -203,6 +210,10 @@ class _Engine:
     ) -> EngineVersion:
         """The next version; `plain` counts the tensors beside these that agree, and those of them that were updated."""
         agreeing, differences, num_unknown = set(), [], 0
+        num_plain, num_plain_updated = plain
+        self._was_given = (
+            self._was_given or bool(num_plain) or any(given is not None for _, _, _, given, _, _ in tensors)
+        )
         for tensor, own, unmerged, given, held, cast in tensors:
             if given is not None:
                 self._has[tensor] = self._given[tensor] = given
@@ -219,14 +230,15 @@ class _Engine:
                 differences.append(
                     EngineTensor(
                         tensor=tensor,
-                        causes=_causes(holds, has == unmerged, cast, is_new=has == given),
+                        # An engine that nothing was given has what it began with, which may be no version's: dummy weights.
+                        causes=_causes(holds, has == unmerged, cast, is_new=has == given)
+                        if self._was_given
+                        else (STALE,),
                         holds_version=holds,
                         cast=cast,
                         is_loaded=self._given.get(tensor, has) == has,
                     )
                 )
-        num_plain, num_plain_updated = plain
-        self._was_given = self._was_given or bool(num_plain or self._given)
         return EngineVersion(
             version=version,
             writer=writer,
@@ -259,6 +271,8 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
     if not found.agreeing_steps:
         return found
     unaccounted = {step for (step,) in database.connection.execute(_UNACCOUNTED).fetchall()}
+    if unaccounted:
+        unaccounted -= {step for (step,) in database.connection.execute(_OF_WORKERS).fetchall()}
     return replace(found, agreeing_steps=found.agreeing_steps - unaccounted)
 
 
@@ -333,7 +347,7 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
     versions = list(engine_versions(Database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace}: has no digests of the engine's weights; record TRL with vLLM, and without {option('engine_weights', 'none')}"
+            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, and without {option('engine_weights', 'none')}"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
     tables = [

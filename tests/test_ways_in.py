@@ -27,6 +27,12 @@ RAN = {
         "tracer/test_verl_live.py::test_replaying_gives_the_trainer_s_logprobs_to_the_last_digits_of_float32",
         "tracer/test_verl_live.py::test_the_trainer_of_before_is_recorded_with_every_pass_and_the_numbers_that_it_logged",
     ),
+    "verl's fully asynchronous trainer": (
+        "tracer/test_verl_live.py::test_a_step_of_the_asynchronous_trainer_is_what_verl_logs_under_its_number",
+        "tracer/test_verl_live.py::test_sequences_of_the_asynchronous_trainer_have_the_version_that_sampled_them",
+        "tracer/test_verl_live.py::test_steps_of_the_asynchronous_trainer_are_replayed",
+        "tracer/test_verl_live.py::test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said",
+    ),
     "vLLM by itself": (
         "tracer/test_vllm.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_async.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",

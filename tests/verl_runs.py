@@ -29,8 +29,15 @@ EDITS = (
     ("verl/utils/distributed.py", 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"', '"gloo"', 2),
     (_FSDP, 'device=["cuda", "npu"]', 'device=["cuda", "npu", "cpu"]', 2),
     (_FSDP, "= CPUOffloadPolicy(pin_memory=True)", "= CPUOffloadPolicy(pin_memory=False)", 1),
+    (
+        "verl/workers/rollout/vllm_rollout/vllm_async_server.py",
+        "wait_for_inflight_requests=False,",
+        'mode="abort",',
+        1,
+    ),
 )
-"""File of the installed verl, text, what it becomes, how often: it knows no CPU as a trainer's device."""
+"""File of the installed verl, text, what it becomes, how often: it knows no CPU as a trainer's device, and calls a function as
+vLLM had it before 0.32."""
 
 SETTINGS = """
 algorithm.adv_estimator=grpo data.train_batch_size=4 data.max_prompt_length=32 data.max_response_length=16
@@ -60,6 +67,15 @@ FLOAT32 = (
     ),
     "actor_rollout_ref.rollout.dtype=float32",
 )
+ASYNCHRONOUS = (
+    "data.train_batch_size=0", "data.gen_batch_size=1", "actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1", "rollout.total_rollout_steps=16", "async_training.trigger_parameter_sync_step=2",
+    "async_training.staleness_threshold=0.5", "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=gloo_engine", "++ray_kwargs.ray_init.num_cpus=40",
+    "++ray_kwargs.ray_init.num_gpus=2",
+)  # fmt: skip
+"""Of verl's fully asynchronous trainer: two updates between two transfers, by a checkpoint engine that a CPU has."""
+
 REFERENCE = (
     "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
     "actor_rollout_ref.ref.use_torch_compile=False", "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
@@ -95,9 +111,11 @@ def verl_environment():
     return folder / "venv/bin/python"
 
 
-def verl_run(*settings, head_rows=64):
-    """Two steps of verl under `tim-trace record`; the same run once a session."""
+def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=False, modules=(), variables=None):
+    """Some steps of verl under `tim-trace record`, or bare; the same run once a session. `modules` are plugins of verl's, `variables` of their
+    environment."""
     python = verl_environment()
+    recording = () if is_bare else ("-m", "tim_trace", "record", "-o", "run", "--", python)
 
     def make(folder):
         done = run(sys.executable, PROGRAMS / "verl_inputs.py", folder, head_rows)
@@ -106,12 +124,14 @@ def verl_run(*settings, head_rows=64):
         env = {
             "PYTHONPATH": os.pathsep.join([str(PROGRAMS / "verl_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VERL_PLATFORM": "cpu",
-            "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
+            "VERL_USE_EXTERNAL_MODULES": ",".join(("cpu_platform", *modules)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "CUDA_VISIBLE_DEVICES": "0,1",
             "HF_HUB_OFFLINE": "1",
             "RAY_TMPDIR": ray,
+            "RAY_worker_niceness": "0",
+            **(variables or {}),
         }
         given = [
             *SETTINGS.split(),
@@ -121,17 +141,13 @@ def verl_run(*settings, head_rows=64):
             *settings,
         ]
         try:
-            done = run(
-                python, "-m", "tim_trace", "record", "-o", folder / "run", "--",
-                python, "-m", "verl.trainer.main_ppo", *given,
-                env=env, cwd=folder, timeout=900,
-            )  # fmt: skip
+            done = run(python, *recording, "-m", main, *given, env=env, cwd=folder, timeout=1800)
         finally:
             shutil.rmtree(ray, ignore_errors=True)
         assert done.code == 0, (done.stdout + done.stderr)[-3000:]
         (folder / "done.json").write_text(json.dumps(asdict(done)))
 
-    folder = made_once(("verl", settings, head_rows), make)
+    folder = made_once(("verl", settings, head_rows, main, is_bare, modules, variables), make)
     done = Finished(**json.loads((folder / "done.json").read_text()))
     return Run(done, {"logged": logged(done.stdout), "texts": texts(folder / "dump")}, folder / "run")
 
@@ -141,7 +157,7 @@ def logged(stdout):
     found = {}
     for step, line in re.findall(r"step:(\d+) - (.*)", stdout):
         pairs = (part.rpartition(":") for part in line.split(" - "))
-        found[int(step)] = {name: number(value) for name, _, value in pairs}
+        found.setdefault(int(step), {}).update({name: number(value) for name, _, value in pairs})
     return found
 
 

@@ -333,7 +333,9 @@ def _of_tensor(numbers: Mapping[str, Any]) -> str:
         how = f"what it was given at version {given} was not loaded"
     elif given is not None:
         how = f"it was given last at version {given}{', and was old then' if given != numbers['holds_version'] else ''}"
-    return f"the engine's {tensor} is that of version {numbers['holds_version']}, the trainer is at {version}; {how}"
+    holds = numbers["holds_version"]
+    has = "none that the trainer had" if holds is None else f"that of version {holds}"
+    return f"the engine's {tensor} is {has}, the trainer is at {version}; {how}"
 
 
 def _of_weights(numbers: Mapping[str, Any]) -> Mapping[str, str | float]:

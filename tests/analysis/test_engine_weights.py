@@ -11,14 +11,16 @@ from tim_trace.analysis import weights
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.detectors.engine_weights import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
-from tim_trace.analysis.engine_weights import engine_verdict, engine_versions
+from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
 from tim_trace.analysis.trace.database import Database
 from tim_trace.analysis.verify import verify
+from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, WeightsMissing
 from tim_trace.schemas.layout import ENGINE_WEIGHTS
 from tim_trace.schemas.tables import ENGINE_WEIGHTS_TABLE
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
+from tim_trace.tracer.writer import TraceWriter
 
 UP, DOWN, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.7.mlp.down_proj.weight", "model.norm.weight"
 
@@ -92,6 +94,30 @@ def test_an_engine_that_was_never_given_anything_is_told_by_what_it_holds(tmp_pa
     rows = [row(v, t, n + v, held=n) for v in range(3) for t, n in ((UP, 100), (DOWN, 200))]
     fault = only(tmp_path / "t", rows)
     assert (fault.cause, fault.holds_version, fault.given_version) == ("never_synchronised", 0, None)
+
+
+def test_an_engine_that_began_with_dummy_weights_and_was_never_given_any_is_told(tmp_path):
+    fault = only(tmp_path / "t", [each | {"held": 999} for each in run_of(lambda v, t, of: None)])
+    assert (fault.cause, fault.holds_version, fault.given_version) == ("never_synchronised", None, None)
+
+
+def test_engines_of_workers_serve_a_driver_that_records_the_sequences(tmp_path):
+    """As verl's: each worker trains, and tells of its own engine."""
+    with (
+        Recorder(tmp_path / "run") as driver,
+        Recorder.of_writer(TraceWriter(tmp_path / "run"), Capture.parse("logprobs", 1.0)) as worker,
+    ):
+        for step in (1, 2, 3):
+            batch = driver.add_sequences(step=step, seq_ids=["a"], prompt_ids=[[5]], response_ids=[[7]])
+            if step == 3:
+                break
+            worker.add_scores("current", batch, logprobs=[[-0.5]])
+            add(worker, [row(step - 1, UP, 100 + step, given=100 + step, writer=worker.writer.name)])
+    assert verdict_of(tmp_path / "run").agreeing_steps == {1, 2}
+
+
+def verdict_of(path):
+    return read_engine_verdict(Database(path))
 
 
 def test_nothing_is_said_of_tensors_that_were_neither_given_nor_read(tmp_path):

@@ -12,7 +12,7 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.database import connect
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights.source import open_weights
-from verl_runs import FLOAT32, REFERENCE, verl_run
+from verl_runs import ASYNCHRONOUS, FLOAT32, REFERENCE, verl_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -211,3 +211,137 @@ def test_steps_of_the_trainer_of_before_are_replayed(older, tmp_path):
     assert as_recorded["num_steps"] == 2
     assert as_recorded["share_equal"] > 0.9
     assert as_recorded["max_abs_d"] < 1e-6
+
+
+@pytest.fixture(scope="module")
+def asynchronous():
+    """verl's fully asynchronous trainer: an engine of its own device, two updates between two transfers of weights."""
+    return verl_run(
+        *FLOAT32, *ASYNCHRONOUS, "actor_rollout_ref.actor.optim.lr=1e-3",
+        head_rows=WORDS, main="verl.experimental.fully_async_policy.fully_async_main",
+    )  # fmt: skip
+
+
+def test_a_step_of_the_asynchronous_trainer_is_what_verl_logs_under_its_number(asynchronous):
+    query = "SELECT step, pass, count(*), count(DISTINCT contract) FROM scores GROUP BY ALL ORDER BY ALL"
+    passes = ("current", "rollout", "train")
+    assert rows(asynchronous, query) == [(step, name, 16, 1) for step in (1, 2) for name in passes]
+    recorded = {
+        (step, name): value
+        for step, name, value in rows(asynchronous, "SELECT step, name, value FROM metrics WHERE step > 0")
+    }
+    logged = asynchronous.result["logged"]
+    assert {step for step in logged if step} == {1, 2}
+    for step in (1, 2):
+        assert {name: recorded[step, name] for name in logged[step]} == pytest.approx(logged[step])
+    query = "SELECT step, avg(reward) FROM sequences GROUP BY step ORDER BY step"
+    means = [(step, pytest.approx(logged[step]["critic/score/mean"])) for step in (1, 2)]
+    assert rows(asynchronous, query) == means
+
+
+def test_sequences_of_the_asynchronous_trainer_have_the_version_that_sampled_them(asynchronous):
+    query = "SELECT DISTINCT step, policy_version FROM scores WHERE pass = 'train' ORDER BY ALL"
+    assert rows(asynchronous, query) == [(1, 0), (1, 1), (2, 2), (2, 3)]
+    found = rows(asynchronous, "SELECT step, policy_version FROM sequences")
+    # Weights are given after every second update, and samples wait in a queue.
+    assert {version for _, version in found} <= {0, 2}
+    assert {version for step, version in found if step == 1} == {0}
+    stale = sum(version == 0 for step, version in found if step == 2)
+    counted = asynchronous.result["logged"][2]["fully_async/count/stale_trajectory_processed"]
+    assert stale >= counted
+
+
+def test_without_rounding_by_the_engine_what_the_versions_say_is_the_whole_mismatch(asynchronous):
+    query = """
+        SELECT a.policy_version = b.policy_version AS is_same, max(abs(d)) FROM tokens AS t
+        JOIN scores AS a ON a.step = t.step AND a.seq_id = t.seq_id AND a.pass = 'train'
+        JOIN scores AS b ON b.step = t.step AND b.seq_id = t.seq_id AND b.pass = 'rollout'
+        GROUP BY ALL ORDER BY ALL
+    """
+    found = dict(rows(asynchronous, query))
+    assert found[True] < 1e-5
+    assert found[False] > 1e-3
+
+
+def test_steps_of_the_asynchronous_trainer_are_replayed(asynchronous, tmp_path):
+    (as_recorded,) = replayed(asynchronous, tmp_path)
+    assert as_recorded["num_steps"] == 2
+    assert as_recorded["share_equal"] > 0.9
+    assert as_recorded["max_abs_d"] < 1e-6
+
+
+def test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said(asynchronous):
+    (sentence,) = (found for found in info(str(asynchronous.trace)).missing if "engine's weights" in found)
+    assert "verl's checkpoint engine gloo gives them to engines in other processes" in sentence
+
+
+def test_every_tensor_of_the_engine_is_accounted_for(run):
+    query = """
+        SELECT policy_version, count(*), sum((given = trainer)::INT), count(held), sum((held = trainer)::INT)
+        FROM engine_weights GROUP BY ALL ORDER BY ALL
+    """
+    ((_, count, *_),) = rows(run, "SELECT 0, count(DISTINCT tensor) FROM engine_weights")
+    assert rows(run, query) == [(version, count, count, count, count) for version in (0, 1)]
+    assert count == 24
+
+
+SKIPPED = "model.layers.1.mlp.down_proj.weight"
+FAULTS = {
+    "skips": {"cause": "partial_sync", "tensor": SKIPPED, "num_tensors": 1, "holds_version": 0, "trainer_version": 2},
+    "late": {"cause": "stale_weights", "num_tensors": 24, "holds_version": 1, "trainer_version": 2},
+    "never": {"cause": "never_synchronised", "given_version": None, "trainer_version": 2},
+    "fp8": {"cause": "quantised", "dtype": "float8_e4m3fn"},
+}
+"""Mistake of a plugin in the transfer of weights -> what check says of it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_transfer_that_goes_wrong_is_told_tensor_by_tensor(fault):
+    run = verl_run(
+        *FLOAT32, "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1e-3",
+        head_rows=WORDS, modules=("transfer_faults",), variables={"TRANSFER_FAULT": fault},
+    )  # fmt: skip
+    finding = check(str(run.trace)).findings[0]
+    assert (finding.code, finding.signal) == ("weights_differ", "engine_weights")
+    wanted = FAULTS[fault]
+    assert {name: finding.numbers[name] for name in wanted} == wanted
+
+
+ONE_AT_A_TIME = (
+    "actor_rollout_ref.rollout.max_num_seqs=1", "trainer.total_training_steps=3", "trainer.save_freq=3",
+    "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+)  # fmt: skip
+"""An engine that samples one sequence after the other draws the same numbers in every run, however its requests arrive."""
+
+TIMES = ("perf/", "timing_s/", "timing_per_token_ms/")
+"""Names of what verl logs of the clock and of memory."""
+
+
+def test_a_recorded_run_and_a_bare_one_are_the_same_bit_for_bit():
+    recorded, bare = (verl_run(*FLOAT32, *ONE_AT_A_TIME, head_rows=WORDS, is_bare=is_bare) for is_bare in (False, True))
+    logged, logged_bare = (
+        {
+            (step, name): value
+            for step, values in run.result["logged"].items()
+            for name, value in values.items()
+            if not name.startswith(TIMES)
+        }
+        for run in (recorded, bare)
+    )
+    assert len(logged) > 100
+    assert logged == logged_bare
+    texts, texts_bare = (
+        sorted((line["step"], line["input"], line["output"], line["score"]) for line in run.result["texts"].values())
+        for run in (recorded, bare)
+    )
+    assert len(texts) == 24
+    assert texts == texts_bare
+    weights, weights_bare = (
+        load_file(run.trace.parent / "checkpoints/global_step_3/actor/huggingface/model.safetensors")
+        for run in (recorded, bare)
+    )
+    assert weights.keys() == weights_bare.keys()
+    for name, tensor in weights.items():
+        assert tensor.numpy().tobytes() == weights_bare[name].numpy().tobytes(), name
+    given = load_file(recorded.trace.parent / "model" / "model.safetensors")
+    assert any(tensor.numpy().tobytes() != given[name].numpy().tobytes() for name, tensor in weights.items())

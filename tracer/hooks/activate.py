@@ -53,6 +53,12 @@ def _verl_worker(session: Session, module: Any) -> None:
     verl_worker.install(session, module)
 
 
+def _verl_engine(session: Session, module: Any) -> None:
+    from . import verl_engine_weights
+
+    verl_engine_weights.install(session, module)
+
+
 def _ray(session: Session, module: Any) -> None:
     from . import ray
 
@@ -78,6 +84,9 @@ _HOOKS: dict[str, Callable[[Session, Any], None]] = {
     "verl.workers.engine_workers": _verl_worker,
     "verl.workers.utils.losses": _verl_worker,
     "verl.utils.transferqueue_utils": _verl_worker,
+    "verl.workers.engine.fsdp.transformer_impl": _verl_worker,
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": _verl_worker,
+    "verl.workers.rollout.vllm_rollout.utils": _verl_engine,
     "ray": _ray,
     "vllm.entrypoints.llm": _vllm_llm,
     "vllm.v1.engine.async_llm": _vllm_async,

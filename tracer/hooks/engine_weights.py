@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -147,20 +147,14 @@ class EngineWeights:
             writer.submit(lambda: writer.append(ENGINE_WEIGHTS, batch), batch.nbytes)
 
     def _rows(self, step: int, version: int) -> pa.RecordBatch:
-        is_due = self._num_told & (self._num_told - 1) <= 0
-        self._num_told += 1
-        own, unmerged = _read(self._own), _read(self._unmerged)
-        given, self._given = _read(self._given), {}
+        own, unmerged = read_digests(self._own), read_digests(self._unmerged)
+        given, self._given = read_digests(self._given), {}
         self._last |= given
         for name, value in own.items():
             self._known.setdefault(name, set()).add(value)
-        held: dict[str, int] = {}
-        model = None if self._model is None else self._model()
-        wrong = [name for name, value in own.items() if self._last.get(name) != value]
-        if model is not None and (is_due or wrong or self._level == HELD):
-            held = _read({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
-            if any(held.get(name, value) != value for name, value in given.items()):
-                self._level = HELD
+        held = self._held(own)
+        if any(held.get(name, value) != value for name, value in given.items()):
+            self._level = HELD
         has = {name: held.get(name, self._last.get(name)) for name in own}
         wrong_now = {name: value for name, value in has.items() if value not in (None, own[name], unmerged.get(name))}
         is_strange = any(value not in self._known[name] for name, value in wrong_now.items())
@@ -178,15 +172,31 @@ class EngineWeights:
         arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
+    def _held(self, own: dict[str, int]) -> dict[str, int]:
+        """Digests of what the engine holds, where it is time to look; none where it is not."""
+        is_due, model = self._is_due(own), None if self._model is None else self._model()
+        if model is None or not is_due:
+            return {}
+        return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
+
+    def _is_due(self, own: dict[str, int]) -> bool:
+        """Whether what the engine holds is read at this version, the next."""
+        is_power = self._num_told & (self._num_told - 1) <= 0
+        self._num_told += 1
+        return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
+
+    def _trainer_tensors(self) -> Iterator[tuple[str, Any, Any]]:
+        trainer = self._trainer()
+        return trainer_tensors(trainer.accelerator.unwrap_model(trainer.model))
+
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
         """Tensor -> the dtype through which the trainer's gives what the engine has, or how few values a row of it has."""
         import torch
 
-        trainer, engine = self._trainer(), None if self._model is None else self._model()
+        engine = None if self._model is None else self._model()
         held = {} if engine is None else dict(held_tensors(engine, self._shapes))
-        model = trainer.accelerator.unwrap_model(trainer.model)
         found: dict[str, str] = {}
-        for name, tensor, _ in trainer_tensors(model):
+        for name, tensor, _ in self._trainer_tensors():
             if name in wrong and tensor.is_floating_point():
                 for cast in CASTS:
                     through = tensor.to(getattr(torch, cast)).to(tensor.dtype)
@@ -200,5 +210,6 @@ class EngineWeights:
         return found
 
 
-def _read(digests: dict[str, Digest]) -> dict[str, int]:
+def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
+    """Digests by tensor as whole numbers."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,14 @@ class Patches:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
+        @functools.wraps(original)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return await wrapper(original, *args, **kwargs)
+
+        # Ray asks whether a function is a coroutine's.
+        is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, wrapped)
+        setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
     @property

@@ -22,6 +22,7 @@ from .patches import Patches
 from .session import Session
 from .trl_batches import right_padded
 from .verl_contract import FSDP, model_identity, scoring_contract
+from .verl_engine_weights import VerlEngineWeights
 
 UPDATE_KEY = "tim_trace_update"
 """Rides along from the driver to the workers with the rows of an update: its step and its weights' version."""
@@ -29,8 +30,9 @@ ROW_KEY = "tim_trace_row"
 """Rides along in a worker's batch, so that a shuffled micro-batch tells which rows it holds."""
 
 _OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: name the "
-    "run's checkpoints with --weights-from DIR"
+    "weights are not recorded: verl's strategy {} holds them under names and in parts of its own; replaying needs them: have verl "
+    "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "
+    "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
 )
 
 
@@ -67,13 +69,16 @@ def install(session: Session, module: Any) -> Patches:
             ("TrainingWorker", "infer_batch", hooks.infer),
             ("ActorRolloutRefWorker", "compute_log_prob", hooks.score),
             ("ActorRolloutRefWorker", "compute_ref_log_prob", hooks.score_reference),
+            ("ActorRolloutRefWorker", "update_weights", hooks.account.transfer),
         ],
+        "verl.workers.engine.fsdp.transformer_impl": [("FSDPEngine", "get_per_tensor_param", hooks.account.export)],
+        "verl.workers.rollout.vllm_rollout.vllm_rollout": [("ServerAdapter", "update_weights", hooks.account.give)],
     }
     for owner, name, wrapper in owners[module.__name__]:
         target = getattr(module, owner, None) if owner else module
         if target is None or not patches.wrap(target, name, wrapper):
             shown = ".".join(filter(None, (owner, name)))
-            session.tell(f"verl's current logprobs or contracts are not recorded: {shown} was not found")
+            session.tell(f"verl's current logprobs, contracts or weights are not recorded: {shown} was not found")
     return patches
 
 
@@ -87,6 +92,8 @@ class WorkerHooks:
 
     def __init__(self, session: Session):
         self.session = session
+        self.account = VerlEngineWeights(session)
+        """Of the engine that this worker gives its weights to."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -117,6 +124,7 @@ class WorkerHooks:
         if update is not None:
             with self.session.guard("weights"):
                 self._keep_weights(worker.engine, update.policy_version)
+            self.account.tell_of(update.batch.step, update.policy_version)
             if worker.engine.is_mp_src_rank_with_outputs():
                 update.engine = worker.engine
         try:

@@ -1,0 +1,200 @@
+"""Accounting for the weights of verl's engine, in the worker that trains and gives them to it.
+
+The engine is in another process of the same machine: what it holds is read there, at the worker's asking.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..weights.digests import digest
+from .engine_parameters import held_tensors
+from .engine_weights import NONE, EngineWeights, read_digests
+from .session import Session
+from .trainer_tensors import is_whole
+from .verl_contract import FSDP
+
+ASKED = "tim_trace_digests"
+"""The function of vLLM's worker that writes what it holds, in verl's extension of it."""
+
+NAIVE = "naive"
+"""verl's way of giving weights to an engine on the same devices."""
+
+_MOST_S = 120.0
+"""How long a training waits for its engine to say what it holds."""
+
+_APART = (
+    "the engine's weights are not accounted for: verl's checkpoint engine {} gives them to engines in other processes; "
+    "trainer.v1.trainer_mode=sync gives them in the worker itself, and is accounted for"
+)
+_ADAPTER = "the engine's weights are not accounted for: verl gives an adapter apart from its base"
+_STRATEGY = (
+    "the engine's weights are not accounted for: verl's strategy {} has them under names and in parts of its own"
+)
+_NOT_HELD = "what the engine holds is not read: {}; what it is given is recorded"
+
+
+class VerlEngineWeights(EngineWeights):
+    """One worker of verl and its engine, tensor by tensor. Only what is said in a transfer is heard."""
+
+    def __init__(self, session: Session):
+        super().__init__(session)
+        self._engine: Any = None
+        """verl's engine that trains, during a transfer."""
+        self._newest: Any = None
+        """The engine of the newest transfer that is not told yet."""
+        self._found: dict[str, int] = {}
+        self._reads_held = True
+
+    async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        """A transfer of weights to the engine, with the trainer's own before and the engine's after it."""
+        self._start(worker)
+        try:
+            result = await original(worker, *args, **kwargs)
+            if self._engine is not None:
+                await self._look(worker)
+        finally:
+            self._engine = None
+        return result
+
+    def give(self, original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hear what the engine is given."""
+        if self._engine is not None and self.is_on:
+            if args:
+                args = (self.heard(args[0]), *args[1:])
+            elif "weights" in kwargs:
+                kwargs["weights"] = self.heard(kwargs["weights"])
+        return original(adapter, *args, **kwargs)
+
+    def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a model that no process holds whole, the trainer's own are those that verl gathers."""
+        weights, *rest = original(engine, *args, **kwargs)
+        if self._engine is engine and not self._is_whole:
+            weights = self._exported(weights)
+        return weights, *rest
+
+    def tell_of(self, step: int, version: int) -> None:
+        """Record the newest transfer under the version whose weights it gave; nothing where there was none since."""
+        if self._newest is None:
+            return
+        self._version, self._trainer = version, self._newest
+        self.tell(step)
+        self._newest = None
+
+    def _start(self, worker: Any) -> None:
+        if not self.is_on:
+            return
+        with self._guard():
+            why = _why_not(worker)
+            if why is not None:
+                self._level = NONE
+                self._session.note(why)
+                return
+            import torch
+
+            from verl.utils.device import get_device_name
+
+            rollout = worker.config.rollout
+            self._dtype = getattr(torch, str(rollout.dtype), None)
+            self._device = torch.device(get_device_name())
+            # A quantised engine holds tensors of other shapes, as it should.
+            self._reads_held = not rollout.get("quantization")
+            engine = worker.actor.engine
+            self._own = {}
+            self._is_whole = is_whole(engine.module) or _has_one_rank(engine.module)
+            if self._is_whole:
+                for name, tensor, _ in _tensors(engine):
+                    self._take(name, tensor)
+            self._engine = self._newest = engine
+
+    def _take(self, name: str, tensor: Any) -> None:
+        self._shapes[name] = tuple(tensor.shape)
+        self._own[name] = digest(tensor, self._dtype, self._device)
+
+    def _exported(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            if self.is_on:
+                with self._guard():
+                    self._take(name, tensor)
+            yield name, tensor
+
+    async def _look(self, worker: Any) -> None:
+        """Have the engine write what it holds, where it is time for that."""
+        with self._guard():
+            own = read_digests(self._own)
+            self._last |= read_digests(self._given)
+            self._found = {}
+            if not self._is_due(own) or not self._reads_held:
+                return
+            try:
+                self._found = await _held_of(worker.rollout, self._shapes)
+            except Exception as error:
+                self._reads_held = False
+                self._session.note(_NOT_HELD.format(f"{type(error).__name__}: {error}"))
+
+    def _held(self, own: dict[str, int]) -> dict[str, int]:
+        return self._found
+
+    def _trainer_tensors(self) -> Iterator[tuple[str, Any, Any]]:
+        return _tensors(self._trainer)
+
+
+def install(session: Session, module: Any) -> None:
+    """Let vLLM's workers say what they hold."""
+    if session.order.engine_weights != NONE:
+        setattr(module.vLLMColocateWorkerExtension, ASKED, _write_digests)
+
+
+def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """In vLLM's worker: write the digests of what its model holds, one file of all its ranks."""
+    if worker.rank:
+        return
+    model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
+    whole = {name: tuple(shape) for name, shape in shapes.items()}
+    held = {name: digest(tensor, dtype) for name, tensor in held_tensors(model, whole)}
+    Path(path).write_text(json.dumps(read_digests(held)))
+
+
+async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    # verl's server passes on no answer of a worker.
+    with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
+        path = Path(folder) / "held.json"
+        await rollout._execute_method(ASKED, timeout=_MOST_S, kwargs={"path": str(path), "shapes": shapes})
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _why_not(worker: Any) -> str | None:
+    """Why a worker's engine cannot be accounted for; None where it can."""
+    backend = worker.config.rollout.checkpoint_engine.backend
+    if not hasattr(worker, "rollout") or backend != NAIVE:
+        return _APART.format(backend)
+    engine = worker.actor.engine
+    strategy = getattr(engine.engine_config, "strategy", None)
+    if strategy not in FSDP:
+        return _STRATEGY.format(strategy)
+    return _ADAPTER if hasattr(_inner(engine), "peft_config") else None
+
+
+def _inner(engine: Any) -> Any:
+    return getattr(engine.module, "_fsdp_wrapped_module", engine.module)
+
+
+def _has_one_rank(model: Any) -> bool:
+    """Whether a sharded model's one shard is the whole of it."""
+    meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
+    return all(mesh is not None and mesh.size() == 1 for mesh in meshes)
+
+
+def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
+    """A whole model's tensors under the names by which verl gives them, as `trainer_tensors` has them of TRL."""
+    from verl.utils.model import convert_weight_keys
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    own = convert_weight_keys(engine.module.state_dict(), _inner(engine))
+    whole = ((name, tensor.to_local() if hasattr(tensor, "to_local") else tensor) for name, tensor in own.items())
+    for name, tensor in unfuse_moe_params(whole, engine.model_config.hf_config.model_type):
+        yield name, tensor, None
