@@ -342,6 +342,7 @@ def test_the_loss_s_first_logprobs_are_the_trainer_s_where_verl_computed_none(se
     trace = updated(session, is_train=True, batches=((0, 1), (1, 0)))
     query = "SELECT seq_id, logprobs FROM scores WHERE pass = 'train' ORDER BY seq_id"
     assert rows(trace, query) == [("a-b_0_0", TRAIN[0]), ("a-b_1_0", TRAIN[1])]
+    assert info(session.order.run).model == "a-model"
 
 
 @pytest.mark.slow
@@ -450,14 +451,15 @@ def test_the_fully_asynchronous_trainer_is_recorded_from_its_first_update_on(ses
     """Its `fit` is not hooked: what its updates are given tells all."""
     hooks, told = TrainerHooks(session), []
     hooks._describe = lambda trainer: session.recorder.describe(model={"name": "a-model"})
-    trainer = SimpleNamespace(config=config(), tokenizer=SimpleNamespace(eos_token_id=END), **FULLY)
+    counts = FULLY | {"total_train_steps": 1}
+    trainer = SimpleNamespace(config=config(), tokenizer=SimpleNamespace(eos_token_id=END), **counts)
     for update, (uids, oldest) in enumerate([(["a", "a"], [0, 0]), (["b", "b"], [0, 1])]):
         trainer.global_steps, trainer.current_param_version = update + 1, update // 2
         batch = padded_batch(uids, oldest)
         hooks.update_older_actor(lambda trainer, batch: told.append(batch.meta_info[UPDATE_KEY]), trainer, batch)
         assert UPDATE_KEY not in batch.meta_info
     hooks.log(lambda tracking, data, step: None, None, data={"loss": 0.5}, step=1)
-    session.seal()
+    assert {writer.state for writer in info(session.order.run).writers} == {"finished"}
     assert [(each["step"], each["policy_version"], each["keys"]) for each in told] == [
         (1, 0, ["a_0_0", "a_1_0"]), (1, 1, ["b_0_0", "b_1_0"]),
     ]  # fmt: skip

@@ -91,6 +91,9 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
+        """Whether Ray may kill this process without a word when the training ends."""
+        self._is_last = False
+        """Whether it will do so soon."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
         """What to say of this version of verl."""
@@ -153,7 +156,9 @@ class TrainerHooks:
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
-            ride_along(batch, _told(trainer) | {"keys": [row.key for row in rows]})
+            told = _told(trainer)
+            ride_along(batch, told | {"keys": [row.key for row in rows]})
+            self._is_last = self._flushes and told["is_last"]
         try:
             return original(trainer, batch, *args, **kwargs)
         finally:
@@ -168,6 +173,8 @@ class TrainerHooks:
                 self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
                 if self._flushes:
                     self.session.recorder.flush()
+            if self._is_last:
+                self.session.seal()
         return result
 
     def _describe(self, trainer: Any) -> None:

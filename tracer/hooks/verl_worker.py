@@ -258,6 +258,8 @@ class WorkerHooks:
                 update.engine, source="loss", grad=True, temperature=plain(data.get("temperature", None)),
                 dtype=output["log_probs"].dtype,
             )  # fmt: skip
+            if update.is_train and not update.engine.get_data_parallel_rank():
+                recorder.describe(model=model_identity(update.engine))  # no pass before said it
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
             recorder.add_contract(pass_name, self._contract)
             recorder.add_scores(
