@@ -111,9 +111,8 @@ def verl_environment():
     return folder / "venv/bin/python"
 
 
-def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=False, modules=(), variables=None):
-    """Some steps of verl under `tim-trace record`, or bare; the same run once a session. `modules` are plugins of verl's, `variables` of their
-    environment."""
+def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=False, modules=()):
+    """Some steps of verl under `tim-trace record`, or bare; the same run once a session. `modules` are plugins of verl's."""
     python = verl_environment()
     recording = () if is_bare else ("-m", "tim_trace", "record", "-o", "run", "--", python)
 
@@ -130,8 +129,7 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
             "CUDA_VISIBLE_DEVICES": "0,1",
             "HF_HUB_OFFLINE": "1",
             "RAY_TMPDIR": ray,
-            "RAY_worker_niceness": "0",
-            **(variables or {}),
+            "RAY_worker_niceness": "0",  # 15 is what Ray gives them
         }
         given = [
             *SETTINGS.split(),
@@ -147,7 +145,7 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
         assert done.code == 0, (done.stdout + done.stderr)[-3000:]
         (folder / "done.json").write_text(json.dumps(asdict(done)))
 
-    folder = made_once(("verl", settings, head_rows, main, is_bare, modules, variables), make)
+    folder = made_once(("verl", settings, head_rows, main, is_bare, modules), make)
     done = Finished(**json.loads((folder / "done.json").read_text()))
     return Run(done, {"logged": logged(done.stdout), "texts": texts(folder / "dump")}, folder / "run")
 
