@@ -704,6 +704,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     "--veto", default=1e-4, show_default=True, type=float, metavar="R",
     help="A sequence with a token ratio below it is thrown out by veto.",
 )  # fmt: skip
+@_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Say what each correction for the mismatch would have cut of the recorded tokens, and what it would have cost.
@@ -713,7 +714,9 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """
     from .analysis import corrections as would_have
 
-    form.table(would_have(list(traces), **options), "corrections")
+    with _library_output_held_back() if options["ray"] else nullcontext():
+        rows = would_have(list(traces), progress=_progress, **options)
+    form.table(rows, "corrections")
 
 
 @_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
