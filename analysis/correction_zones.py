@@ -96,6 +96,7 @@ def _groups(
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
     """[G] which sequence of a block, and name of TYPES -> [G], NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
+    assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
     nan_T, finite_T = np.isnan(a_T) | np.isnan(b_T), np.isfinite(a_T) & np.isfinite(b_T)
     d_T = np.where(finite_T, a_T - b_T, 0.0)

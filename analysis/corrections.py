@@ -9,9 +9,9 @@ from functools import partial
 
 import pyarrow as pa
 
-from ..replay.cluster import connected
 from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
 from ..schemas.steps import ALL_STEPS
+from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
 from .correction import Correction, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows

@@ -185,4 +185,4 @@ def test_the_command_line_takes_an_address(trace):
     assert "--ray: no cluster answers at '127.0.0.1:1'" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
-    assert "--gpus-per-arm: is a share of a cluster's GPUs; add --ray auto" in told.stderr
+    assert "--gpus-per-arm: are of a cluster's GPUs; add --ray auto" in told.stderr
